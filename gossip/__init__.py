@@ -1,0 +1,1 @@
+"""Decentralized data-parallel training for PyTorch."""

@@ -1,0 +1,1 @@
+"""Communication topologies for decentralized learning."""
