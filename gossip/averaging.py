@@ -1,0 +1,60 @@
+"""The global average of the replicas, and how far they are from it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from gossip.buckets import Bucket
+from gossip.world import World
+
+
+def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World) -> None:
+    """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective."""
+    with torch.no_grad():
+        for bucket in buckets:
+            world.average_(bucket.block, f"averaging bucket {bucket.index}")
+            bucket.written()
+        for name, buffer in module.named_buffers():
+            if buffer.is_floating_point() or buffer.is_complex():
+                world.average_(
+                    torch.view_as_real(buffer) if buffer.is_complex() else buffer,
+                    f"averaging buffer {name!r}",
+                )
+            else:
+                world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+
+
+@contextlib.contextmanager
+def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Put parameters and buffers back exactly as they were, in place, when the block is left. Local."""
+    with torch.no_grad():
+        blocks = [bucket.block.clone() for bucket in buckets]
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for bucket, block in zip(buckets, blocks, strict=True):
+                bucket.block.copy_(block)
+                bucket.written()
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+def consensus_distance(buckets: Sequence[Bucket], world: World) -> tuple[float, float]:
+    """Root mean square distance of the replicas from their mean, absolute and relative to the mean's norm. Collective."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    mean_norm = 0.0
+    for bucket in buckets:
+        mean = bucket.block.clone()
+        world.average_(mean, f"consensus distance of bucket {bucket.index}")
+        squares[0] += torch.linalg.vector_norm(bucket.block - mean, dtype=torch.float64).cpu() ** 2
+        mean_norm = math.hypot(mean_norm, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
+    world.sum_(squares, "consensus distance")
+    distance = math.sqrt(float(squares[0]) / world.world_size)
+    return distance, distance / mean_norm if mean_norm else 0.0

@@ -1,0 +1,114 @@
+"""One torch optimizer, stepped bucket by bucket."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+
+
+def build_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Module) -> Optimizer | None:
+    """The one Optimizer: the one given, or what the factory makes of all named parameters.
+
+    Raises
+    ------
+    TypeError
+        Neither an Optimizer nor a factory of one.
+    ValueError
+        It steps by a closure, or holds a parameter that the module does not have.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a factory such as functools.partial(torch.optim.SGD, "
+                f"lr=0.1), got {type(optimizer).__name__}"
+            )
+        built = optimizer(list(module.named_parameters()))
+        if not isinstance(built, Optimizer):
+            raise TypeError(
+                f"the optimizer factory must return a torch.optim.Optimizer, got {type(built).__name__}"
+            )
+        optimizer = built
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates a closure several times a step, which cannot run inside backward; "
+            "choose an optimizer that steps from gradients alone"
+        )
+    known = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the module does not have; "
+                    "build it over the parameters of the module that is wrapped"
+                )
+    return optimizer
+
+
+class BucketOptimizer:
+    """An optimizer's algorithm restricted to some of its parameters.
+
+    It shares the optimizer's state and reads its ``param_groups`` at every step, so that a scheduler, a logger or a
+    state_dict sees one optimizer only.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    parameters : sequence of Parameter
+        Those without a gradient are skipped, as ever.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        mine = {id(parameter) for parameter in parameters}
+        self._members = [
+            [parameter for parameter in group["params"] if id(parameter) in mine]
+            for group in optimizer.param_groups
+        ]
+        # Not copy.copy: that goes through __getstate__, which keeps only what a checkpoint needs.
+        self._view: Any = object.__new__(type(optimizer))
+        self._view.__dict__.update(optimizer.__dict__)
+        self._view.__dict__.pop("step", None)
+        self._view._optimizer_step_pre_hooks = OrderedDict()
+        self._view._optimizer_step_post_hooks = OrderedDict()
+        step: Callable[..., Any] = type(optimizer).step
+        if getattr(
+            step, "hooked", False
+        ):  # torch's profiling and hook wrapper: once per step, not once per bucket
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        self._step = step
+
+    def step(self) -> None:
+        """Update the parameters that have a gradient, and drop their gradients."""
+        groups = zip(self._optimizer.param_groups, self._members, strict=True)
+        self._view.state = self._optimizer.state
+        self._view.param_groups = [{**group, "params": members} for group, members in groups if members]
+        self._step(self._view)
+        for members in self._members:
+            for parameter in members:
+                parameter.grad = None
+
+
+def make_step_passive(optimizer: Optimizer) -> None:
+    """Let ``optimizer.step()`` do nothing but be called: the buckets have done the work.
+
+    Schedulers, which wrap this method of the object, see that steps are made.
+    """
+
+    def step(_: Optimizer, closure: Callable[[], float] | None = None) -> None:
+        if closure is not None:
+            raise ValueError(
+                "optimizer.step(closure) cannot work here: the update has been made inside backward; call it without"
+            )
+
+    optimizer.step = types.MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]

@@ -1,0 +1,165 @@
+"""Parameters fused into flat blocks that are updated and exchanged as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Some parameters of one dtype and device as views of one flat block.
+
+    Attributes
+    ----------
+    index : int
+        Its place in the order in which all ranks launch their buckets.
+    names : tuple of str
+    parameters : tuple of Parameter
+        Their ``data`` are views of ``block``, with the strides that they came with.
+    trainable : bool
+        Whether they required a gradient when the bucket was made.
+    block : Tensor, [numel]
+        The values, padded with zeros so that every parameter starts at a multiple of 16 bytes.
+    message : Tensor, [numel]
+        The values as they were last sent.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    trainable: bool
+    block: torch.Tensor
+    message: torch.Tensor
+
+    def written(self) -> None:
+        """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves."""
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def describe(self) -> str:
+        """One line: dtype, device, size and what is inside."""
+        kind = "trainable" if self.trainable else "frozen"
+        dtype = str(self.block.dtype).removeprefix("torch.")
+        return f"{kind} {dtype} {self.block.device.type} {self.block.numel()}: {' '.join(self.names)}"
+
+
+def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int) -> tuple[Bucket, ...]:
+    """Move ``parameters`` into the blocks of buckets.
+
+    Buckets are filled in reverse order of registration, which is about the order in which gradients arrive, separately
+    per dtype and device, and apart for frozen parameters, whose buckets come last. A parameter larger than ``cap_bytes``
+    gets a bucket of its own.
+
+    Parameters
+    ----------
+    parameters : iterable of (str, Parameter)
+        Floating point, without overlap in memory; each one's ``data`` is replaced.
+    cap_bytes : int
+        What a bucket may hold.
+
+    Returns
+    -------
+    tuple of Bucket
+        In launch order.
+    """
+    plan: list[list[tuple[str, nn.Parameter]]] = []
+    last_position: list[int] = []
+    open_buckets: dict[tuple[bool, torch.dtype, torch.device], tuple[int, int]] = {}
+    for position, (name, parameter) in enumerate(reversed(list(parameters))):
+        key = (parameter.requires_grad, parameter.dtype, parameter.device)
+        size = _slot_numel(parameter) * parameter.dtype.itemsize
+        bucket, filled = open_buckets.get(key, (-1, cap_bytes))
+        if bucket < 0 or filled + size > cap_bytes:
+            bucket, filled = len(plan), 0
+            plan.append([])
+            last_position.append(position)
+        plan[bucket].append((name, parameter))
+        last_position[bucket] = position
+        open_buckets[key] = (bucket, filled + size)
+
+    order = sorted(range(len(plan)), key=lambda i: (not plan[i][0][1].requires_grad, last_position[i]))
+    return tuple(_make_bucket(index, plan[i]) for index, i in enumerate(order))
+
+
+def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse what cannot live in a bucket, by name and with the reason.
+
+    Raises
+    ------
+    ValueError
+        A lazy, meta, sparse or complex parameter, one whose elements overlap, or two parameters that share memory.
+    """
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in parameters:
+        refusal = None
+        if isinstance(parameter, nn.UninitializedParameter):
+            refusal = "is lazy; run one forward before wrapping the module"
+        elif parameter.is_meta:
+            refusal = "is on the meta device; materialise the module (module.to_empty(device=...)) before wrapping it"
+        elif type(parameter.data) is not torch.Tensor:
+            refusal = f"holds a {type(parameter.data).__name__}; only plain dense tensors can be moved into a bucket"
+        elif parameter.layout != torch.strided:
+            refusal = f"has the layout {parameter.layout}; only dense parameters can be moved into a bucket"
+        elif not parameter.is_floating_point():
+            refusal = f"has the dtype {parameter.dtype}; only floating point can be mixed: make it a buffer"
+        elif _overlaps_itself(parameter):
+            refusal = f"overlaps itself in memory (strides {parameter.stride()}); clone it before wrapping the module"
+        if refusal is not None:
+            raise ValueError(f"parameter {name!r} {refusal}")
+        if parameter.numel():
+            start = parameter.data_ptr()
+            spans.append((start, start + _span(parameter) * parameter.dtype.itemsize, name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them let both names "
+                "hold one Parameter, else clone one of them"
+            )
+
+
+def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
+    first = entries[0][1]
+    numel = sum(_slot_numel(parameter) for _, parameter in entries)
+    block = torch.zeros(max(numel, 1), dtype=first.dtype, device=first.device)
+    offset = 0
+    for _, parameter in entries:
+        view = block[offset:].as_strided(parameter.shape, parameter.stride(), offset)
+        view.copy_(parameter.data)
+        parameter.data = view
+        offset += _slot_numel(parameter)
+    return Bucket(
+        index=index,
+        names=tuple(name for name, _ in entries),
+        parameters=tuple(parameter for _, parameter in entries),
+        trainable=first.requires_grad,
+        block=block,
+        message=torch.empty_like(block),
+    )
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements of memory lie between its first and its last, both included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _slot_numel(parameter: nn.Parameter) -> int:
+    unit = max(1, _ALIGNMENT_BYTES // parameter.dtype.itemsize)
+    return -(-_span(parameter) // unit) * unit
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

@@ -1,0 +1,35 @@
+"""The exceptions that are this project's own.
+
+What a caller passed wrongly raises ``ValueError`` or ``TypeError``; these are for what goes wrong between ranks.
+"""
+
+from __future__ import annotations
+
+
+class GossipError(RuntimeError):
+    """Base of every error that is about communication between ranks."""
+
+
+class ManifestError(GossipError):
+    """Two ranks do not train the same thing: raised on every rank, before anything is exchanged."""
+
+
+class ExchangeError(GossipError):
+    """An exchange with peers failed or timed out; names rank, step, bucket and peers."""
+
+
+class LaunchError(GossipError):
+    """A worker that :func:`gossip.launch` started failed, or could not be started.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that failed first, where one did.
+    worker_traceback : str
+        That rank's traceback as text; empty if it died without one (killed by a signal, say).
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, worker_traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.worker_traceback = worker_traceback

@@ -1,0 +1,314 @@
+"""Workers on this machine, started from a preloaded fork server; or this process as one of torchrun's.
+
+The launching process keeps the key-value store, so that the store outlives every rank, and the workers' life hangs on
+the launcher's: a worker leaves when its launcher is gone, however that went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossip.errors import ExchangeError, LaunchError
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+_SIBLING_GRACE_S = 0.5
+_TERMINATE_GRACE_S = 1.0
+_EXIT_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Rendezvous:
+    """What a worker needs to join its siblings."""
+
+    world_size: int
+    port: int
+    backend: str
+    timeout: timedelta
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A worker's exception, as text."""
+
+    summary: str
+    traceback: str
+    secondary: bool
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that somebody else started (``RANK`` and ``WORLD_SIZE`` are set)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    backend: str = "gloo",
+    port: int | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    num_threads: int | None = None,
+    preload: Sequence[str] = ("gossip",),
+) -> list[Any]:
+    """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
+
+    Under torchrun (``RANK`` is set) nothing is started: this process joins torchrun's group, runs the function as that
+    one rank, and the list holds its one result.
+
+    Parameters
+    ----------
+    function : callable
+        An importable function (pickled by name); it runs with ``torch.distributed`` initialised.
+    *args
+        Its arguments, pickled.
+    world_size : int
+        Number of workers, all on this machine.
+    backend : str
+        torch.distributed's backend.
+    port : int, optional
+        Port of the store on 127.0.0.1; a free one by default.
+    timeout : timedelta
+        Of the process group.
+    num_threads : int, optional
+        torch's threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
+    preload : sequence of str
+        Modules that the fork server imports once, before the first worker. It is one server for the whole process, so
+        only the first call's list counts.
+
+    Returns
+    -------
+    list
+        What the ranks returned, by rank.
+
+    Raises
+    ------
+    ValueError
+        ``world_size`` is less than 1, or differs from torchrun's.
+    LaunchError
+        The port is taken, or a worker failed; the others have been ended by then.
+    """
+    if under_torchrun():
+        if int(os.environ["WORLD_SIZE"]) != world_size:
+            raise ValueError(
+                f"world_size is {world_size}, but torchrun started {os.environ['WORLD_SIZE']} processes; "
+                f"pass world_size={os.environ['WORLD_SIZE']} or change torchrun's --nproc-per-node"
+            )
+        with joined_process_group(backend=backend, timeout=timeout):
+            return [function(*args)]
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+
+    listener = _listen(port)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    rendezvous = _Rendezvous(
+        world_size=world_size,
+        port=port,
+        backend=backend,
+        timeout=timeout,
+        num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    workers: list[ForkServerProcess] = []
+    channels: list[Connection] = []
+    try:
+        for rank in range(world_size):
+            process, channel = _start(context, rank, rendezvous, function, args)
+            workers.append(process)
+            channels.append(channel)
+        results = _collect(workers, channels)
+        for channel in channels:
+            channel.send_bytes(b"leave")
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        _end(workers)
+        for channel in channels:
+            channel.close()
+        del store
+    return results
+
+
+@contextlib.contextmanager
+def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
+    """Within the block this process is a member of the group that torchrun's environment describes.
+
+    The store's keys carry torchrun's attempt number: the keys of an attempt that died would otherwise be taken for this
+    one's (pytorch #135712).
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _listen(port: int | None) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind(("127.0.0.1", port or 0))
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(f"port {port} on 127.0.0.1 cannot be used: {error.strerror}") from error
+        raise LaunchError(
+            f"port {port} on 127.0.0.1 is taken; name another one, or none: then a free one is found"
+        ) from None
+    listener.listen()
+    return listener
+
+
+def _start(
+    context: ForkServerContext,
+    rank: int,
+    rendezvous: _Rendezvous,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[ForkServerProcess, Connection]:
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_work, args=(function, args, rank, rendezvous, theirs), name=f"rank{rank}", daemon=False
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
+    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it."""
+    waiting = dict(zip(channels, range(len(workers)), strict=True))
+    results: list[Any] = [None] * len(workers)
+    failures: dict[int, _Failure] = {}
+    deadline: float | None = None
+    while waiting:
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), timeout=remaining)
+        if not ready:
+            break
+        for channel in ready:
+            assert isinstance(channel, Connection)
+            rank = waiting.pop(channel)
+            report = _receive(workers[rank], channel)
+            if isinstance(report, _Failure):
+                failures[rank] = report
+                deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
+            else:
+                results[rank] = report
+    if failures:
+        rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
+        raise LaunchError(
+            f"rank {rank} failed: {failure.summary}", rank=rank, worker_traceback=failure.traceback
+        )
+    return results
+
+
+def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
+    try:
+        return pickle.loads(channel.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        worker.join(_TERMINATE_GRACE_S)
+        code = worker.exitcode
+        how = (
+            f"signal {-code} ({signal.Signals(-code).name})"
+            if code is not None and code < 0
+            else f"exit status {code}"
+        )
+        return _Failure(f"the process ended without a word, with {how}", "", secondary=False)
+
+
+def _end(workers: Sequence[ForkServerProcess]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.terminate()
+    deadline = time.monotonic() + _TERMINATE_GRACE_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
+        worker.join()
+        worker.close()
+
+
+def _work(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    rendezvous: _Rendezvous,
+    channel: Connection,
+) -> None:
+    """A worker's whole life: join the group, run, report, wait for all the others, leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it too, and ends the workers
+    threading.Thread(target=_leave_with_launcher, name="launcher-watch", daemon=True).start()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(rendezvous.world_size),
+        LOCAL_WORLD_SIZE=str(rendezvous.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(rendezvous.port),
+    )
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(rendezvous.num_threads)
+    try:
+        store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
+        dist.init_process_group(
+            rendezvous.backend,
+            store=store,
+            rank=rank,
+            world_size=rendezvous.world_size,
+            timeout=rendezvous.timeout,
+        )
+        report = pickle.dumps(function(*args))
+    except BaseException as error:
+        secondary = isinstance(error, (ExchangeError, dist.DistError))
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        report = pickle.dumps(_Failure(summary, traceback.format_exc(), secondary))
+        channel.send_bytes(report)
+        os._exit(1)  # communication that cannot end any more must not hold the process
+    channel.send_bytes(report)
+    channel.recv_bytes()  # a rank that closed its sockets now could take a peer's last message with it
+    dist.destroy_process_group()
+
+
+def _leave_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)

@@ -1,0 +1,78 @@
+"""What has to be the same on every rank, compared before the first exchange.
+
+gloo checks nothing: another shape aborts the process, another dtype or order is silent garbage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+
+import torch
+from topologies import Topology
+from torch import nn
+
+from gossip.errors import ManifestError
+from gossip.world import World
+
+Manifest = dict[str, str]
+
+
+def build_manifest(
+    module: nn.Module, topology: Topology, optimizer: torch.optim.Optimizer | None, bucket_cap_bytes: int
+) -> Manifest:
+    """Describe what this rank is about to train, one line of text an entry, the coarse ones first."""
+    manifest = {
+        "torch version": torch.__version__,
+        "byte order": platform.machine(),
+        "module": type(module).__name__,
+        "topology": topology.to_json() if topology.period is not None else repr(topology),
+        "bucket_cap_mb": f"{bucket_cap_bytes / 2**20:g}",
+        "optimizer": "none" if optimizer is None else type(optimizer).__name__,
+    }
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        count = 0
+        for count, (name, tensor) in enumerate(tensors, 1):
+            manifest[f"{kind} {count}"] = _describe(name, tensor)
+        manifest[f"number of {kind}s"] = str(count)
+    return manifest
+
+
+def compare_manifests(world: World, manifest: Manifest) -> None:
+    """Raise on every rank if any two ranks' manifests differ. Collective.
+
+    Raises
+    ------
+    ManifestError
+        Names the first entry that differs and what both sides have.
+    """
+    payload = json.dumps(manifest).encode()
+    digests = world.gather_bytes(hashlib.sha256(payload).digest(), "comparing manifests")
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(data) for data in world.gather_bytes(payload, "comparing manifests")]
+    raise ManifestError(first_difference(everyone))
+
+
+def first_difference(manifests: Sequence[Manifest]) -> str:
+    """The first entry in which some rank differs from rank 0, and both sides of it, in words."""
+    keys = list(dict.fromkeys(key for manifest in manifests for key in manifest))
+    for key in keys:
+        ours = manifests[0].get(key, "nothing")
+        for rank, manifest in enumerate(manifests):
+            theirs = manifest.get(key, "nothing")
+            if theirs != ours:
+                return (
+                    f"the ranks do not train the same thing: {key} is {ours} on rank 0, but {theirs} on rank {rank}; "
+                    "build module, optimizer and topology the same way everywhere"
+                )
+    raise AssertionError("the manifests are equal")
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    text = f"{name!r} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} strides {list(tensor.stride())}"
+    if isinstance(tensor, nn.Parameter):
+        text += "" if tensor.requires_grad else " frozen"
+    return text

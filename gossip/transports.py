@@ -1,0 +1,222 @@
+"""How a flat tensor gets mixed with the peers' in one round of a topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from topologies import Round, Topology
+
+from gossip.errors import ExchangeError
+from gossip.world import Ticket, World, accumulation_dtype
+
+_MAX_GROUPS_PER_RANK = 16
+_NUM_CHUNKS = 8
+_MIN_CHUNK_BYTES = 64 * 2**10
+_TAG_STEPS = 2**10  # far more steps than two ranks can be apart
+
+
+class Exchange(Protocol):
+    """One message on its way through one round."""
+
+    bytes_sent: int
+    """What this rank sends for it."""
+
+    def wait(self) -> torch.Tensor:
+        """Return ``sum_j W[i, j] m_j`` (j = i included), flat, in the dtype of accumulation.
+
+        The tensor is the caller's until the bucket's next ``start``.
+
+        Raises
+        ------
+        ExchangeError
+            It failed or timed out; the text names rank, step, bucket and peers.
+        """
+
+
+class Transport(Protocol):
+    """Carries messages; one per wrapped model."""
+
+    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> Exchange:
+        """Start to mix ``message`` with the peers' of ``round_``, without waiting for anybody.
+
+        Parameters
+        ----------
+        message : Tensor, [numel]
+            Must stay as it is until the exchange has been waited for.
+        round_ : Round
+            One in which this rank has a peer.
+        step, bucket : int
+            The same on all ranks for the same exchange. A bucket's exchanges are started one at a time.
+        """
+
+    def close(self) -> None:
+        """Give back what the transport holds. Nothing may be in flight."""
+
+
+class DistributedTransport:
+    """Exchange over ``torch.distributed``.
+
+    Ranks that average uniformly in disjoint groups run one small all-reduce in each, over communicators that are made
+    here, once, for all rounds of the period. Every other round (unequal or directed weights), every schedule
+    without a period, and every schedule that would need more than 16 communicators on some rank goes point-to-point, in
+    chunks: a single large tensor runs half-duplex between two ranks in gloo.
+
+    Parameters
+    ----------
+    world : World
+    topology : Topology
+
+    Notes
+    -----
+    Collective: every rank must construct it, with the same topology.
+    """
+
+    def __init__(self, world: World, topology: Topology) -> None:
+        assert world.waiter is not None
+        self._world = world
+        self._waiter = world.waiter
+        self._arrivals: dict[int, torch.Tensor] = {}
+        self._groups = {ranks: world.new_group(ranks) for ranks in _shared_groups(topology)}
+
+    @property
+    def num_communicators(self) -> int:
+        """How many communicators this rank is a member of, the one over all ranks included."""
+        return 1 + sum(self._world.rank in ranks for ranks in self._groups)
+
+    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+        rank = self._world.rank
+        if self._groups and round_.uniform_groups is not None:
+            ranks = next(ranks for ranks in round_.uniform_groups if rank in ranks)
+            return self._start_all_reduce(message, ranks, step, bucket)
+        return self._start_point_to_point(message, round_, step, bucket)
+
+    def close(self) -> None:
+        self._arrivals.clear()
+        for group in self._groups.values():
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _start_all_reduce(
+        self, message: torch.Tensor, ranks: tuple[int, ...], step: int, bucket: int
+    ) -> DistributedExchange:
+        mixed = self._arrival(message, bucket, accumulation_dtype(message.dtype), 1)[0]
+        torch.mul(message, 1 / len(ranks), out=mixed)
+        work = dist.all_reduce(mixed, group=self._groups[ranks], async_op=True)
+        assert work is not None
+        others = ", ".join(str(rank) for rank in ranks if rank != self._world.rank)
+        return DistributedExchange(
+            ticket=self._waiter.submit([(f"rank{'s' * (len(ranks) > 2)} {others}", work)]),
+            message=message,
+            received=mixed[None],
+            weights=(1.0,),
+            self_weight=0.0,
+            rank=self._world.rank,
+            step=step,
+            bucket=bucket,
+            timeout=self._world.timeout,
+            bytes_sent=2 * (len(ranks) - 1) * mixed.nbytes // len(ranks),
+        )
+
+    def _start_point_to_point(
+        self, message: torch.Tensor, round_: Round, step: int, bucket: int
+    ) -> DistributedExchange:
+        rank, group = self._world.rank, self._world.group
+        assert group is not None
+        sources = round_.neighbours(rank)
+        targets = round_.targets(rank)
+        received = self._arrival(message, bucket, message.dtype, len(sources))
+        # One tag for every chunk of every bucket: the pairs of two buckets must never be swapped.
+        first_tag = (bucket * _TAG_STEPS + step % _TAG_STEPS) * _NUM_CHUNKS
+        num_chunks = max(1, min(_NUM_CHUNKS, message.nbytes // _MIN_CHUNK_BYTES))
+        outgoing = message.chunk(num_chunks)
+        works: list[tuple[str, dist.Work]] = []
+        # All receives are posted before the first send, on every rank: no order of the ranks can lock up.
+        for source, row in zip(sources, received, strict=True):
+            for tag, chunk in enumerate(row.chunk(num_chunks), first_tag):
+                works.append((f"rank {source} (its message)", group.recv([chunk], source, tag)))
+        for tag, chunk in enumerate(outgoing, first_tag):
+            for target in targets:
+                works.append((f"rank {target} (taking ours)", group.send([chunk], target, tag)))
+        return DistributedExchange(
+            ticket=self._waiter.submit(works),
+            message=message,
+            received=received,
+            weights=tuple(sources.values()),
+            self_weight=round_.self_weight(rank),
+            rank=rank,
+            step=step,
+            bucket=bucket,
+            timeout=self._world.timeout,
+            bytes_sent=message.nbytes * len(targets),
+        )
+
+    def _arrival(self, message: torch.Tensor, bucket: int, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
+        """The bucket's buffer for what arrives, [num_rows, numel]; kept, and only ever made larger."""
+        buffer = self._arrivals.get(bucket)
+        if buffer is None or buffer.dtype != dtype or len(buffer) < num_rows:
+            buffer = self._arrivals[bucket] = message.new_empty((num_rows, message.numel()), dtype=dtype)
+        return buffer[:num_rows]
+
+
+@dataclass
+class DistributedExchange:
+    """A message under way over ``torch.distributed``; see :class:`Exchange`."""
+
+    ticket: Ticket
+    message: torch.Tensor
+    received: torch.Tensor
+    weights: tuple[float, ...]
+    self_weight: float
+    rank: int
+    step: int
+    bucket: int
+    timeout: timedelta
+    bytes_sent: int
+
+    def wait(self) -> torch.Tensor:
+        self._await()
+        if not self.weights:
+            return self.message.to(accumulation_dtype(self.message.dtype), copy=True).mul_(self.self_weight)
+        mixed = self.received[0].to(accumulation_dtype(self.message.dtype))
+        if self.weights[0] != 1.0:
+            mixed.mul_(self.weights[0])
+        for weight, row in zip(self.weights[1:], self.received[1:], strict=True):
+            mixed.add_(row, alpha=weight)
+        if self.self_weight != 0.0:
+            mixed.add_(self.message, alpha=self.self_weight)
+        return mixed
+
+    def _await(self) -> None:
+        where = f"rank {self.rank}: step {self.step}, bucket {self.bucket}"
+        if not self.ticket.wait(self.timeout):
+            raise ExchangeError(
+                f"{where}: nothing from {self.ticket.awaited} within {self.timeout.total_seconds():g} s; it is "
+                "stuck, gone, or has made fewer steps (GossipDataParallel's timeout sets how long to wait)"
+            )
+        if self.ticket.error is not None:
+            raise ExchangeError(
+                f"{where}: the exchange with {self.ticket.awaited} failed: {self.ticket.error}"
+            ) from self.ticket.error
+
+
+def _shared_groups(topology: Topology) -> list[tuple[int, ...]]:
+    """The groups of two and more ranks in order of their first round; none if they are not to be used."""
+    if topology.period is None:
+        return []
+    groups: dict[tuple[int, ...], None] = {}
+    memberships = [0] * topology.world_size
+    for step in range(topology.period):
+        for ranks in topology.round(step).uniform_groups or ():
+            if len(ranks) == 1 or ranks in groups:
+                continue
+            groups[ranks] = None
+            for rank in ranks:
+                memberships[rank] += 1
+        if max(memberships) > _MAX_GROUPS_PER_RANK:
+            return []
+    return list(groups)

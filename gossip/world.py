@@ -1,0 +1,207 @@
+"""The ranks that gossip with each other, and the few collectives over all of them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gossip.errors import ExchangeError
+
+_GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
+_AVERAGE_CHUNK_BYTES = 64 * 2**20
+
+
+class Waiter:
+    """A daemon thread that waits for ``Work`` handles in the order in which they were given.
+
+    A thread that is blocked in ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles
+    answer ``is_completed()`` with False until somebody has waited for them. So this thread blocks, and whoever needs the
+    outcome waits on a :class:`Ticket`, with a time-out of his own.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve_tickets, args=(self._tickets,), name=name, daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._tickets.put, None)
+
+    def submit(self, works: Sequence[tuple[str, dist.Work]]) -> Ticket:
+        """Wait in the background for all of ``works``, each with the words that name it."""
+        ticket = Ticket(works)
+        self._tickets.put(ticket)
+        return ticket
+
+    def close(self, timeout: timedelta) -> None:
+        """End the thread once what it waits for has ended, or leave it to its daemon's fate after ``timeout``."""
+        self._finalizer()
+        self._thread.join(timeout.total_seconds())
+
+
+class Ticket:
+    """The outcome of some works, once there is one.
+
+    Attributes
+    ----------
+    error : Exception or None
+        What the first work that failed raised.
+    finished_at : float or None
+        ``time.perf_counter()`` when the last work ended.
+    """
+
+    def __init__(self, works: Sequence[tuple[str, dist.Work]]) -> None:
+        self._works = works
+        self._position = 0
+        self._done = threading.Event()
+        self.error: Exception | None = None
+        self.finished_at: float | None = None
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether all works have ended, well or not, within ``timeout``. Ctrl-C gets through."""
+        return self._done.wait(timeout.total_seconds())
+
+    @property
+    def done(self) -> bool:
+        """Whether all works have ended, well or not."""
+        return self._done.is_set()
+
+    @property
+    def awaited(self) -> str:
+        """The name of the work that is being waited for, or that failed."""
+        return self._works[self._position][0]
+
+    def _serve(self) -> None:
+        try:
+            for self._position, (_, work) in enumerate(self._works):  # noqa: B020 -- read by `awaited` meanwhile
+                work.wait()
+        except Exception as error:
+            self.error = error
+        self.finished_at = time.perf_counter()
+        self._done.set()
+
+
+def _serve_tickets(tickets: queue.SimpleQueue[Ticket | None]) -> None:
+    while (ticket := tickets.get()) is not None:
+        ticket._serve()
+
+
+class World:
+    """All ranks of one wrapped model; with one process and no process group, a world of one.
+
+    Parameters
+    ----------
+    timeout : timedelta
+        How long any wait may take before it raises.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    group : ProcessGroup or None
+        A group of its own, so that nothing here meets the user's traffic; None in a world of one.
+    waiter : Waiter or None
+
+    Raises
+    ------
+    RuntimeError
+        The environment says that there are several processes, but ``torch.distributed`` is not initialised.
+
+    Notes
+    -----
+    Collective: every rank of the default process group must construct it.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.rank, self.world_size = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        self.waiter: Waiter | None = None
+        if dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group first, or start the function with gossip.launch"
+            )
+        if self.world_size > 1:
+            self.group = self.new_group(range(self.world_size))
+            self.waiter = Waiter(f"gossip-wait-{self.rank}")
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A communicator of ``ranks``. Collective over the whole world, also for ranks outside it."""
+        return dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT_FACTOR * self.timeout)
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)"""
+        if self.group is None:
+            return [payload]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        self._run(dist.all_gather(sizes, torch.tensor([len(payload)]), self.group, async_op=True), what)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._run(dist.all_gather(everyone, mine, self.group, async_op=True), what)
+        return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes, strict=True)]
+
+    def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
+        """Rank 0's values into ``tensor``, in place. Collective."""
+        if self.group is None or tensor.numel() == 0:
+            return
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        self._run(dist.broadcast(flat, 0, self.group, async_op=True), what)
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+    def average_(self, tensor: torch.Tensor, what: str) -> None:
+        """The mean over ranks into ``tensor``, in place. Collective. Half precision is summed in float32.
+
+        A tensor that is not contiguous, or not of float32 or float64, goes through one chunk of memory.
+        """
+        if self.group is None or tensor.numel() == 0:
+            return
+        dtype = accumulation_dtype(tensor.dtype)
+        if tensor.dtype == dtype and tensor.is_contiguous():
+            self.sum_(tensor, what)
+            tensor.div_(self.world_size)
+            return
+        flat = tensor.reshape(-1)
+        for chunk in flat.split(_AVERAGE_CHUNK_BYTES // dtype.itemsize):
+            wide = chunk.to(dtype)
+            self.sum_(wide, what)
+            chunk.copy_(wide.div_(self.world_size))
+        tensor.copy_(flat.view(tensor.shape))
+
+    def sum_(self, tensor: torch.Tensor, what: str) -> None:
+        """The sum over ranks into ``tensor``, in place. Collective."""
+        if self.group is not None:
+            self._run(dist.all_reduce(tensor, group=self.group, async_op=True), what)
+
+    def close(self) -> None:
+        """End the waiting thread. The communicators end with the process group."""
+        if self.waiter is not None:
+            self.waiter.close(self.timeout)
+            self.waiter = None
+
+    def _run(self, work: dist.Work | None, what: str) -> None:
+        assert work is not None
+        assert self.waiter is not None
+        ticket = self.waiter.submit([("all other ranks", work)])
+        if not ticket.wait(self.timeout):
+            raise ExchangeError(
+                f"rank {self.rank}: {what}: not all of the {self.world_size} ranks took part within "
+                f"{self.timeout.total_seconds():g} s; every rank must call it, after the same number of steps"
+            )
+        if ticket.error is not None:
+            raise ExchangeError(f"rank {self.rank}: {what}: {ticket.error}") from ticket.error
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are summed: float64 for itself, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
