@@ -1,8 +1,8 @@
 """Decentralized ("gossip") data-parallel training for PyTorch.
 
 Every rank trains its own replica and, after each step, averages it with a few peers chosen by a topology.
-:class:`GossipDataParallel` takes the place of ``torch.nn.parallel.DistributedDataParallel``; :func:`launch` starts workers on
-this machine.
+:class:`GossipDataParallel` takes the place of ``torch.nn.parallel.DistributedDataParallel``; :func:`launch` starts
+workers on this machine.
 """
 
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating

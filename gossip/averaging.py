@@ -47,7 +47,7 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
 
 
 def consensus_distance(buckets: Sequence[Bucket], world: World) -> tuple[float, float]:
-    """Root mean square distance of the replicas from their mean, absolute and relative to the mean's norm. Collective."""
+    """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
     squares = torch.zeros(2, dtype=torch.float64)
     mean_norm = 0.0
     for bucket in buckets:

@@ -34,9 +34,7 @@ def build_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.M
             )
         built = optimizer(list(module.named_parameters()))
         if not isinstance(built, Optimizer):
-            raise TypeError(
-                f"the optimizer factory must return a torch.optim.Optimizer, got {type(built).__name__}"
-            )
+            raise TypeError(f"the optimizer factory must return a torch.optim.Optimizer, got {type(built).__name__}")
         optimizer = built
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -72,8 +70,7 @@ class BucketOptimizer:
         self._optimizer = optimizer
         mine = {id(parameter) for parameter in parameters}
         self._members = [
-            [parameter for parameter in group["params"] if id(parameter) in mine]
-            for group in optimizer.param_groups
+            [parameter for parameter in group["params"] if id(parameter) in mine] for group in optimizer.param_groups
         ]
         # Not copy.copy: that goes through __getstate__, which keeps only what a checkpoint needs.
         self._view: Any = object.__new__(type(optimizer))
@@ -82,9 +79,7 @@ class BucketOptimizer:
         self._view._optimizer_step_pre_hooks = OrderedDict()
         self._view._optimizer_step_post_hooks = OrderedDict()
         step: Callable[..., Any] = type(optimizer).step
-        if getattr(
-            step, "hooked", False
-        ):  # torch's profiling and hook wrapper: once per step, not once per bucket
+        if getattr(step, "hooked", False):  # torch's profiling and hook wrapper: once per step, not once per bucket
             step = step.__wrapped__  # type: ignore[attr-defined]
         self._step = step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,9 +52,9 @@ class Bucket:
 def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int) -> tuple[Bucket, ...]:
     """Move ``parameters`` into the blocks of buckets.
 
-    Buckets are filled in reverse order of registration, which is about the order in which gradients arrive, separately
-    per dtype and device, and apart for frozen parameters, whose buckets come last. A parameter larger than ``cap_bytes``
-    gets a bucket of its own.
+    Buckets are filled in reverse order of registration, which is about the order in which gradients arrive,
+    separately per dtype and device, and apart for frozen parameters, whose buckets come last. A parameter larger than
+    ``cap_bytes`` gets a bucket of its own.
 
     Parameters
     ----------
@@ -115,11 +116,11 @@ def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             start = parameter.data_ptr()
             spans.append((start, start + _span(parameter) * parameter.dtype.itemsize, name))
     spans.sort()
-    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(
-                f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them let both names "
-                "hold one Parameter, else clone one of them"
+                f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them let both "
+                "names hold one Parameter, else clone one of them"
             )
 
 

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossip.errors import ExchangeError, LaunchError
+from gossip.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _SIBLING_GRACE_S = 0.5
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Rendezvous:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A worker's exception, as text."""
+    """A worker's exception, as text; a secondary one is about another rank that is gone."""
 
     summary: str
     traceback: str
@@ -135,7 +136,8 @@ def launch(
         num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
     )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    # torch.optim imports torch._dynamo when the first optimizer is built: seconds, on every rank.
+    context.set_forkserver_preload(["torch._dynamo", *preload])
     workers: list[ForkServerProcess] = []
     channels: list[Connection] = []
     try:
@@ -232,9 +234,9 @@ def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection
                 results[rank] = report
     if failures:
         rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
-        raise LaunchError(
-            f"rank {rank} failed: {failure.summary}", rank=rank, worker_traceback=failure.traceback
-        )
+        error = LaunchError(f"rank {rank} failed: {failure.summary}", rank=rank, worker_traceback=failure.traceback)
+        error.add_note(failure.traceback)
+        raise error
     return results
 
 
@@ -245,9 +247,7 @@ def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
         worker.join(_TERMINATE_GRACE_S)
         code = worker.exitcode
         how = (
-            f"signal {-code} ({signal.Signals(-code).name})"
-            if code is not None and code < 0
-            else f"exit status {code}"
+            f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
         )
         return _Failure(f"the process ended without a word, with {how}", "", secondary=False)
 
@@ -297,8 +297,8 @@ def _work(
         )
         report = pickle.dumps(function(*args))
     except BaseException as error:
-        secondary = isinstance(error, (ExchangeError, dist.DistError))
         summary = "".join(traceback.format_exception_only(error)).strip()
+        secondary = any(words in summary for words in _PEER_IS_GONE)
         report = pickle.dumps(_Failure(summary, traceback.format_exc(), secondary))
         channel.send_bytes(report)
         os._exit(1)  # communication that cannot end any more must not hold the process

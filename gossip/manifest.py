@@ -11,13 +11,14 @@ import platform
 from collections.abc import Sequence
 
 import torch
-from topologies import Topology
 from torch import nn
 
 from gossip.errors import ManifestError
 from gossip.world import World
+from topologies import Topology
 
 Manifest = dict[str, str]
+CONSTRUCTION = "construction"
 
 
 def build_manifest(
@@ -25,6 +26,7 @@ def build_manifest(
 ) -> Manifest:
     """Describe what this rank is about to train, one line of text an entry, the coarse ones first."""
     manifest = {
+        CONSTRUCTION: "accepted",
         "torch version": torch.__version__,
         "byte order": platform.machine(),
         "module": type(module).__name__,
@@ -33,10 +35,8 @@ def build_manifest(
         "optimizer": "none" if optimizer is None else type(optimizer).__name__,
     }
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        count = 0
-        for count, (name, tensor) in enumerate(tensors, 1):
-            manifest[f"{kind} {count}"] = _describe(name, tensor)
-        manifest[f"number of {kind}s"] = str(count)
+        for place, (name, tensor) in enumerate(tensors, 1):
+            manifest[f"{kind} {place}"] = _describe(name, tensor)
     return manifest
 
 

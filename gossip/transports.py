@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from topologies import Round, Topology
 
 from gossip.errors import ExchangeError
 from gossip.world import Ticket, World, accumulation_dtype
+from topologies import Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
 _NUM_CHUNKS = 8
@@ -96,8 +96,8 @@ class DistributedTransport:
 
     def close(self) -> None:
         self._arrivals.clear()
-        for group in self._groups.values():
-            if group != dist.GroupMember.NON_GROUP_MEMBER:
+        for ranks, group in self._groups.items():
+            if self._world.rank in ranks and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()
 

@@ -22,9 +22,9 @@ _AVERAGE_CHUNK_BYTES = 64 * 2**20
 class Waiter:
     """A daemon thread that waits for ``Work`` handles in the order in which they were given.
 
-    A thread that is blocked in ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles
-    answer ``is_completed()`` with False until somebody has waited for them. So this thread blocks, and whoever needs the
-    outcome waits on a :class:`Ticket`, with a time-out of his own.
+    A thread that is blocked in ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point
+    handles answer ``is_completed()`` with False until somebody has waited for them. So this thread blocks, and whoever
+    needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
     """
 
     def __init__(self, name: str) -> None:
@@ -135,7 +135,8 @@ class World:
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A communicator of ``ranks``. Collective over the whole world, also for ranks outside it."""
-        return dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT_FACTOR * self.timeout)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT_FACTOR * self.timeout)
+        return group
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)"""
@@ -184,10 +185,13 @@ class World:
             self._run(dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
     def close(self) -> None:
-        """End the waiting thread. The communicators end with the process group."""
+        """End the waiting thread and give the communicator back. Nothing may be in flight. Local."""
         if self.waiter is not None:
             self.waiter.close(self.timeout)
             self.waiter = None
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
 
     def _run(self, work: dist.Work | None, what: str) -> None:
         assert work is not None

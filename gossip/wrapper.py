@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import topologies
 from loguru import logger
-from topologies import Round, Topology
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+import topologies
 from gossip.algorithms import AdaptWhileCommunicating
 from gossip.averaging import average_module_, consensus_distance, saved_state
 from gossip.bucket_optimizer import BucketOptimizer, OptimizerFactory, build_optimizer, make_step_passive
 from gossip.buckets import Bucket, check_parameters, make_buckets
 from gossip.errors import GossipError, ManifestError
-from gossip.manifest import Manifest, build_manifest, compare_manifests
+from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
 from gossip.transports import DistributedTransport, Exchange, Transport
 from gossip.world import World
+from topologies import Round, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -57,11 +57,22 @@ class _InFlight:
     round: Round
 
 
+class _StepProgress:
+    """How far the step that is being made has come."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.awaited_gradients = [set(bucket.names) for bucket in buckets]
+        self.num_launched = 0  # buckets launch in index order, the same on every rank
+        self.ends_with_backward = False  # a callback at the end of the backward pass is queued
+        self.exposed_wait_s = 0.0
+        self.bytes_sent = 0
+
+
 class GossipDataParallel(nn.Module):
     r"""Train one replica per rank; mix it with a few peers' after every step, inside ``backward()``.
 
-    Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step, mixes
-    them in, applies the optimizer and sends its new values on their way, which then have a whole iteration to arrive:
+    Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
+    mixes them in, applies the optimizer and sends its new values off, which then have a whole iteration to arrive:
 
     .. math:: x_i(t+1) = \sum_j W_{t-1}[i,j]\, x_j(t) + u_i(t)
 
@@ -71,7 +82,7 @@ class GossipDataParallel(nn.Module):
     Parameters
     ----------
     module : Module
-        Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers are copied to all ranks.
+        Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers go to all ranks.
     optimizer : callable or Optimizer, optional
         A factory that is called once with the list of ``(name, parameter)`` (``functools.partial(torch.optim.AdamW,
         lr=3e-4)``), or an optimizer built over the module's parameters. None leaves the parameters as they are but for
@@ -148,7 +159,7 @@ class GossipDataParallel(nn.Module):
         except Exception as error:
             # The other ranks are about to compare manifests: tell them, rather than let them wait.
             with contextlib.suppress(ManifestError):
-                compare_manifests(self._world, Manifest({"state": f"refused ({error})"}))
+                compare_manifests(self._world, {CONSTRUCTION: f"refused ({error})"})
             raise
         compare_manifests(self._world, manifest)
 
@@ -175,8 +186,8 @@ class GossipDataParallel(nn.Module):
         self._in_flight: list[_InFlight | None] = [None] * len(self._buckets)
         self._synchronise = True
         self._averaged = False
-        self._error: Exception | None = None
-        self._reset_step()
+        self._error: BaseException | None = None
+        self._progress = _StepProgress(self._buckets)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, name))
             for bucket in self._buckets
@@ -207,15 +218,14 @@ class GossipDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Local."""
-        self._check_usable()
-        recomputing = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-        if self._ends_at_callback and not recomputing:
-            self._fail(
-                GossipError(
-                    f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception; some buckets were "
-                    "updated and sent and others not, so this rank cannot go on: start again from a checkpoint"
+        self._check_alive()
+        recomputing = torch._C._current_graph_task_id() != -1
+        if self._progress.ends_with_backward and not recomputing:
+            with self._fatal():
+                raise GossipError(
+                    f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception; some buckets "
+                    "were updated and sent and others not: this rank cannot go on, start again from a checkpoint"
                 )
-            )
         if recomputing and self._synchronise:
             # Checkpointed as a whole: the backward pass about to be run here is an inner one.
             self._end_step_with_backward()
@@ -253,75 +263,63 @@ class GossipDataParallel(nn.Module):
             if not self._synchronise:
                 return
             self._check_usable()
-            if self._launched > bucket.index:
-                self._fail(
-                    GossipError(
+            with self._fatal():
+                if self._progress.num_launched > bucket.index:
+                    raise GossipError(
                         f"rank {self.rank}: step {self.step}, bucket {bucket.index}: parameter {name!r} got a gradient "
                         "after its bucket had been updated; put all but the last backward of a step under no_sync()"
                     )
-                )
-            self._end_step_with_backward()
-            self._pending[bucket.index].discard(name)
-            while self._launched < len(self._buckets) and not self._pending[self._launched]:
-                self._launch_next()
+                self._end_step_with_backward()
+                awaited = self._progress.awaited_gradients
+                awaited[bucket.index].discard(name)
+                while self._progress.num_launched < len(self._buckets) and not awaited[self._progress.num_launched]:
+                    self._launch_next()
 
         return on_gradient
 
     def _end_step_with_backward(self) -> None:
-        if not self._ends_at_callback:
-            self._ends_at_callback = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)  # type: ignore[attr-defined]
+        if not self._progress.ends_with_backward:
+            self._progress.ends_with_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
 
     def _end_step(self) -> None:
         """Launch the buckets that wait for gradients which did not come; the step is made."""
-        while self._launched < len(self._buckets):
-            self._launch_next()
-        self.last_step = StepStats(self.step, self._exposed_wait_s, self._bytes_sent)
+        with self._fatal():
+            while self._progress.num_launched < len(self._buckets):
+                self._launch_next()
+        self.last_step = StepStats(self.step, self._progress.exposed_wait_s, self._progress.bytes_sent)
         self.step += 1
-        self._reset_step()
+        self._progress = _StepProgress(self._buckets)
         if self.optimizer is not None:
             self.optimizer.step()
-
-    def _reset_step(self) -> None:
-        self._pending = [set(bucket.names) for bucket in self._buckets]
-        self._launched = 0  # buckets launch in index order, the same on every rank
-        self._ends_at_callback = False
-        self._exposed_wait_s = 0.0
-        self._bytes_sent = 0
 
     @torch.no_grad()
     def _launch_next(self) -> None:
         """Mix what has arrived for the next bucket, update it, send it."""
-        bucket = self._buckets[self._launched]
-        self._launched += 1
-        try:
-            in_flight, self._in_flight[bucket.index] = self._in_flight[bucket.index], None
-            if in_flight is not None:
-                mixed = self._await(in_flight)
-                with record_function("gossip::mix"):
-                    self._algorithm.combine_(bucket.block, bucket.message, mixed)
-            if self._bucket_optimizers:
-                with record_function("gossip::update"):
-                    self._bucket_optimizers[bucket.index].step()
-            bucket.written()
-            round_ = self.topology.round(self.step)
-            if self._transport is not None and round_.peers(self.rank):
-                with record_function("gossip::send"):
-                    bucket.message.copy_(bucket.block)
-                    exchange = self._transport.start(
-                        bucket.message, round_, step=self.step, bucket=bucket.index
-                    )
-                self._in_flight[bucket.index] = _InFlight(exchange, round_)
-                self._bytes_sent += exchange.bytes_sent
-        except Exception as error:
-            self._error = error
-            raise
+        bucket = self._buckets[self._progress.num_launched]
+        self._progress.num_launched += 1
+        in_flight, self._in_flight[bucket.index] = self._in_flight[bucket.index], None
+        if in_flight is not None:
+            mixed = self._await(in_flight)
+            with record_function("gossip::mix"):
+                self._algorithm.combine_(bucket.block, bucket.message, mixed)
+        if self._bucket_optimizers:
+            with record_function("gossip::update"):
+                self._bucket_optimizers[bucket.index].step()
+        bucket.written()
+        round_ = self.topology.round(self.step)
+        if self._transport is not None and round_.peers(self.rank):
+            with record_function("gossip::send"):
+                bucket.message.copy_(bucket.block)
+                exchange = self._transport.start(bucket.message, round_, step=self.step, bucket=bucket.index)
+            self._in_flight[bucket.index] = _InFlight(exchange, round_)
+            self._progress.bytes_sent += exchange.bytes_sent
 
     def _await(self, in_flight: _InFlight) -> torch.Tensor:
         start = time.perf_counter()
         with record_function("gossip::wait"):
             mixed = in_flight.exchange.wait()
-        self._exposed_wait_s += time.perf_counter() - start
+        self._progress.exposed_wait_s += time.perf_counter() - start
         return mixed
 
     # ------------------------------------------------------------------ averaging
@@ -333,22 +331,24 @@ class GossipDataParallel(nn.Module):
         Waits for what is in flight and drops it: the replicas are equal. Training may go on, the rounds count on.
         """
         self._check_usable()
-        for index, in_flight in enumerate(self._in_flight):
-            if in_flight is not None:
-                in_flight.exchange.wait()
-            self._in_flight[index] = None
-        average_module_(self.module, self._buckets, self._world)
+        with self._fatal():
+            for index, in_flight in enumerate(self._in_flight):
+                if in_flight is not None:
+                    in_flight.exchange.wait()
+                self._in_flight[index] = None
+            average_module_(self.module, self._buckets, self._world)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Within the block the module holds the global average; afterwards all is as it was. Collective.
 
-        Parameters and buffers are put back exactly, and what was in flight stays in flight: training goes on bit for bit as
-        if nobody had looked. Holds one copy of parameters and buffers. No backward pass inside.
+        Parameters and buffers are put back exactly, and what was in flight stays in flight: training goes on bit for
+        bit as if nobody had looked. Holds one copy of parameters and buffers. No backward pass inside.
         """
         self._check_usable()
         with saved_state(self.module, self._buckets):
-            average_module_(self.module, self._buckets, self._world)
+            with self._fatal():
+                average_module_(self.module, self._buckets, self._world)
             self._averaged = True
             try:
                 yield
@@ -365,17 +365,16 @@ class GossipDataParallel(nn.Module):
             The distance, and the same divided by the norm of the mean; over parameters, not buffers.
         """
         self._check_usable()
-        return consensus_distance(self._buckets, self._world)
+        with self._fatal():
+            return consensus_distance(self._buckets, self._world)
 
     # ------------------------------------------------------------------ the module's own face
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own, with its own keys. Local."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the module. Local: load the same on every rank."""
         if assign:
             raise ValueError(
@@ -407,19 +406,26 @@ class GossipDataParallel(nn.Module):
             self.optimizer.__dict__.pop("step", None)
         self._error = self._error or GossipError("this GossipDataParallel has been closed")
 
-    def _check_usable(self) -> None:
+    def _check_alive(self) -> None:
         if self._error is not None:
-            raise GossipError(
-                f"rank {self.rank}: no training or averaging after: {self._error}"
-            ) from self._error
+            raise GossipError(f"rank {self.rank}: no training or averaging after: {self._error}") from self._error
+
+    def _check_usable(self) -> None:
+        self._check_alive()
         if self._averaged:
             raise GossipError(
-                f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; leave the block first"
+                f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
+                "leave the block first"
             )
 
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        raise error
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """An error inside the block ends this model's training: the ranks are no longer in step."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            raise
 
 
 def _resolve_topology(topology: str | Topology, world_size: int) -> Topology:

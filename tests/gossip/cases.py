@@ -1,0 +1,36 @@
+"""Which topologies the distributed tests run at which world size."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+import topologies
+from topologies import Topology
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+
+OPTIONS = {
+    "grid": ({}, {"shape": (2, 2)}),
+    "hyper_cuboid": ({"factors": (2, 2)}, {"factors": (4, 2)}, {"factors": (5,)}),
+    "hyper_hypercube": ({"k": 1}, {"k": 4}),
+    "local_global": ({"local_size": 2}, {"local_size": 1}),
+    "alternating_exp_ring": ({"local_size": 2}, {"local_size": 1}),
+    "random_matching": ({"seed": 3},),
+}
+"""Option values of a family; those not listed run with their defaults."""
+
+
+def topology_cases(world_size: int) -> dict[str, Topology]:
+    """Every family that serves ``world_size``, with each of its options that do, by a readable name."""
+    cases = {}
+    for name in topologies.available():
+        graph = nx.relabel_nodes(nx.wheel_graph(world_size), str) if world_size > 3 else nx.path_graph(world_size)
+        options = ({"graph": graph},) if name == "graph" else OPTIONS.get(name, ({},))
+        for chosen in options:
+            try:
+                topology = topologies.build(name, world_size, **chosen)
+            except ValueError:
+                continue  # which sizes a family must serve is the contract of tests/topologies
+            label = "" if name == "graph" else ",".join(f"{key}={value}" for key, value in chosen.items())
+            cases[f"{name}({label})"] = topology
+    return cases
