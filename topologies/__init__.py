@@ -1,1 +1,39 @@
-"""Communication topologies for decentralized learning."""
+"""Communication topologies for decentralized learning.
+
+>>> import topologies
+>>> topology = topologies.build("one_peer_exponential", 8)
+>>> topology.round(1).neighbours(0)
+{2: 0.5}
+"""
+
+from topologies import families as families
+from topologies.analysis import beta as beta
+from topologies.analysis import product as product
+from topologies.analysis import slem as slem
+from topologies.describe import Description as Description
+from topologies.drawing import draw as draw
+from topologies.registry import available as available
+from topologies.registry import build as build
+from topologies.registry import family as family
+from topologies.registry import register as register
+from topologies.round import Round as Round
+from topologies.topology import Topology as Topology
+from topologies.validation import Stochasticity as Stochasticity
+from topologies.weights import weighted_round as weighted_round
+
+__all__ = [
+    "Description",
+    "Round",
+    "Stochasticity",
+    "Topology",
+    "available",
+    "beta",
+    "build",
+    "draw",
+    "families",
+    "family",
+    "product",
+    "register",
+    "slem",
+    "weighted_round",
+]

@@ -1,0 +1,161 @@
+"""Workers start, report, fail and leave as a caller can rely on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip import LaunchError, launch
+
+
+def rank_times(factor: int) -> tuple[int, int, str]:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return dist.get_rank() * factor, int(total), os.environ["LOCAL_RANK"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_launch_returns_results_by_rank(world_size: int) -> None:
+    assert launch(rank_times, 3, world_size=world_size) == [
+        (3 * rank, world_size, str(rank)) for rank in range(world_size)
+    ]
+
+
+def fail_on(rank: int, how: str) -> None:
+    if dist.get_rank() == rank:
+        if how == "raise":
+            raise ZeroDivisionError("no luck")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(7)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "rank 2 failed: ZeroDivisionError: no luck"),
+        ("kill", r"rank 2 failed: the process ended without a word, with signal 9 \(SIGKILL\)"),
+        ("exit", "rank 2 failed: the process ended without a word, with exit status 7"),
+    ],
+)
+def test_launch_names_the_rank_that_failed(how: str, text: str) -> None:
+    with pytest.raises(LaunchError, match=text) as caught:
+        launch(fail_on, 2, how, world_size=4)
+    assert caught.value.rank == 2
+    assert ("fail_on" in caught.value.worker_traceback) == (how == "raise")
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def test_launch_leaves_no_process() -> None:
+    for pid in launch(process_id, world_size=3):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_launch_on_a_taken_port_is_refused_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"^port {port} on 127.0.0.1 is taken; name another one, or none"):
+            launch(process_id, world_size=1, port=port)
+
+
+def reachable_by_another_address(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.2", port)) == 0
+
+
+def test_launch_listens_on_the_loopback_address_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert launch(reachable_by_another_address, port, world_size=2, port=port) == [False, False]
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_launch_refuses_a_world_without_ranks(world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
+        launch(process_id, world_size=world_size)
+
+
+def test_launch_under_torchrun_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="world_size is 4, but torchrun started 2 processes; pass world_size=2"):
+        launch(process_id, world_size=4)
+
+
+TORCHRUN_SCRIPT = """
+import torch.distributed as dist
+from gossip import launch
+
+def ranks():
+    return dist.get_rank(), dist.get_world_size()
+
+if __name__ == "__main__":
+    print("result", launch(ranks, world_size=2), flush=True)
+"""
+
+
+def test_launch_joins_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert sorted(line for line in run.stdout.splitlines() if line.startswith("result")) == [
+        "result [(0, 2)]",
+        "result [(1, 2)]",
+    ]
+
+
+WAITING_SCRIPT = """
+import os, time
+from gossip import launch
+
+def wait():
+    os.write(1, f"{os.getpid()}\\n".encode())  # one write: two ranks' lines must not mingle
+    time.sleep(600)
+
+if __name__ == "__main__":
+    launch(wait, world_size=2)
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_leave_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WAITING_SCRIPT)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        # Ctrl-C in a terminal reaches the whole process group.
+        (os.killpg if signal_number == signal.SIGINT else os.kill)(launcher.pid, signal_number)
+        assert launcher.wait(timeout=30) != 0
+        waiting = threading.Event()
+        deadline = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}").exists() for pid in workers):
+            assert time.monotonic() < deadline, "a worker outlived its launcher"
+            waiting.wait(0.05)
+    finally:
+        launcher.kill()
+        launcher.communicate()

@@ -1,0 +1,360 @@
+"""One contract for every family: what TOPOLOGIES states about it, for every size from 1 to 33.
+
+A new family costs one row in CONTRACTS.
+"""
+
+# ruff: noqa: ARG005 - the functions of a row are all called with the size and the options, needed or not
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Topology
+
+SIZES = range(1, 34)
+TOLERANCE = 1e-12
+
+#: Exactness: the family never averages exactly, or promises nothing about it.
+NEVER, UNPROMISED = "never", None
+
+
+def tau(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def is_smooth(n: int, largest: int) -> bool:
+    for factor in range(2, largest + 1):
+        while n % factor == 0:
+            n //= factor
+    return n == 1
+
+
+def fewest(n: int, largest: int) -> int:
+    """The fewest factors of n, each at most ``largest``, by exhaustive search."""
+    if n == 1:
+        return 0
+    return min(1 + fewest(n // f, largest) for f in range(2, largest + 1) if n % f == 0 and is_smooth(n // f, largest))
+
+
+@dataclass
+class Contract:
+    """What a family promises; every function takes the world size (2 or more) and the options."""
+
+    name: str
+    options: list[dict[str, Any]] = field(default_factory=lambda: [{}])
+    serves: Callable[..., bool] = lambda n, **_: True
+    period: Callable[..., int | None] = lambda n, **_: 1
+    degree: Callable[..., int] = lambda n, **_: n - 1
+    exact: Callable[..., Any] = lambda n, **_: UNPROMISED
+    symmetric: Callable[..., bool] = lambda n, **_: True
+    stochasticity: Callable[..., str] = lambda n, **_: "doubly"
+    uniform_groups: bool = False
+    slem: Callable[..., float | None] = lambda n, **_: None
+
+
+def up_to(limit: int) -> Callable[..., Any]:
+    return lambda n, **_: 1 if n <= limit else UNPROMISED
+
+
+def graph_options(n: int) -> list[dict[str, Any]]:
+    return [
+        {"graph": nx.wheel_graph(n), "weights": scheme}
+        for scheme in ("metropolis", "metropolis_hastings", "max_degree", "lazy", "uniform")
+    ]
+
+
+CONTRACTS = [
+    Contract("complete", exact=lambda n: 1, uniform_groups=True, slem=lambda n: 0.0),
+    Contract(
+        "ring",
+        degree=lambda n: min(2, n - 1),
+        exact=up_to(3),
+        slem=lambda n: 1 / 3 + 2 / 3 * math.cos(2 * math.pi / n) if n >= 3 else 0.0,
+    ),
+    Contract("directed_ring", degree=lambda n: 1, exact=up_to(2), symmetric=lambda n: n == 2),
+    Contract("path", degree=lambda n: min(2, n - 1), exact=up_to(2)),
+    Contract("star", exact=up_to(2), slem=lambda n: 1 - 1 / n if n >= 3 else 0.0),
+    Contract(
+        "grid",
+        options=[{}, {"shape": (3, 4)}, {"shape": [1, 7]}],
+        serves=lambda n, shape=None: shape is None or math.prod(shape) == n,
+        degree=lambda n, **_: min(4, n - 1),
+    ),
+    Contract(
+        "torus",
+        options=[{}, {"shape": (3, 4)}, {"shape": (5, 3)}, {"shape": (2, 8)}],
+        serves=lambda n, shape=None: shape is None or math.prod(shape) == n,
+        degree=lambda n, **_: min(4, n - 1),
+        slem=lambda n, shape=None: torus_slem(n, shape),
+    ),
+    Contract(
+        "hypercube",
+        serves=is_power_of_two,
+        degree=lambda n: tau(n),
+        exact=up_to(2),
+        slem=lambda n: (tau(n) - 1) / (tau(n) + 1),
+    ),
+    Contract(
+        "exponential",
+        degree=lambda n: tau(n),
+        exact=up_to(3),
+        symmetric=lambda n: n <= 3,
+        slem=lambda n: 1 - 2 / (1 + tau(n)) if n % 2 == 0 else None,
+    ),
+    Contract(
+        "undirected_exponential",
+        degree=lambda n: min(2 * tau(n), n - 1),
+        exact=lambda n: 1 if n in (2, 3, 4, 5, 7) else UNPROMISED,
+    ),
+    Contract(
+        "one_peer_ring",
+        serves=lambda n: n % 2 == 0,
+        period=lambda n: 1 if n == 2 else 2,
+        degree=lambda n: 1,
+        exact=lambda n: {2: 1, 4: 2}.get(n, UNPROMISED),
+        uniform_groups=True,
+    ),
+    Contract(
+        "one_peer_exponential",
+        period=tau,
+        degree=lambda n: 1,
+        exact=lambda n: tau(n) if is_power_of_two(n) else NEVER,
+        symmetric=lambda n: n == 2,
+    ),
+    Contract(
+        "one_peer_hypercube",
+        serves=is_power_of_two,
+        period=tau,
+        degree=lambda n: 1,
+        exact=tau,
+        uniform_groups=True,
+    ),
+    Contract(
+        "hyper_cuboid",
+        options=[{"factors": f} for f in ((2,), (3, 2), (2, 3), (2, 2, 3), (5, 5), (4, 7), (31,), (3, 3, 3))],
+        serves=lambda n, factors: math.prod(factors) == n,
+        period=lambda n, factors: len(factors),
+        degree=lambda n, factors: max(factors) - 1,
+        exact=lambda n, factors: len(factors),
+        uniform_groups=True,
+    ),
+    Contract(
+        "hyper_hypercube",
+        options=[{"k": k} for k in (1, 2, 3, 4, 5)],
+        serves=lambda n, k: is_smooth(n, k + 1),
+        period=lambda n, k: fewest(n, k + 1),
+        degree=lambda n, k: k,
+        exact=lambda n, k: fewest(n, k + 1),
+        uniform_groups=True,
+    ),
+    Contract(
+        "local_global",
+        options=[{"local_size": size} for size in (1, 2, 3, 4, 8)],
+        serves=lambda n, local_size: n % local_size == 0,
+        period=lambda n, local_size: 2,
+        degree=lambda n, local_size: max(local_size, n // local_size) - 1,
+        exact=lambda n, local_size: 1 if local_size == n else 2,
+        uniform_groups=True,
+    ),
+    Contract(
+        "alternating_exp_ring",
+        options=[{"local_size": size} for size in (1, 2, 3, 4, 8)],
+        serves=lambda n, local_size: n in [local_size * 2**k for k in range(1, 6)],
+        period=lambda n, local_size: 2 * tau(n // local_size),
+        degree=lambda n, local_size: 2 * local_size - 1,
+        exact=lambda n, local_size: 2 * tau(n // local_size),
+        uniform_groups=True,
+    ),
+    Contract(
+        "random_matching",
+        options=[{"seed": 0}, {"seed": 7}],
+        period=lambda n, seed: None,
+        degree=lambda n, seed: 1,
+        uniform_groups=True,
+    ),
+    Contract(
+        "graph",
+        options=[option for n in (2, 4, 5, 9) for option in graph_options(n)],
+        serves=lambda n, graph, weights: len(graph) == n,
+        symmetric=lambda n, graph, weights: weights != "uniform" or nx.is_regular(graph),
+        stochasticity=lambda n, graph, weights: (
+            "row" if weights == "uniform" and not nx.is_regular(graph) else "doubly"
+        ),
+    ),
+]
+
+
+def torus_slem(n: int, shape: tuple[int, int] | None) -> float | None:
+    rows, columns = shape or max((a, n // a) for a in range(1, math.isqrt(n) + 1) if n % a == 0)
+    if min(rows, columns) < 3:
+        return None
+    return 1 - 0.4 * (1 - math.cos(2 * math.pi / max(rows, columns)))
+
+
+CASES = [
+    pytest.param(contract, options, id=f"{contract.name}-{number}")
+    for contract in CONTRACTS
+    for number, options in enumerate(contract.options)
+]
+
+quiet = pytest.mark.filterwarnings("ignore:weights='metropolis_hastings' never converges")
+
+
+def served_sizes(contract: Contract, options: dict[str, Any]) -> list[int]:
+    return [n for n in SIZES if n > 1 and contract.serves(n, **options)]
+
+
+def dense_product(topology: Topology, num_rounds: int) -> np.ndarray:
+    mixed = np.eye(topology.world_size)
+    for t in range(num_rounds):
+        mixed = topology.round(t).matrix() @ mixed
+    return mixed
+
+
+def test_every_registered_family_has_a_row() -> None:
+    assert sorted(contract.name for contract in CONTRACTS) == list(topologies.available())
+
+
+@pytest.mark.parametrize(("contract", "options"), CASES)
+def test_a_single_rank_is_one_identity_round(contract: Contract, options: dict[str, Any]) -> None:
+    topology = topologies.build(contract.name, 1, **options)
+    assert topology.world_size == topology.period == topology.exact_after == 1
+    assert topology.round(0).is_identity
+    assert topology.round(0).groups == ((0,),)
+    assert topology.round(5).peers(0) == ()
+    assert topology.symmetric
+    assert topology.doubly_stochastic
+    assert topology.describe().max_sends == 0
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+@quiet
+@pytest.mark.parametrize(("contract", "options"), CASES)
+def test_period_degree_sums_and_symmetry(contract: Contract, options: dict[str, Any]) -> None:
+    assert served_sizes(contract, options)
+    for n in served_sizes(contract, options):
+        topology = topologies.build(contract.name, n, **options)
+        assert topology.name == contract.name
+        assert topology.world_size == n
+        assert topology.period == contract.period(n, **options), n
+        assert topology.stochasticity == contract.stochasticity(n, **options), n
+        num_rounds = topology.period or 6
+        degrees = []
+        for t in range(num_rounds):
+            round_ = topology.round(t)
+            matrix = round_.matrix()
+            assert matrix.shape == (n, n)
+            assert matrix.dtype == np.float64
+            assert (matrix >= 0).all(), (n, t)
+            np.testing.assert_allclose(matrix.sum(axis=1), 1, rtol=0, atol=1e-15 * n)
+            if contract.stochasticity(n, **options) == "doubly":
+                np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-15 * n)
+            else:
+                assert np.abs(matrix.sum(axis=0) - 1).max() > TOLERANCE
+            if contract.uniform_groups:
+                assert round_.uniform_groups == round_.groups, (n, t)
+            off_diagonal = matrix - np.diag(np.diag(matrix))
+            degrees.append(max((off_diagonal != 0).sum(axis=1).max(), (off_diagonal != 0).sum(axis=0).max()))
+        asymmetry = max(np.abs(w - w.T).max() for w in (topology.round(t).matrix() for t in range(num_rounds)))
+        assert bool(asymmetry <= TOLERANCE) is contract.symmetric(n, **options), n
+        assert topology.symmetric is contract.symmetric(n, **options), n
+        assert max(degrees) <= contract.degree(n, **options), n
+
+
+@quiet
+@pytest.mark.parametrize(("contract", "options"), CASES)
+def test_exactness(contract: Contract, options: dict[str, Any]) -> None:
+    for n in served_sizes(contract, options):
+        topology = topologies.build(contract.name, n, **options)
+        expected = contract.exact(n, **options)
+        if expected == NEVER:
+            assert topology.exact_after is None, n
+            far = [np.abs(dense_product(topology, k) - 1 / n).max() for k in range(1, 2 * topology.period + 1)]
+            assert min(far) > 1e-9, n
+        elif expected is not UNPROMISED:
+            assert topology.exact_after == expected, n
+        if topology.exact_after is not None:
+            product = dense_product(topology, topology.exact_after)
+            np.testing.assert_allclose(product, 1 / n, rtol=0, atol=TOLERANCE)
+            for fewer in range(1, topology.exact_after):
+                assert np.abs(dense_product(topology, fewer) - 1 / n).max() > TOLERANCE, n
+
+
+@pytest.mark.parametrize(("contract", "options"), [case for case in CASES if case.values[0].name != "graph"])
+def test_known_spectra(contract: Contract, options: dict[str, Any]) -> None:
+    for n in served_sizes(contract, options):
+        expected = contract.slem(n, **options)
+        if expected is not None:
+            topology = topologies.build(contract.name, n, **options)
+            moduli = np.sort(np.abs(np.linalg.eigvals(topology.round(0).matrix())))
+            assert moduli[-2] == pytest.approx(expected, abs=TOLERANCE), n
+            assert topology.describe().slem == pytest.approx(expected, abs=TOLERANCE), n
+
+
+@pytest.mark.parametrize("n", [n for n in SIZES if n >= 3 and n % 2])
+def test_exponential_is_faster_for_odd_sizes(n: int) -> None:
+    assert topologies.build("exponential", n).describe().slem < 1 - 2 / (1 + tau(n)) - 1e-9
+
+
+@pytest.mark.parametrize(("contract", "options"), CASES)
+def test_other_sizes_are_refused_with_what_is_possible(contract: Contract, options: dict[str, Any]) -> None:
+    served = {1, *(n for n in range(2, 129) if contract.serves(n, **options))}
+    for n in SIZES:
+        if n in served:
+            continue
+        with pytest.raises(ValueError, match="world_size") as caught:
+            topologies.build(contract.name, n, **options)
+        message = str(caught.value)
+        numbers = {int(number) for number in re.findall(r"\d+", message)}
+        below = max(size for size in served if size < n)
+        above = min((size for size in served if size > n), default=None)
+        nearest = {size for size in (below, above) if size is not None}
+        alone = served - {1}  # an option that fixes the size
+        assert nearest <= numbers or (len(alone) == 1 and alone <= numbers), message
+
+
+@quiet
+@pytest.mark.parametrize(("contract", "options"), CASES)
+def test_the_views_of_a_round_agree(contract: Contract, options: dict[str, Any]) -> None:
+    for n in served_sizes(contract, options)[:12]:
+        topology = topologies.build(contract.name, n, **options)
+        for t in range(min(topology.period or 3, 4)):
+            round_ = topology.round(t)
+            matrix = round_.matrix()
+            np.testing.assert_array_equal(nx.to_numpy_array(round_.graph, nodelist=range(n)).T, matrix)
+            for i in range(n):
+                reads = [j for j in range(n) if j != i and matrix[i, j]]
+                read_by = [j for j in range(n) if j != i and matrix[j, i]]
+                assert list(round_.neighbours(i).items()) == [(j, matrix[i, j]) for j in reads]
+                assert round_.targets(i) == tuple(read_by)
+                assert round_.peers(i) == tuple(sorted({*reads, *read_by}))
+                assert round_.self_weight(i) == matrix[i, i]
+            components = sorted(tuple(sorted(c)) for c in nx.weakly_connected_components(round_.graph))
+            assert round_.groups == tuple(components)
+            uniform = all(np.allclose(matrix[np.ix_(g, g)], 1 / len(g), rtol=0, atol=1e-14) for g in components)
+            assert round_.uniform_groups == (round_.groups if uniform else None)
+
+
+@quiet
+@pytest.mark.parametrize(("contract", "options"), CASES)
+def test_json_and_equality(contract: Contract, options: dict[str, Any]) -> None:
+    for n in served_sizes(contract, options)[:6]:
+        topology = topologies.build(contract.name, n, **options)
+        again = Topology.from_json(topology.to_json())
+        assert again == topology
+        assert hash(again) == hash(topology)
+        assert again.to_json() == topology.to_json()
+        for t in (0, 1, 5):
+            assert again.round(t) == topology.round(t)
+            np.testing.assert_array_equal(again.round(t).matrix(), topology.round(t).matrix())

@@ -1,0 +1,55 @@
+"""Every rank computes the same rounds: no hash seed and no earlier round matters."""
+
+import os
+import subprocess
+import sys
+
+import topologies
+
+# Nodes with string labels, given as a set: its order depends on PYTHONHASHSEED.
+CODE = """
+import json, networkx, topologies
+graph = networkx.Graph()
+graph.add_nodes_from({f"rank {i}" for i in range(12)})
+graph.add_edges_from({(f"rank {i}", f"rank {(i + hop) % 12}") for i in range(12) for hop in (1, 5)})
+required = {
+    "hyper_cuboid": {"factors": (3, 4)}, "hyper_hypercube": {"k": 2}, "local_global": {"local_size": 3},
+    "alternating_exp_ring": {"local_size": 3}, "graph": {"graph": graph},
+}
+for name in topologies.available():
+    world_size = 8 if name in ("hypercube", "one_peer_hypercube") else 12
+    topology = topologies.build(name, world_size, **required.get(name, {}))
+    print(topology.to_json())
+    for t in (1000, 0, 1, 2):
+        print(json.dumps(topology.round(t).to_dict()))
+"""
+
+
+def output(hash_seed: str) -> str:
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    return subprocess.run(
+        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_rounds_do_not_depend_on_the_hash_seed() -> None:
+    first = output("0")
+    assert first.count("\n") == 5 * len(topologies.available())
+    assert output("1") == output("4321") == first
+
+
+def test_round_t_needs_no_earlier_round() -> None:
+    walked = topologies.build("random_matching", 9, seed=2)
+    for t in range(300):
+        walked.round(t)
+    assert walked.round(1000) == topologies.build("random_matching", 9, seed=2).round(1000)
+
+
+def test_a_seed_names_one_schedule() -> None:
+    """Frozen: a change here changes what a seed means, and every run that is to be reproduced."""
+    topology = topologies.build("random_matching", 6, seed=0)
+    assert [topology.round(t).groups for t in (0, 1, 1000)] == [
+        ((0, 1), (2, 3), (4, 5)),
+        ((0, 3), (1, 4), (2, 5)),
+        ((0, 3), (1, 2), (4, 5)),
+    ]

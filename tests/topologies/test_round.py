@@ -1,0 +1,183 @@
+"""Round: constructors, views and refusals."""
+
+import copy
+import json
+import pickle
+from dataclasses import FrozenInstanceError
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from topologies import Round
+
+
+def test_data_flows_from_the_source_to_the_reader() -> None:
+    round_ = Round.from_edges(3, targets=[0, 0, 2], sources=[1, 2, 0], weights=[0.25, 0.5, 0.125])
+    np.testing.assert_array_equal(round_.matrix(), [[0.25, 0.25, 0.5], [0, 1, 0], [0.125, 0, 0.875]])
+    assert round_.neighbours(0) == {1: 0.25, 2: 0.5}
+    assert round_.neighbours(1) == {}
+    assert round_.targets(0) == (2,)
+    assert round_.targets(1) == (0,)
+    assert round_.peers(2) == (0,)
+    assert round_.graph.edges[1, 0]["weight"] == 0.25
+    assert not round_.graph.has_edge(0, 1)
+
+
+def test_groups_average_and_leave_the_others_alone() -> None:
+    round_ = Round.from_groups(6, [(4, 1, 2), [5, 0]])
+    assert round_.groups == round_.uniform_groups == ((0, 5), (1, 2, 4), (3,))
+    assert round_.neighbours(4) == {1: 1 / 3, 2: 1 / 3}
+    assert round_.self_weight(3) == 1.0
+    assert round_.num_sources().tolist() == round_.num_targets().tolist() == [1, 2, 2, 0, 2, 1]
+    assert not round_.is_identity
+    assert Round.from_groups(3, [(0,), ()]).is_identity
+
+
+def test_uniform_groups_are_recognised_in_a_matrix() -> None:
+    grouped = Round.from_groups(5, [(0, 3), (1, 2, 4)])
+    recognised = Round.from_matrix(grouped.matrix())
+    assert recognised.uniform_groups == grouped.uniform_groups
+    assert recognised == grouped
+    assert hash(recognised) == hash(grouped)
+    assert recognised.is_symmetric
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        [[0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]],  # not all pairs
+        [[0.25, 0.75], [0.75, 0.25]],  # all pairs, other weights
+        [[0, 1], [1, 0]],
+        [[0.5, 0], [0, 1]],  # a rank that is alone must keep everything
+    ],
+)
+def test_other_weights_are_not_uniform(matrix: list[list[float]]) -> None:
+    assert Round.from_matrix(matrix).uniform_groups is None
+
+
+def test_identity() -> None:
+    round_ = Round.identity(3)
+    assert round_.is_identity
+    assert round_.groups == ((0,), (1,), (2,))
+    np.testing.assert_array_equal(round_.matrix(), np.eye(3))
+    assert Round.from_matrix(np.eye(3)).is_identity
+    assert not Round.from_matrix(np.diag([1, 0.5, 1])).is_identity
+    assert Round.from_matrix(np.eye(3)) == round_
+
+
+def test_a_row_keeps_what_the_others_leave() -> None:
+    round_ = Round.from_rows([{1: 0.25}, {0: 0.5, 1: 0.25}, {}])
+    assert [round_.self_weight(i) for i in range(3)] == [0.75, 0.25, 1.0]
+    assert round_.row_sums().tolist() == [1, 0.75, 1]
+
+
+def test_zero_weights_are_no_edges() -> None:
+    round_ = Round.from_matrix([[1.0, 0.0], [0.5, 0.5]])
+    assert round_.neighbours(0) == {}
+    assert round_.peers(0) == (1,)
+    assert Round.from_edges(2, [0], [1], 0.0).is_identity
+
+
+def test_symmetry() -> None:
+    assert Round.from_matrix([[0.2, 0.8], [0.8, 0.2]]).is_symmetric
+    assert not Round.from_matrix([[0.2, 0.8], [0.7, 0.3]]).is_symmetric
+    cycle = np.roll(np.eye(3), 1, axis=1)
+    assert not Round.from_matrix(cycle).is_symmetric
+
+
+def test_a_round_is_immutable() -> None:
+    round_ = Round.from_matrix([[0.5, 0.5], [0.5, 0.5]])
+    with pytest.raises(FrozenInstanceError):
+        round_.world_size = 3  # type: ignore[misc]
+    round_.matrix()[0, 0] = 7
+    round_.neighbours(0)[1] = 7
+    assert round_.matrix()[0, 0] == round_.neighbours(0)[1] == 0.5
+    with pytest.raises(nx.NetworkXError, match="Frozen"):
+        round_.graph.add_edge(0, 5)
+
+
+@pytest.mark.parametrize(
+    "round_",
+    [Round.from_groups(4, [(1, 2)]), Round.from_rows([{1: 0.1}, {2: 0.7}, {}]), Round.identity(2)],
+)
+def test_copies_and_json_are_exact(round_: Round) -> None:
+    assert Round.from_dict(json.loads(json.dumps(round_.to_dict()))) == round_
+    assert pickle.loads(pickle.dumps(round_)) == round_
+    assert copy.deepcopy(round_) == round_
+
+
+def test_rounds_that_differ_are_not_equal() -> None:
+    assert Round.from_groups(3, [(0, 1)]) != Round.from_groups(3, [(0, 2)])
+    assert Round.from_rows([{1: 0.5}, {0: 0.5}]) != Round.from_rows([{1: 0.4}, {0: 0.4}])
+    assert Round.identity(2) != Round.identity(3)
+    assert Round.identity(2) != "identity"
+
+
+def test_repr_says_what_it_is() -> None:
+    assert repr(Round.identity(3)) == "<Round: identity on 3 ranks>"
+    assert repr(Round.from_groups(5, [(0, 1), (2, 3)])) == "<Round: 3 uniform groups of [1, 2] on 5 ranks>"
+    assert repr(Round.from_rows([{1: 0.1}, {}])) == "<Round: 1 edges on 2 ranks>"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Round.from_groups(3, [(0, 3)]), r"rank 3, ranks go from 0 to 2"),
+        (lambda: Round.from_groups(3, [(0, 1), (1, 2)]), r"rank 1 twice"),
+        (lambda: Round.from_groups(3, [(-1, 1)]), r"at least 0, got -1"),
+        (lambda: Round.from_groups(0, []), r"world_size must be at least 1, got 0"),
+        (lambda: Round.from_matrix(np.ones((2, 3))), r"square.*\[2, 3\]"),
+        (lambda: Round.from_matrix(np.zeros((0, 0))), r"square"),
+        (lambda: Round.from_matrix([[0.5, np.nan], [0, 1]]), r"W\[0, 1\] is nan"),
+        (lambda: Round.from_matrix([[0.5, 0.5], [0, np.inf]]), r"W\[1, 1\] is inf"),
+        (lambda: Round.from_edges(2, [0], [2], 0.5), r"sources names rank 2"),
+        (lambda: Round.from_edges(2, [-1], [1], 0.5), r"targets names rank -1"),
+        (lambda: Round.from_edges(2, [1], [1], 0.5), r"1 -> 1 is a loop"),
+        (lambda: Round.from_edges(2, [0, 0], [1, 1], 0.5), r"1 -> 0 is given twice"),
+        (lambda: Round.from_edges(2, [0, 1], [1], 0.5), r"targets has 2 entries and sources has 1"),
+        (lambda: Round.identity(2).neighbours(2), r"rank must be between 0 and 1, got 2"),
+        (lambda: Round.identity(2).targets(-1), r"rank must be at least 0, got -1"),
+        (lambda: Round.from_dict({"world_size": 2}), r"needs the keys"),
+    ],
+)
+def test_refusals_name_what_is_wrong(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("world_size", [2.0, "2", True, None])
+def test_world_size_is_an_integer(world_size: object) -> None:
+    with pytest.raises(TypeError, match="world_size must be an integer"):
+        Round.identity(world_size)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float64, st.integers(1, 7).map(lambda n: (n, n)), elements=st.sampled_from([0, 0, 0, 0.5, -0.25])))
+def test_any_matrix_survives(matrix: np.ndarray) -> None:
+    round_ = Round.from_matrix(matrix)
+    n = len(matrix)
+    np.testing.assert_array_equal(round_.matrix(), matrix)
+    rebuilt = [{**round_.neighbours(i), i: round_.self_weight(i)} for i in range(n)]
+    assert Round.from_rows(rebuilt) == round_
+    graph = nx.from_numpy_array(matrix.T, create_using=nx.DiGraph)
+    assert round_.groups == tuple(sorted(tuple(sorted(c)) for c in nx.weakly_connected_components(graph)))
+    assert round_.is_symmetric == np.array_equal(matrix, matrix.T)
+    for i in range(n):
+        assert round_.targets(i) == tuple(j for j in range(n) if j != i and matrix[j, i])
+    np.testing.assert_allclose(round_.row_sums(), matrix.sum(axis=1))
+    np.testing.assert_allclose(round_.column_sums(), matrix.sum(axis=0))
+
+
+def test_large_rounds_need_no_dense_matrix() -> None:
+    n = 200_000  # a dense matrix would take 320 GB
+    everybody = Round.from_groups(n, [range(n)])
+    assert len(everybody.neighbours(5)) == n - 1
+    assert everybody.self_weight(5) == 1 / n
+    ranks = np.arange(n)
+    ring = Round.from_edges(n, np.r_[ranks, ranks], np.r_[(ranks + 1) % n, (ranks - 1) % n], 1 / 3, 1 / 3)
+    assert ring.groups == (tuple(range(n)),)
+    assert ring.peers(0) == (1, n - 1)

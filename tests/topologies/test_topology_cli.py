@@ -1,0 +1,91 @@
+"""``python -m topologies``."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import topologies
+from topologies.__main__ import main
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(topologies.available())
+    assert any("[local_size]" in line for line in lines)
+    assert any("[seed=0]" in line for line in lines)
+
+
+def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "hyper_cuboid", "--world-size", "6", "--option", "factors=2,3"]) == 0
+    expected = str(topologies.build("hyper_cuboid", 6, factors=(2, 3)).describe())
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_describe_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "random_matching", "--world-size", "6", "--option", "seed=3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == topologies.build("random_matching", 6, seed=3).describe().to_dict()
+
+
+def test_options_of_a_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a, b.graphml"
+    nx.write_graphml(nx.cycle_graph(6), path)
+    arguments = ["describe", "graph", "--world-size", "6", "--option", f"graph={path}"]
+    assert main([*arguments, "--option", "weights=metropolis_hastings"]) == 0
+    captured = capsys.readouterr()
+    assert "SLEM            1\n" in captured.out
+    assert captured.err.startswith("python -m topologies: warning: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ring.svg"
+    assert main(["draw", "ring", "--world-size", "8", "--output", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    assert path.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["describe", "ring"], "required: --world-size"),
+        (["describe", "ring", "--world-size", "many"], "invalid int value: 'many'"),
+        (["describe", "rong", "--world-size", "4"], "Did you mean 'ring'?"),
+        (["describe", "ring", "--world-size", "0"], "world_size must be at least 1"),
+        (["describe", "ring", "--world-size", "4", "--option", "seed=1"], "it has no options"),
+        (["describe", "hypercube", "--world-size", "6"], "the nearest are 4 and 8"),
+        (["describe", "random_matching", "--world-size", "6", "--option", "seed"], "takes KEY=VALUE, got 'seed'"),
+        (["describe", "random_matching", "--world-size", "6", "--option", "seed="], "seed must be an integer"),
+        (
+            ["describe", "random_matching", "--world-size", "6", "--option", "seed=1", "--option", "seed=2"],
+            "seed is given twice",
+        ),
+        (["describe", "graph", "--world-size", "6", "--option", "graph=no.gexf"], "does not exist"),
+        (["draw", "ring", "--world-size", "6", "--output", "ring.pdf"], "must end in .svg or .png"),
+        (["draw", "ring", "--world-size", "6", "--output", "/no/such/folder/ring.svg"], "No such file"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:  # argparse leaves this way
+        status = exit_.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "topologies", "describe"]
+    done = subprocess.run([*command, "ring", "--world-size", "4"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("topology        ring\n")
+    wrong = subprocess.run([*command, "ring", "--world-size", "-4"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr

@@ -1,0 +1,120 @@
+"""describe(): the numbers, the text and the plain data."""
+
+import json
+
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Round, Topology, analysis
+
+
+def test_the_text_is_one_aligned_page() -> None:
+    text = str(topologies.build("local_global", 12, local_size=3).describe())
+    assert text == "\n".join(
+        [
+            "topology        local_global (local_size=3)",
+            "world size      12",
+            "period          2 rounds",
+            "measured over   one period",
+            "degree          at most 3 sends and 3 receives per rank and round",
+            "messages        2.5 per rank and round on average, point to point",
+            "uniform groups  yes: every round can run as small all-reduces",
+            "connected       yes",
+            "stochastic      doubly, largest deviation 0.0e+00",
+            "symmetric       yes",
+            "SLEM            only defined for period 1",
+            "spectral gap    only defined for period 1",
+            "beta            0 = ||product - J||",
+            "exact after     2 rounds",
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", sorted({*topologies.available()} - {"hyper_cuboid", "hyper_hypercube", "graph"}))
+def test_the_data_is_plain_json(name: str) -> None:
+    options = {"local_size": 2} if name in ("local_global", "alternating_exp_ring") else {}
+    for world_size in (1, 8):
+        data = topologies.build(name, world_size, **options).describe().to_dict()
+        assert json.loads(json.dumps(data, allow_nan=False)) == data
+        assert data["name"] == name
+        assert data["world_size"] == world_size
+        assert data["connected"] is True
+        assert data["largest_deviation"] <= 1e-15 * world_size
+
+
+def test_a_graph_stays_out_of_the_text() -> None:
+    topology = Topology.from_graph(topologies.build("torus", 64).round(0).graph, "given")
+    assert len(str(topology.describe())) < 1500
+
+
+def test_ring() -> None:
+    found = topologies.build("ring", 8).describe()
+    expected = 1 / 3 + 2 / 3 * np.cos(2 * np.pi / 8)
+    assert found.slem == pytest.approx(expected, abs=1e-12)
+    assert found.spectral_gap == pytest.approx(1 - expected, abs=1e-12)
+    assert found.beta == pytest.approx(expected, abs=1e-12)  # symmetric: the same
+    assert (found.max_sends, found.max_receives, found.mean_messages) == (2, 2, 2.0)
+    assert found.exact_after is None
+    assert not found.uniform_groups
+    assert "exact after     never" in str(found)
+
+
+def test_star_sends_unevenly() -> None:
+    found = topologies.build("star", 5).describe()
+    assert (found.max_sends, found.mean_messages) == (4, 8 / 5)
+
+
+def test_sends_and_receives_differ() -> None:
+    # Everybody reads rank 0, which reads rank 1.
+    rows = [{1: 0.5}, {0: 0.5}, {0: 0.5}, {0: 0.5}]
+    found = Topology.from_rounds([Round.from_rows(rows)], stochasticity="row").describe()
+    assert (found.max_sends, found.max_receives) == (3, 1)
+    assert not found.connected  # nobody ever reads ranks 2 and 3
+    assert found.largest_deviation == 0.0
+
+
+def test_a_schedule_without_a_period_is_sampled() -> None:
+    found = topologies.build("random_matching", 8).describe()
+    assert found.num_rounds == 16
+    assert found.exact_after is None
+    assert found.symmetric
+    product = analysis.product(topologies.build("random_matching", 8), 16)
+    assert found.beta == pytest.approx(np.linalg.norm(product - 1 / 8, 2))
+    text = str(found)
+    assert "measured over   the first 16 rounds" in text
+    assert "not promised: no period" in text
+
+
+def test_rounds_that_never_connect() -> None:
+    found = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])]).describe()
+    assert not found.connected
+    assert found.slem == pytest.approx(1.0)
+    assert found.exact_after is None
+
+
+def test_the_deviation_is_measured() -> None:
+    round_ = Round.from_matrix([[0.5, 0.5 + 1e-11], [0.5, 0.5]])
+    assert Topology.from_rounds([round_]).describe().largest_deviation == pytest.approx(1e-11, rel=1e-3)
+
+
+def test_spectra_of_matrices_that_are_not_symmetric() -> None:
+    # Eigenvalues 1, 0, 0, 0, but one use of it leaves a distance to the mean as it is.
+    de_bruijn = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1]]) / 2
+    assert analysis.slem(de_bruijn) < 1e-6
+    assert analysis.beta(de_bruijn) == pytest.approx(1.0)
+    # The second largest modulus, not the second largest value: this one only swaps.
+    assert analysis.slem(np.array([[0.0, 1.0], [1.0, 0.0]])) == pytest.approx(1.0)
+
+
+def test_exactness_needs_a_period() -> None:
+    with pytest.raises(ValueError, match="has no period"):
+        analysis.exact_after(topologies.build("random_matching", 4))
+
+
+def test_large_sizes_are_described_without_dense_matrices() -> None:
+    found = topologies.build("one_peer_exponential", 4096).describe()
+    assert found.beta is None
+    assert found.exact_after == 12
+    assert "not measured above 1024 ranks" in str(found)
+    assert topologies.build("ring", 4096).exact_after is None

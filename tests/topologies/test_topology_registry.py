@@ -1,0 +1,97 @@
+"""The registry: names, options and their errors."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import topologies
+from topologies import Round, Topology, registry
+
+
+@pytest.fixture
+def own_families() -> Iterator[None]:
+    before = dict(registry._FAMILIES)
+    yield
+    registry._FAMILIES.clear()
+    registry._FAMILIES.update(before)
+
+
+def test_available_is_sorted() -> None:
+    names = topologies.available()
+    assert names == tuple(sorted(names))
+    assert {"complete", "ring", "one_peer_exponential", "graph"} <= set(names)
+
+
+def test_an_unknown_name_lists_what_exists() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown topology 'one-peer-exponental'.*mean 'one_peer_exponential'"
+    ) as error:
+        topologies.build("one-peer-exponental", 8)
+    assert all(name in str(error.value) for name in topologies.available())
+    with pytest.raises(ValueError, match=r"unknown topology 'qqq'\. Available"):
+        topologies.build("qqq", 8)
+
+
+def test_an_unknown_option_lists_the_options() -> None:
+    with pytest.raises(
+        TypeError, match=r"'local_global' has no option 'localsize'.*mean 'local_size'.*are: local_size"
+    ):
+        topologies.build("local_global", 8, localsize=2)
+    with pytest.raises(TypeError, match=r"'ring' has no option 'seed'; it has no options"):
+        topologies.build("ring", 8, seed=2)
+    with pytest.raises(TypeError, match=r"'local_global' needs the option 'local_size'"):
+        topologies.build("local_global", 8)
+
+
+@pytest.mark.parametrize("world_size", [0, -3])
+def test_world_size_is_positive(world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
+        topologies.build("ring", world_size)
+
+
+@pytest.mark.parametrize("world_size", [2.0, "8", None, True])
+def test_world_size_is_an_integer(world_size: object) -> None:
+    with pytest.raises(TypeError, match="world_size must be an integer"):
+        topologies.build("ring", world_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("own_families")
+def test_a_family_of_ones_own() -> None:
+    @topologies.register("hub")
+    def hub(world_size: int, *, centre: int = 0) -> Topology:
+        return Topology.from_rounds([Round.from_groups(world_size, [{centre, (centre + 1) % world_size}])])
+
+    topology = topologies.build("hub", 4, centre=2)
+    assert topology.round(0).groups == ((0,), (1,), (2, 3))
+    assert repr(topology) == "Topology('hub', world_size=4, centre=2, period=1)"
+    assert Topology.from_json(topology.to_json()) == topology
+    assert topologies.build("hub", 4).options == {"centre": 0}
+    assert topologies.family("hub") is hub
+    assert "hub" in topologies.available()
+
+
+@pytest.mark.usefixtures("own_families")
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'ring' is taken by topologies\.families\.static\.ring"):
+
+        @topologies.register("ring")
+        def mine(world_size: int) -> Topology:
+            raise AssertionError(world_size)
+
+    assert topologies.build("ring", 4).world_size == 4
+
+
+@pytest.mark.usefixtures("own_families")
+def test_options_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match=r"'mine' must be keyword-only"):
+
+        @topologies.register("mine")
+        def mine(world_size: int, hops: int) -> Topology:
+            raise AssertionError(world_size, hops)
+
+
+@pytest.mark.parametrize("name", topologies.available())
+def test_every_family_says_what_it_is(name: str) -> None:
+    summary = (topologies.family(name).__doc__ or "").split("\n")[0]
+    assert summary.endswith(".")
+    assert len(summary) < 130

@@ -1,0 +1,121 @@
+"""``python -m topologies``: list, describe and draw topologies from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from topologies.drawing import draw
+from topologies.registry import available, build, family
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0, or 2 after one line about what is wrong."""
+    parsed = _parser().parse_args(arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            output = parsed.run(parsed)
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            print(f"python -m topologies: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+    for warning in caught:
+        print(f"python -m topologies: warning: {warning.message}", file=sys.stderr)
+    print(output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m topologies", description="Communication topologies for decentralized learning.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    listing = commands.add_parser("list", help="the families and their options")
+    listing.set_defaults(run=_list)
+
+    description = commands.add_parser("describe", help="what can be measured of a topology")
+    _add_topology(description)
+    description.add_argument("--json", action="store_true", help="as JSON instead of text")
+    description.set_defaults(run=_describe)
+
+    drawing = commands.add_parser("draw", help="a picture of its rounds")
+    _add_topology(drawing)
+    drawing.add_argument("--output", required=True, metavar="PATH", help="where to write, .svg or .png")
+    drawing.add_argument("--rounds", type=int, metavar="K", help="how many rounds (default: one period, at most 8)")
+    drawing.set_defaults(run=_draw)
+    return parser
+
+
+def _add_topology(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a family, see list")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the family, such as local_size=4, factors=2,3 or graph=net.graphml; repeatable",
+    )
+
+
+def _list(_: argparse.Namespace) -> str:
+    width = max(map(len, available()))
+    lines = []
+    for name in available():
+        function = family(name)
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        options = ", ".join(
+            parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
+            for parameter in parameters
+        )
+        summary = (inspect.getdoc(function) or "").split("\n", 1)[0].replace("``", "")
+        lines.append(f"{name:<{width}}  {f'[{options}] ' if options else ''}{summary}".rstrip())
+    return "\n".join(lines)
+
+
+def _describe(parsed: argparse.Namespace) -> str:
+    description = build(parsed.name, parsed.world_size, **_options(parsed.option)).describe()
+    return json.dumps(description.to_dict(), indent=2) if parsed.json else str(description)
+
+
+def _draw(parsed: argparse.Namespace) -> str:
+    topology = build(parsed.name, parsed.world_size, **_options(parsed.option))
+    draw(topology, parsed.output, parsed.rounds)
+    return f"wrote {parsed.output}"
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--option takes KEY=VALUE, got {pair!r}; write for example --option local_size=4")
+        if key in options:
+            raise ValueError(f"--option {key} is given twice; give it once")
+        options[key] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    """Read JSON, or a list of numbers as in 2,3; anything else is a text."""
+    for candidate in (text, f"[{text}]"):
+        try:
+            return json.loads(candidate)
+        except json.JSONDecodeError:
+            continue
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""The families of topologies; importing one of these modules registers what it defines.
+
+A family is one function, in the module of its kind. It states its rounds in closed form; tests/topologies holds each
+to the properties that its docstring claims.
+"""
+
+from topologies.families import graphs as graphs
+from topologies.families import groups as groups
+from topologies.families import one_peer as one_peer
+from topologies.families import random as random
+from topologies.families import static as static
+
+__all__ = ["graphs", "groups", "one_peer", "random", "static"]

@@ -1,0 +1,206 @@
+"""Families of uniform groups that average exactly within a period."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from topologies.registry import register
+from topologies.round import Round
+from topologies.topology import Topology
+from topologies.validation import check_integer, unserved_size
+
+
+@register("hyper_cuboid")
+def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
+    """Ranks as the points of a box with sides f_0, f_1, ..; round l averages along side l, weights 1/f_l.
+
+    Rank = d_0 + f_0 (d_1 + f_1 (d_2 + ..)) in mixed radix, digit d_0 first: ranks that differ in digit l alone
+    are a group of round l. Exact after one round per factor.
+
+    Parameters
+    ----------
+    factors
+        Sides of the box, their product is ``world_size``. A side of 1 is an identity round.
+
+    References
+    ----------
+    Liu et al., "Clique gossiping", 2017. Ryabinin et al., "Moshpit SGD", 2021, section 3.2.
+    """
+    if not isinstance(factors, tuple) or not factors:
+        raise TypeError(
+            f"factors of topology 'hyper_cuboid' must be a list of at least one integer, got {factors!r}; for "
+            f"world_size {world_size} use for example {prime_factors(world_size)}"
+        )
+    sides = tuple(check_integer("a factor in factors", factor, minimum=1) for factor in factors)
+    if math.prod(sides) != world_size:
+        raise ValueError(
+            f"factors {sides} of topology 'hyper_cuboid' multiply to {math.prod(sides)}, world_size is "
+            f"{world_size}; use factors of {world_size}, such as {prime_factors(world_size)}, or world_size "
+            f"{math.prod(sides)}"
+        )
+    last_mixing = max(index for index, side in enumerate(sides) if side > 1)
+
+    def along_side(index: int) -> Round:
+        # numpy counts the last axis fastest, digit 0 is the fastest here: the axes are the sides reversed.
+        box = np.arange(world_size).reshape(sides[::-1])
+        lines = np.moveaxis(box, len(sides) - 1 - index, -1).reshape(-1, sides[index])
+        return Round.from_groups(world_size, lines.tolist())
+
+    return Topology(world_size, along_side, len(sides), promised_exact_after=last_mixing + 1)
+
+
+@register("hyper_hypercube")
+def hyper_hypercube(world_size: int, *, k: int) -> Topology:
+    """The box of hyper_cuboid with the fewest sides of at most k + 1, largest first.
+
+    At most k peers per round. Among equally few sides the largest is as small as possible.
+
+    Parameters
+    ----------
+    k
+        Largest number of peers, at least 1. ``world_size`` must have no prime factor above k + 1.
+
+    References
+    ----------
+    Takezawa et al., "Beyond exponential graph", 2023, Algorithm 1.
+    """
+    k = check_integer("k", k, minimum=1)
+    factors = fewest_factors(world_size, k + 1)
+    if factors is None:
+        needed = prime_factors(world_size)[-1] - 1
+        raise unserved_size(
+            "hyper_hypercube",
+            world_size,
+            f"a product of factors of at most k + 1 = {k + 1}",
+            lambda size: prime_factors(size)[-1] <= k + 1,
+            advice=f"Choose one of these, or k of at least {needed} for {world_size} ranks.",
+        )
+    return hyper_cuboid(world_size, factors=factors)
+
+
+@register("local_global")
+def local_global(world_size: int, *, local_size: int) -> Topology:
+    """Average inside every node, then across the nodes: a hyper_cuboid of (local_size, n / local_size).
+
+    Node m holds the ranks m L .. m L + L - 1. In the second round equal local ranks of all nodes are a group.
+
+    Parameters
+    ----------
+    local_size
+        Ranks per node L; divides ``world_size``.
+
+    References
+    ----------
+    Ryabinin et al., "Moshpit SGD", 2021. The hierarchical averaging of Bluefog.
+    """
+    local_size = check_integer("local_size", local_size, minimum=1)
+    if world_size % local_size:
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise unserved_size(
+            "local_global",
+            world_size,
+            f"a multiple of local_size = {local_size}",
+            lambda size: size % local_size == 0,
+            advice=f"Choose one of these, or for {world_size} ranks a local_size out of {divisors}.",
+        )
+    return hyper_cuboid(world_size, factors=(local_size, world_size // local_size))
+
+
+@register("alternating_exp_ring")
+def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
+    """Pairs of nodes at distance 2^i average, half of the pairs inside their nodes while the others use the network.
+
+    There are m = n / L = 2^k nodes of L ranks. Hop i = 0 .. k-1 has the rounds 2i and 2i + 1 and pairs node j with
+    node j + 2^i, walking the unmatched nodes upwards. The pairs are numbered through all hops. An even pair
+    averages inside each of its two nodes in round 2i and over all its 2L ranks in round 2i + 1, an odd pair the
+    other way round. Either way it holds the mean of its 2L ranks after both, so a period is exact.
+
+    Parameters
+    ----------
+    local_size
+        Ranks per node L. ``world_size / local_size`` is a power of two, at least 2.
+
+    References
+    ----------
+    Wang et al., "From promise to practice: realizing high-performance decentralized training" (Decent-DP), 2025.
+    """
+    local_size = check_integer("local_size", local_size, minimum=1)
+
+    def serves(size: int) -> bool:
+        num_nodes, rest = divmod(size, local_size)
+        return not rest and num_nodes >= 2 and not num_nodes & (num_nodes - 1)
+
+    if not serves(world_size):
+        raise unserved_size(
+            "alternating_exp_ring",
+            world_size,
+            f"local_size = {local_size} times a power of two, at least {2 * local_size}",
+            serves,
+        )
+    num_nodes = world_size // local_size
+    num_hops = num_nodes.bit_length() - 1
+
+    def pairs_at(t: int) -> Round:
+        hop, second = divmod(t, 2)
+        groups: list[range | tuple[int, ...]] = []
+        for number, (one, other) in enumerate(_node_pairs(num_nodes, hop), start=hop * num_nodes // 2):
+            nodes = [range(node * local_size, (node + 1) * local_size) for node in (one, other)]
+            if number % 2 == second:
+                groups.extend(nodes)
+            else:
+                groups.append((*nodes[0], *nodes[1]))
+        return Round.from_groups(world_size, groups)
+
+    return Topology(world_size, pairs_at, 2 * num_hops, promised_exact_after=2 * num_hops)
+
+
+def _node_pairs(num_nodes: int, hop: int) -> list[tuple[int, int]]:
+    """Return the pairs (j, (j + 2^hop) mod m) of the walk over unmatched nodes; m = 2^k of them match in m/2 pairs."""
+    matched: set[int] = set()
+    pairs = []
+    for node in range(num_nodes):
+        if node not in matched:
+            other = (node + (1 << hop)) % num_nodes
+            matched.update((node, other))
+            pairs.append((node, other))
+    return pairs
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Return the prime factors in rising order; ``(1,)`` for 1."""
+    factors = []
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    if number > 1 or not factors:
+        factors.append(number)
+    return tuple(factors)
+
+
+@functools.lru_cache(maxsize=4096)
+def fewest_factors(number: int, largest: int) -> tuple[int, ...] | None:
+    """Return the fewest factors of ``number``, falling and at most ``largest``, or ``None`` if there are none.
+
+    Ties go to the smallest largest factor, then to the smallest second, and so on.
+
+    Examples
+    --------
+    >>> fewest_factors(24, 6), fewest_factors(36, 9), fewest_factors(10, 4)
+    ((6, 4), (6, 6), None)
+    """
+    if number == 1:
+        return ()
+    candidates = []
+    for factor in range(2, min(number, largest) + 1):
+        if number % factor == 0:
+            rest = fewest_factors(number // factor, factor)
+            if rest is not None:
+                candidates.append((factor, *rest))
+    return min(candidates, key=lambda factors: (len(factors), factors), default=None)

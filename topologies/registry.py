@@ -1,0 +1,146 @@
+"""The families by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import networkx as nx
+import numpy as np
+
+from topologies.round import Round
+from topologies.topology import Topology
+from topologies.validation import check_world_size
+
+Family = Callable[..., Topology]
+_FamilyT = TypeVar("_FamilyT", bound=Family)
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(name: str) -> Callable[[_FamilyT], _FamilyT]:
+    """Return a decorator that makes a family available to :func:`build`.
+
+    The family is a function ``(world_size, *, option=...) -> Topology`` for ``world_size >= 2``; a single rank
+    is served for it. It refuses a size or an option that it cannot serve with a ValueError that says what it
+    can. Name and options of the result are filled in.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken.
+    TypeError
+        If the options are not keyword-only.
+
+    Examples
+    --------
+    >>> @register("pairs")
+    ... def pairs(world_size: int) -> Topology:
+    ...     couples = [(rank, rank + 1) for rank in range(0, world_size - 1, 2)]
+    ...     return Topology.from_rounds([Round.from_groups(world_size, couples)])
+    >>> build("pairs", 4)
+    Topology('pairs', world_size=4, period=1)
+    """
+
+    def decorate(function: _FamilyT) -> _FamilyT:
+        if name in _FAMILIES:
+            raise ValueError(
+                f"the topology name {name!r} is taken by {_FAMILIES[name].__module__}."
+                f"{_FAMILIES[name].__qualname__}; choose another name"
+            )
+        _, *options = inspect.signature(function).parameters.values()
+        if any(option.kind is not inspect.Parameter.KEYWORD_ONLY for option in options):
+            raise TypeError(
+                f"the options of family {name!r} must be keyword-only; put a * after world_size in its signature"
+            )
+        _FAMILIES[name] = function
+        return function
+
+    return decorate
+
+
+def available() -> tuple[str, ...]:
+    """Return the names of all families, sorted."""
+    return tuple(sorted(_FAMILIES))
+
+
+def family(name: str) -> Family:
+    """Return the function registered as ``name``; its docstring and signature describe the family.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the error lists what exists and the nearest match.
+    """
+    if name in _FAMILIES:
+        return _FAMILIES[name]
+    nearest = difflib.get_close_matches(str(name), available(), n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"unknown topology {name!r}.{hint} Available: {', '.join(available())}")
+
+
+def build(name: str, world_size: int, **options: Any) -> Topology:
+    """Return the topology of a registered family.
+
+    Parameters
+    ----------
+    name
+        One of :func:`available`.
+    world_size
+        Number of ranks, at least 1. With one rank every family is a single identity round, whatever its options.
+    options
+        The family's options.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown, or the family cannot serve the size or the value of an option.
+    TypeError
+        If an option is unknown or missing, or of the wrong type.
+
+    Examples
+    --------
+    >>> build("hyper_cuboid", 6, factors=(2, 3)).round(0).groups
+    ((0, 1), (2, 3), (4, 5))
+    """
+    function = family(name)
+    world_size = check_world_size(world_size)
+    filled = _as_plain_data(_fill_in_defaults(name, function, options))
+    topology = function(world_size, **filled) if world_size > 1 else Topology.from_rounds([Round.identity(1)])
+    recorded = filled | dict(topology.options)
+    for option, value in recorded.items():
+        if isinstance(value, nx.Graph):
+            recorded[option] = nx.node_link_data(value, edges="edges")
+    return replace(topology, name=name, options=_as_plain_data(recorded), registered=True)
+
+
+def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -> dict[str, Any]:
+    _, *parameters = inspect.signature(function).parameters.values()
+    known = {parameter.name: parameter.default for parameter in parameters}
+    listed = f"its options are: {', '.join(known)}" if known else "it has no options"
+    for option in options:
+        if option not in known:
+            nearest = difflib.get_close_matches(option, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise TypeError(f"topology {name!r} has no option {option!r}{hint}; {listed}")
+    for option, default in known.items():
+        if default is inspect.Parameter.empty and option not in options:
+            raise TypeError(f"topology {name!r} needs the option {option!r}; {listed}")
+    return {option: options.get(option, default) for option, default in known.items()}
+
+
+def _as_plain_data(value: Any) -> Any:
+    """Return an option as data that JSON can hold, with tuples for sequences; what is none stays as it is."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_plain_data(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray) or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
+        return tuple(_as_plain_data(item) for item in value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value

@@ -1,0 +1,362 @@
+"""A topology: a schedule of rounds, as immutable data that needs no cluster."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from topologies import analysis
+from topologies.files import read_graph
+from topologies.round import Round
+from topologies.validation import (
+    Stochasticity,
+    check_integer,
+    check_stochasticity,
+    check_sums,
+    check_world_size,
+)
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from topologies.describe import Description
+
+#: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
+_CACHED_ROUNDS = 64
+
+#: Above this size properties that need dense matrices are not measured.
+MAX_DENSE_WORLD_SIZE = 1024
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Topology:
+    """A schedule of rounds for ``world_size`` ranks; round t follows from t alone, on every rank alike.
+
+    Use :func:`topologies.build` for a registered family, or :meth:`from_graph`, :meth:`from_rounds` and
+    :meth:`from_function` for one of your own. The constructor is for families.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks n.
+    make_round
+        Builds round t, for ``0 <= t < period`` (any t >= 0 if there is no period). Its result must depend on t
+        alone. What it returns is checked when it is first used.
+    period
+        Number of rounds before the schedule repeats; ``None`` if it never does.
+    stochasticity
+        "doubly": rows and columns of every W sum to 1, so the mean over ranks is kept. "row" or "column": only
+        these do.
+    promised_symmetric
+        Whether every W is symmetric; ``None``: measured over a period when asked for. Without a period it
+        must be promised to be believed.
+    promised_exact_after
+        If given, the promise that from a period boundary on the product of this many rounds is exactly
+        J = 11^T / n.
+    name
+        The registered name, or one of your choice.
+    options
+        What the family was built with, as plain data.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> ring = topologies.build("ring", 8)
+    >>> ring.round(3).neighbours(0)
+    {1: 0.3333333333333333, 7: 0.3333333333333333}
+    """
+
+    world_size: int
+    make_round: Callable[[int], Round]
+    period: int | None
+    stochasticity: Stochasticity = "doubly"
+    promised_symmetric: bool | None = None
+    promised_exact_after: int | None = None
+    name: str = "custom"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    registered: bool = False
+    _cache: dict[int, Round] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+        check_world_size(self.world_size)
+        check_stochasticity(self.stochasticity)
+        if self.period is not None:
+            check_integer("period", self.period, minimum=1)
+
+    @classmethod
+    def from_graph(
+        cls, graph: nx.Graph | str | os.PathLike[str] | Mapping[str, Any], weights: str = "metropolis"
+    ) -> Topology:
+        """Return the topology that exchanges along a graph in every round.
+
+        The graph is a networkx graph, node-link data or a file. The same as ``build("graph", n, graph=graph,
+        weights=weights)`` for a graph of n nodes, see :func:`topologies.families.graphs.graph`.
+        """
+        from topologies.registry import build  # the registry builds topologies: it cannot come first
+
+        graph = read_graph(graph)
+        return build("graph", len(graph), graph=graph, weights=weights)
+
+    @classmethod
+    def from_rounds(
+        cls, rounds: Iterable[Round], *, stochasticity: Stochasticity = "doubly", name: str = "custom"
+    ) -> Topology:
+        """Return the topology that repeats the given rounds.
+
+        Raises
+        ------
+        ValueError
+            If there are none, their sizes differ, or a row or column does not sum to 1 as ``stochasticity``
+            promises. The error names the round, the row and the sum.
+        """
+        given = tuple(rounds)
+        if not given:
+            raise ValueError("rounds is empty; pass at least one Round, such as Round.identity(world_size)")
+        for number, round_ in enumerate(given):
+            if not isinstance(round_, Round):
+                raise TypeError(
+                    f"rounds[{number}] is a {type(round_).__name__}, not a Round; wrap a matrix in Round.from_matrix"
+                )
+        topology = cls(
+            world_size=given[0].world_size,
+            make_round=given.__getitem__,
+            period=len(given),
+            stochasticity=stochasticity,
+            name=name,
+        )
+        for number, round_ in enumerate(given):
+            topology._check_round(round_, number)
+        return topology
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[..., Round],
+        *,
+        seed: int | None = None,
+        period: int | None = None,
+        stochasticity: Stochasticity = "doubly",
+        symmetric: bool | None = None,
+        name: str = "custom",
+    ) -> Topology:
+        """Return the topology whose round t is computed by a function.
+
+        Parameters
+        ----------
+        function
+            ``function(t) -> Round``; with a ``seed`` it is called as ``function(t, generator)``. It must give
+            the same round on every rank: use no other source of randomness than the generator.
+        seed
+            At least 0. The generator of round t is ``numpy.random.default_rng((seed, t))``: round t needs no
+            earlier one.
+        period
+            Number of rounds before the schedule repeats; ``None``: it does not.
+        stochasticity, symmetric
+            What every round promises; ``symmetric`` without a period is taken on trust.
+        name
+            A name for reports.
+
+        Raises
+        ------
+        ValueError
+            If round 0 breaks a promise; later rounds are checked when they are first used.
+
+        Examples
+        --------
+        >>> def shift(t):
+        ...     return Round.from_rows([{(i + 1 + t) % 5: 0.5} for i in range(5)])
+        >>> Topology.from_function(shift, period=4).round(6).neighbours(0)
+        {3: 0.5}
+        """
+        make_round = function if seed is None else _Seeded(function, check_integer("seed", seed, minimum=0))
+        first = make_round(0)
+        if not isinstance(first, Round):
+            raise TypeError(f"function must return a Round, got {type(first).__name__} for round 0")
+        topology = cls(
+            world_size=first.world_size,
+            make_round=make_round,
+            period=period,
+            stochasticity=stochasticity,
+            promised_symmetric=symmetric,
+            name=name,
+        )
+        topology._check_round(first, 0)
+        return topology
+
+    def round(self, t: int) -> Round:
+        """Return round t >= 0. No other round is built for it.
+
+        Raises
+        ------
+        ValueError
+            If t is negative, or round t is of another size or its matrix breaks the declared stochasticity.
+        """
+        number = check_integer("t", t, minimum=0)
+        if self.period is not None:
+            number %= self.period
+        round_ = self._cache.get(number)
+        if round_ is None:
+            round_ = self.make_round(number)
+            self._check_round(round_, number)
+            if len(self._cache) >= _CACHED_ROUNDS:
+                self._cache.clear()
+            self._cache[number] = round_
+        return round_
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Whether the mean over ranks is kept: rows and columns of every W sum to 1."""
+        return self.stochasticity == "doubly"
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every W is symmetric. Without a period: only if that was promised."""
+        if self.promised_symmetric is not None:
+            return self.promised_symmetric
+        return self.period is not None and all(self.round(t).is_symmetric for t in range(self.period))
+
+    @property
+    def exact_after(self) -> int | None:
+        """After how many rounds from a period boundary all ranks hold exactly the mean; ``None``: not promised.
+
+        Promised by the family, or else measured for a schedule with a period on at most 1024 ranks.
+        """
+        if self.promised_exact_after is not None:
+            return self.promised_exact_after
+        if self.period is None or self.world_size > MAX_DENSE_WORLD_SIZE:
+            return None
+        return analysis.exact_after(self)
+
+    def describe(self) -> Description:
+        """Return what can be measured of the topology: ``str()`` is one page of text, ``.to_dict()`` plain JSON."""
+        from topologies.describe import describe  # a description is about a topology: it cannot come first
+
+        return describe(self)
+
+    def to_json(self) -> str:
+        """Return the topology as JSON: name, size and options of a registered one, else its rounds.
+
+        Raises
+        ------
+        ValueError
+            For a schedule from a function without a period: it has no end to write down.
+        """
+        data: dict[str, Any] = {"name": self.name, "world_size": self.world_size}
+        if self.registered:
+            return json.dumps(data | {"options": dict(self.options)})
+        if self.period is None:
+            raise ValueError(
+                f"topology {self.name!r} computes its rounds by a function without a period, so JSON cannot hold "
+                f"it; register the function as a family with topologies.register, or give it a period"
+            )
+        data["stochasticity"] = self.stochasticity
+        data["rounds"] = [self.round(t).to_dict() for t in range(self.period)]
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Return the topology that :meth:`to_json` wrote.
+
+        Raises
+        ------
+        ValueError
+            If the text is not such JSON, or the family is not registered.
+        """
+        from topologies.registry import build  # as in from_graph
+
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"text is not JSON ({error}); pass what Topology.to_json() returned") from None
+        keys = set(data) if isinstance(data, dict) else set()
+        if keys == {"name", "world_size", "options"}:
+            return build(data["name"], data["world_size"], **data["options"])
+        if keys == {"name", "world_size", "stochasticity", "rounds"}:
+            rounds = [Round.from_dict(item) for item in data["rounds"]]
+            return cls.from_rounds(rounds, stochasticity=data["stochasticity"], name=data["name"])
+        raise ValueError(
+            f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; got "
+            f"{sorted(keys)}; pass what Topology.to_json() returned"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same data; schedules from functions without a period equal only themselves."""
+        if not isinstance(other, Topology):
+            return NotImplemented
+        if self is other:
+            return True
+        mine, theirs = self._identity(), other._identity()
+        if mine != theirs:
+            return False
+        if self.registered and other.registered:
+            return True
+        return self.period is not None and all(self.round(t) == other.round(t) for t in range(self.period))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.world_size, self.period))
+
+    def __repr__(self) -> str:
+        options = f"{brief_options(self.options)}, " if self.options else ""
+        return f"Topology({self.name!r}, world_size={self.world_size}, {options}period={self.period})"
+
+    def __reduce__(self) -> tuple[Callable[..., Topology], tuple[Any, ...]]:
+        """Pickle a registered topology by name and options, one of rounds by its rounds."""
+        if self.registered:
+            return _rebuild, (self.name, self.world_size, dict(self.options))
+        fields: dict[str, Any] = {
+            "world_size": self.world_size,
+            "make_round": self.make_round,
+            "period": self.period,
+            "stochasticity": self.stochasticity,
+            "promised_symmetric": self.promised_symmetric,
+            "promised_exact_after": self.promised_exact_after,
+            "name": self.name,
+            "options": dict(self.options),
+        }
+        return functools.partial(Topology, **fields), ()
+
+    def _identity(self) -> tuple[Any, ...]:
+        options = dict(self.options) if self.registered else {}
+        return self.name, self.world_size, self.period, self.stochasticity, self.registered, options
+
+    def _check_round(self, round_: Round, number: int) -> None:
+        where = f"round {number} of topology {self.name!r}"
+        if round_.world_size != self.world_size:
+            raise ValueError(
+                f"{where} is for {round_.world_size} ranks, the topology for {self.world_size}; build all rounds "
+                f"for the same world_size"
+            )
+        check_sums(round_, self.stochasticity, where=where)
+
+
+def brief_options(options: Mapping[str, Any]) -> str:
+    """Return ``name=value, ...`` with long values cut and mappings, such as a graph, left out."""
+    return ", ".join(
+        f"{name}={'{...}' if isinstance(value, Mapping) else reprlib.repr(value)}" for name, value in options.items()
+    )
+
+
+class _Seeded:
+    """Calls ``function(t, generator)`` with a generator that depends on (seed, t) alone."""
+
+    def __init__(self, function: Callable[..., Round], seed: int) -> None:
+        self.function = function
+        self.seed = seed
+
+    def __call__(self, t: int) -> Round:
+        return self.function(t, np.random.default_rng((self.seed, t)))
+
+
+def _rebuild(name: str, world_size: int, options: Mapping[str, Any]) -> Topology:
+    from topologies.registry import build  # as in from_graph
+
+    return build(name, world_size, **options)
