@@ -19,6 +19,7 @@ from topologies import Topology
 
 Manifest = dict[str, str]
 CONSTRUCTION = "construction"
+_NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end to write down
 
 
 def build_manifest(
@@ -30,7 +31,7 @@ def build_manifest(
         "torch version": torch.__version__,
         "byte order": platform.machine(),
         "module": type(module).__name__,
-        "topology": topology.to_json() if topology.period is not None else repr(topology),
+        "topology": _describe_topology(topology),
         "bucket_cap_mb": f"{bucket_cap_bytes / 2**20:g}",
         "optimizer": "none" if optimizer is None else type(optimizer).__name__,
     }
@@ -69,6 +70,12 @@ def first_difference(manifests: Sequence[Manifest]) -> str:
                     "build module, optimizer and topology the same way everywhere"
                 )
     raise AssertionError("the manifests are equal")
+
+
+def _describe_topology(topology: Topology) -> str:
+    if topology.registered or topology.period is not None:
+        return topology.to_json()
+    return f"{topology!r} {json.dumps([topology.round(step).to_dict() for step in range(_NUM_SAMPLED_ROUNDS)])}"
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

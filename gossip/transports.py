@@ -9,13 +9,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from gossip.courier import Ticket, Works
 from gossip.errors import ExchangeError
-from gossip.world import Ticket, World, accumulation_dtype
+from gossip.world import World, accumulation_dtype, named
 from topologies import Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
-_NUM_CHUNKS = 8
-_MIN_CHUNK_BYTES = 64 * 2**10
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 
 
@@ -62,8 +61,7 @@ class DistributedTransport:
 
     Ranks that average uniformly in disjoint groups run one small all-reduce in each, over communicators that are made
     here, once, for all rounds of the period. Every other round (unequal or directed weights), every schedule
-    without a period, and every schedule that would need more than 16 communicators on some rank goes point-to-point, in
-    chunks: a single large tensor runs half-duplex between two ranks in gloo.
+    without a period, and every schedule that would need more than 16 communicators on some rank goes point-to-point.
 
     Parameters
     ----------
@@ -76,9 +74,9 @@ class DistributedTransport:
     """
 
     def __init__(self, world: World, topology: Topology) -> None:
-        assert world.waiter is not None
+        assert world.courier is not None
         self._world = world
-        self._waiter = world.waiter
+        self._courier = world.courier
         self._arrivals: dict[int, torch.Tensor] = {}
         self._groups = {ranks: world.new_group(ranks) for ranks in _shared_groups(topology)}
 
@@ -106,11 +104,11 @@ class DistributedTransport:
     ) -> DistributedExchange:
         mixed = self._arrival(message, bucket, accumulation_dtype(message.dtype), 1)[0]
         torch.mul(message, 1 / len(ranks), out=mixed)
-        work = dist.all_reduce(mixed, group=self._groups[ranks], async_op=True)
-        assert work is not None
+        group = self._groups[ranks]
         others = ", ".join(str(rank) for rank in ranks if rank != self._world.rank)
+        name = f"rank{'s' * (len(ranks) > 2)} {others}"
         return DistributedExchange(
-            ticket=self._waiter.submit([(f"rank{'s' * (len(ranks) > 2)} {others}", work)]),
+            ticket=self._courier.submit(lambda: named(name, dist.all_reduce(mixed, group=group, async_op=True))),
             message=message,
             received=mixed[None],
             weights=(1.0,),
@@ -130,20 +128,19 @@ class DistributedTransport:
         sources = round_.neighbours(rank)
         targets = round_.targets(rank)
         received = self._arrival(message, bucket, message.dtype, len(sources))
-        # One tag for every chunk of every bucket: the pairs of two buckets must never be swapped.
-        first_tag = (bucket * _TAG_STEPS + step % _TAG_STEPS) * _NUM_CHUNKS
-        num_chunks = max(1, min(_NUM_CHUNKS, message.nbytes // _MIN_CHUNK_BYTES))
-        outgoing = message.chunk(num_chunks)
-        works: list[tuple[str, dist.Work]] = []
-        # All receives are posted before the first send, on every rank: no order of the ranks can lock up.
-        for source, row in zip(sources, received, strict=True):
-            for tag, chunk in enumerate(row.chunk(num_chunks), first_tag):
-                works.append((f"rank {source} (its message)", group.recv([chunk], source, tag)))
-        for tag, chunk in enumerate(outgoing, first_tag):
-            for target in targets:
-                works.append((f"rank {target} (taking ours)", group.send([chunk], target, tag)))
+        tag = bucket * _TAG_STEPS + step % _TAG_STEPS  # two buckets between two ranks must never be swapped
+
+        def post() -> Works:
+            # Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two
+            # ranks take turns, at half the speed of the link.
+            works = [
+                (f"rank {source} (its message)", group.recv([row], source, tag))
+                for source, row in zip(sources, received, strict=True)
+            ]
+            return works + [(f"rank {target} (taking ours)", group.send([message], target, tag)) for target in targets]
+
         return DistributedExchange(
-            ticket=self._waiter.submit(works),
+            ticket=self._courier.submit(post),
             message=message,
             received=received,
             weights=tuple(sources.values()),

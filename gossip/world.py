@@ -3,93 +3,17 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from gossip.courier import Courier, Works
 from gossip.errors import ExchangeError
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
-
-
-class Waiter:
-    """A daemon thread that waits for ``Work`` handles in the order in which they were given.
-
-    A thread that is blocked in ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point
-    handles answer ``is_completed()`` with False until somebody has waited for them. So this thread blocks, and whoever
-    needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve_tickets, args=(self._tickets,), name=name, daemon=True)
-        self._thread.start()
-        self._finalizer = weakref.finalize(self, self._tickets.put, None)
-
-    def submit(self, works: Sequence[tuple[str, dist.Work]]) -> Ticket:
-        """Wait in the background for all of ``works``, each with the words that name it."""
-        ticket = Ticket(works)
-        self._tickets.put(ticket)
-        return ticket
-
-    def close(self, timeout: timedelta) -> None:
-        """End the thread once what it waits for has ended, or leave it to its daemon's fate after ``timeout``."""
-        self._finalizer()
-        self._thread.join(timeout.total_seconds())
-
-
-class Ticket:
-    """The outcome of some works, once there is one.
-
-    Attributes
-    ----------
-    error : Exception or None
-        What the first work that failed raised.
-    finished_at : float or None
-        ``time.perf_counter()`` when the last work ended.
-    """
-
-    def __init__(self, works: Sequence[tuple[str, dist.Work]]) -> None:
-        self._works = works
-        self._position = 0
-        self._done = threading.Event()
-        self.error: Exception | None = None
-        self.finished_at: float | None = None
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Whether all works have ended, well or not, within ``timeout``. Ctrl-C gets through."""
-        return self._done.wait(timeout.total_seconds())
-
-    @property
-    def done(self) -> bool:
-        """Whether all works have ended, well or not."""
-        return self._done.is_set()
-
-    @property
-    def awaited(self) -> str:
-        """The name of the work that is being waited for, or that failed."""
-        return self._works[self._position][0]
-
-    def _serve(self) -> None:
-        try:
-            for self._position, (_, work) in enumerate(self._works):  # noqa: B020 -- read by `awaited` meanwhile
-                work.wait()
-        except Exception as error:
-            self.error = error
-        self.finished_at = time.perf_counter()
-        self._done.set()
-
-
-def _serve_tickets(tickets: queue.SimpleQueue[Ticket | None]) -> None:
-    while (ticket := tickets.get()) is not None:
-        ticket._serve()
 
 
 class World:
@@ -105,7 +29,8 @@ class World:
     rank, world_size : int
     group : ProcessGroup or None
         A group of its own, so that nothing here meets the user's traffic; None in a world of one.
-    waiter : Waiter or None
+    courier : Courier or None
+        Carries all communication of this world, in one order.
 
     Raises
     ------
@@ -121,7 +46,7 @@ class World:
         self.timeout = timeout
         self.rank, self.world_size = 0, 1
         self.group: dist.ProcessGroup | None = None
-        self.waiter: Waiter | None = None
+        self.courier: Courier | None = None
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -131,7 +56,7 @@ class World:
             )
         if self.world_size > 1:
             self.group = self.new_group(range(self.world_size))
-            self.waiter = Waiter(f"gossip-wait-{self.rank}")
+            self.courier = Courier(f"gossip-{self.rank}")
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A communicator of ``ranks``. Collective over the whole world, also for ranks outside it."""
@@ -143,12 +68,12 @@ class World:
         if self.group is None:
             return [payload]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self._run(dist.all_gather(sizes, torch.tensor([len(payload)]), self.group, async_op=True), what)
+        self._run(lambda: dist.all_gather(sizes, torch.tensor([len(payload)]), self.group, async_op=True), what)
         longest = max(int(size) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._run(dist.all_gather(everyone, mine, self.group, async_op=True), what)
+        self._run(lambda: dist.all_gather(everyone, mine, self.group, async_op=True), what)
         return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes, strict=True)]
 
     def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
@@ -156,7 +81,7 @@ class World:
         if self.group is None or tensor.numel() == 0:
             return
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        self._run(dist.broadcast(flat, 0, self.group, async_op=True), what)
+        self._run(lambda: dist.broadcast(flat, 0, self.group, async_op=True), what)
         if flat is not tensor:
             tensor.copy_(flat)
 
@@ -182,21 +107,20 @@ class World:
     def sum_(self, tensor: torch.Tensor, what: str) -> None:
         """The sum over ranks into ``tensor``, in place. Collective."""
         if self.group is not None:
-            self._run(dist.all_reduce(tensor, group=self.group, async_op=True), what)
+            self._run(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
     def close(self) -> None:
-        """End the waiting thread and give the communicator back. Nothing may be in flight. Local."""
-        if self.waiter is not None:
-            self.waiter.close(self.timeout)
-            self.waiter = None
+        """End the courier and give the communicator back. Nothing may be in flight. Local."""
+        if self.courier is not None:
+            self.courier.close(self.timeout)
+            self.courier = None
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
 
-    def _run(self, work: dist.Work | None, what: str) -> None:
-        assert work is not None
-        assert self.waiter is not None
-        ticket = self.waiter.submit([("all other ranks", work)])
+    def _run(self, post: Callable[[], dist.Work | None], what: str) -> None:
+        assert self.courier is not None
+        ticket = self.courier.submit(lambda: named("all other ranks", post()))
         if not ticket.wait(self.timeout):
             raise ExchangeError(
                 f"rank {self.rank}: {what}: not all of the {self.world_size} ranks took part within "
@@ -204,6 +128,12 @@ class World:
             )
         if ticket.error is not None:
             raise ExchangeError(f"rank {self.rank}: {what}: {ticket.error}") from ticket.error
+
+
+def named(name: str, work: dist.Work | None) -> Works:
+    """One asynchronous operation's handle with the name of whom it waits for."""
+    assert work is not None, "every rank here is a member of the group"
+    return ((name, work),)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

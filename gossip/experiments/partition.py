@@ -1,0 +1,149 @@
+"""Which training samples belong to which rank: the same for all, or as unequal as real decentralized data."""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+SCHEMES = ("iid", "by_class", "dirichlet")
+_DEFAULT_SHARDS_PER_RANK = 2
+_DEFAULT_ALPHA = 0.5
+
+
+def partition(
+    labels: npt.ArrayLike,
+    world_size: int,
+    scheme: str = "iid",
+    *,
+    alpha: float | None = None,
+    shards_per_rank: int | None = None,
+    seed: int = 0,
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """Give every sample to exactly one rank.
+
+    Local: a function of its arguments alone, so that every rank computes the same partition. Every rank gets at least
+    one sample.
+
+    - ``"iid"``: shuffled and dealt; sizes differ by at most one.
+    - ``"by_class"``: sorted by label, cut into ``shards_per_rank * world_size`` shards (sizes differ by at most one),
+      dealt at random (McMahan et al. 2017, section 3). Most ranks see about ``shards_per_rank`` classes.
+    - ``"dirichlet"``: the share of each class c that rank i gets is q_c[i], with q_c ~ Dir(``alpha``, ..., ``alpha``)
+      drawn per class over the ranks (Yurochkin et al. 2019, section 4). Small ``alpha``: a class lies on few ranks;
+      large: iid. Sizes differ.
+
+    Parameters
+    ----------
+    labels : array of int, [N]
+        The class (or source) of each sample, a CPU tensor or an array.
+    world_size : int
+    scheme : str
+    alpha : float, optional
+        Concentration, positive, 0.5 by default; for ``"dirichlet"`` only.
+    shards_per_rank : int, optional
+        2 by default; for ``"by_class"`` only.
+    seed : int
+
+    Returns
+    -------
+    tuple of ndarray, int64
+        For each rank the indices of its samples, ascending.
+
+    Raises
+    ------
+    ValueError
+        An unknown scheme, an option that the scheme does not have, a value out of range, or too few samples.
+
+    Source: B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
+    2017; M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019. T.-M. H. Hsu
+    et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019, draw
+    the same prior per rank over the classes instead, with equal sizes.
+
+    Examples
+    --------
+    >>> [part.tolist() for part in partition([0, 0, 1, 1], 2, "by_class", shards_per_rank=1)]
+    [[2, 3], [0, 1]]
+    """
+    label_array = np.asarray(labels)
+    if label_array.ndim != 1 or label_array.dtype.kind not in "iu":
+        raise ValueError(
+            f"labels must be one integer per sample, [N], got {label_array.dtype} with the shape {label_array.shape}; "
+            "pass Data.train_labels"
+        )
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    _check_scheme(scheme, alpha, shards_per_rank)
+    if len(label_array) < world_size:
+        raise ValueError(
+            f"{len(label_array)} samples cannot be dealt to world_size={world_size}: every rank needs at least one; "
+            "use more data or fewer ranks"
+        )
+    generator = np.random.default_rng(seed)
+    if scheme == "iid":
+        parts = np.array_split(generator.permutation(len(label_array)), world_size)
+    elif scheme == "by_class":
+        shards = _DEFAULT_SHARDS_PER_RANK if shards_per_rank is None else shards_per_rank
+        parts = _by_class(label_array, world_size, shards, generator)
+    else:
+        parts = _dirichlet(label_array, world_size, _DEFAULT_ALPHA if alpha is None else alpha, generator)
+    return tuple(np.sort(part).astype(np.int64, copy=False) for part in parts)
+
+
+def _check_scheme(scheme: str, alpha: float | None, shards_per_rank: int | None) -> None:
+    if scheme not in SCHEMES:
+        near = difflib.get_close_matches(scheme, SCHEMES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown scheme {scheme!r}; {hint}There are {', '.join(map(repr, SCHEMES))}")
+    if alpha is not None:
+        if scheme != "dirichlet":
+            raise ValueError(
+                f"alpha={alpha} means nothing for scheme {scheme!r}; leave it out or set scheme='dirichlet'"
+            )
+        if not (alpha > 0 and math.isfinite(alpha)):
+            raise ValueError(
+                f"alpha must be positive and finite, got {alpha}; towards 0 each class lies on one rank, "
+                "for equal shares use scheme='iid'"
+            )
+    if shards_per_rank is not None:
+        if scheme != "by_class":
+            raise ValueError(
+                f"shards_per_rank={shards_per_rank} means nothing for scheme {scheme!r}; "
+                "leave it out or set scheme='by_class'"
+            )
+        if shards_per_rank < 1:
+            raise ValueError(f"shards_per_rank must be at least 1, got {shards_per_rank}")
+
+
+def _by_class(
+    labels: npt.NDArray[np.generic], world_size: int, shards_per_rank: int, generator: np.random.Generator
+) -> list[npt.NDArray[np.int64]]:
+    num_shards = shards_per_rank * world_size
+    if len(labels) < num_shards:
+        raise ValueError(
+            f"{len(labels)} samples do not fill shards_per_rank * world_size = {shards_per_rank} * {world_size} = "
+            f"{num_shards} shards; lower shards_per_rank or use more data or fewer ranks"
+        )
+    shuffled = generator.permutation(len(labels))
+    shards = np.array_split(shuffled[np.argsort(labels[shuffled], kind="stable")], num_shards)
+    dealt = generator.permutation(num_shards).reshape(world_size, shards_per_rank)
+    return [np.concatenate([shards[shard] for shard in hand]) for hand in dealt]
+
+
+def _dirichlet(
+    labels: npt.NDArray[np.generic], world_size: int, alpha: float, generator: np.random.Generator
+) -> list[npt.NDArray[np.int64]]:
+    pieces: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(world_size)]
+    for label in np.unique(labels):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        shares = generator.dirichlet(np.full(world_size, alpha))
+        ends = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
+        for rank, piece in enumerate(np.split(members, ends)):
+            pieces[rank].append(piece)
+    parts = [np.concatenate(piece) for piece in pieces]
+    for rank in range(world_size):
+        if len(parts[rank]) == 0:  # a rank without data could not take part: the richest one gives it a sample
+            donor = max(range(world_size), key=lambda other: len(parts[other]))
+            parts[rank], parts[donor] = parts[donor][-1:], parts[donor][:-1]
+    return parts

@@ -1,0 +1,131 @@
+"""Records of a run as JSON lines: one object a line, readable while the run goes on and by any tool."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class JsonlWriter:
+    """Appends records to a file, one JSON object a line; a context manager.
+
+    JSON has no NaN and no infinity: such a number is written as ``null``, so that the key shows that it was measured. A
+    last line that an earlier, killed run left unfinished is removed when the file is opened.
+
+    Parameters
+    ----------
+    path : str or Path
+        Appended to if it exists; missing folders are made.
+    flush_every : int
+        Lines after which they are handed to the operating system; ``close`` does so in any case.
+
+    Raises
+    ------
+    ValueError
+        ``flush_every`` is less than 1.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with JsonlWriter(f"{folder}/rank0.jsonl") as writer:
+    ...         writer.log(0, {"loss": float("nan")})
+    ...     read_jsonl(f"{folder}/rank0.jsonl")
+    [{'step': 0, 'loss': None}]
+    """
+
+    def __init__(self, path: str | Path, *, flush_every: int = 1) -> None:
+        if flush_every < 1:
+            raise ValueError(f"flush_every must be at least 1, got {flush_every}")
+        self.path = Path(path)
+        self.flush_every = flush_every
+        self._num_unflushed = 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record.
+
+        Raises
+        ------
+        TypeError
+            A value is not JSON's: neither number, string, bool or None, nor a list or dict of them. Nothing is written.
+        """
+        try:
+            line = json.dumps(_without_non_finite(record), allow_nan=False)
+        except TypeError as error:
+            raise TypeError(
+                f"a record for {self.path} cannot be written as JSON: {error}; pass plain numbers, tensor.item() for a "
+                "tensor"
+            ) from error
+        self._file.write(line + "\n")
+        self._num_unflushed += 1
+        if self._num_unflushed >= self.flush_every:
+            self._file.flush()
+            self._num_unflushed = 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append ``values`` as the record of ``step``."""
+        self.write({"step": step, **values})
+
+    def close(self) -> None:
+        """Flush and close the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file that :class:`JsonlWriter` wrote, in order.
+
+    A last line without its line end is left out: the run is writing it, or was killed while it did.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such file.
+    ValueError
+        A finished line is not a JSON object; the text names file and line.
+    """
+    records = []
+    lines = Path(path).read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line or the file") from error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{path}, line {number}: a record must be a JSON object, got {line[:40]!r}; remove the line"
+            )
+        records.append(record)
+    return records
+
+
+def _without_non_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_non_finite(item) for item in value]
+    return value
+
+
+def _remove_unfinished_line(path: Path) -> None:
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,151 @@
+"""The contract of transports: what arrives is sum_j W[i, j] m_j, whatever the round, dtype, size and traffic."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import topologies
+from gossip import DistributedTransport, Transport, World, launch
+from gossip.transports import _shared_groups
+from topologies import Topology
+
+WORLD_SIZE = 4
+TRANSPORTS = {"distributed": DistributedTransport}
+TOPOLOGIES = {
+    name: topologies.build(name, WORLD_SIZE)
+    for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
+} | {"random_matching": topologies.build("random_matching", WORLD_SIZE, seed=1)}
+DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
+SIZES = (1, 7, 100_003)
+NUM_STEPS = 3
+
+
+def message_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank + 100 * step + 10_000 * bucket)
+    return torch.randn(SIZES[bucket], generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exchange_everything(name: str) -> list[str]:
+    """All topologies and dtypes over one transport class; several buckets are in flight at once."""
+    failures = []
+    for label, topology in TOPOLOGIES.items():
+        world = World(timedelta(seconds=60))
+        transport: Transport = TRANSPORTS[name](world, topology)
+        for dtype, tolerance in DTYPES.items():
+            for step in range(NUM_STEPS):
+                round_ = topology.round(step)
+                messages = [message_of(world.rank, step, bucket, dtype) for bucket in range(len(SIZES))]
+                exchanges = [
+                    transport.start(message, round_, step=step, bucket=bucket)
+                    for bucket, message in enumerate(messages)
+                ]
+                for bucket in reversed(range(len(SIZES))):
+                    mixed = exchanges[bucket].wait()
+                    everyone = torch.stack(
+                        [message_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)]
+                    ).numpy()
+                    error = np.abs(mixed.double().numpy() - round_.matrix()[world.rank] @ everyone).max()
+                    unchanged = torch.equal(messages[bucket], message_of(world.rank, step, bucket, dtype))
+                    wide = torch.float64 if dtype == torch.float64 else torch.float32
+                    if error > tolerance * np.abs(everyone).max() or not unchanged or mixed.dtype != wide:
+                        failures.append(f"{label} {dtype} step {step} bucket {bucket}: {error} {unchanged}")
+        transport.close()
+        world.close()
+    return failures
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
+    assert launch(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
+
+
+def bytes_of_each_topology() -> dict[str, int]:
+    sent = {}
+    for label, topology in TOPOLOGIES.items():
+        world = World(timedelta(seconds=60))
+        transport = DistributedTransport(world, topology)
+        exchange = transport.start(torch.ones(100), topology.round(0), step=0, bucket=0)
+        exchange.wait()
+        sent[label] = exchange.bytes_sent
+        transport.close()
+        world.close()
+    return sent
+
+
+def test_bytes_sent_are_those_of_the_ring_all_reduce_or_of_the_messages() -> None:
+    rank_0 = launch(bytes_of_each_topology, world_size=WORLD_SIZE)[0]
+    assert rank_0["complete"] == 2 * 400 * 3 // 4
+    assert rank_0["one_peer_ring"] == 400
+    assert rank_0["random_matching"] == rank_0["one_peer_exponential"] == rank_0["directed_ring"] == 400
+    assert rank_0["ring"] == rank_0["exponential"] == 800
+    assert rank_0["star"] == 1200
+
+
+def kill_one() -> str:
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, TOPOLOGIES["directed_ring"])
+    dist.barrier()
+    if world.rank == 1:
+        raise SystemExit("gone")
+    exchange = transport.start(torch.ones(10), TOPOLOGIES["directed_ring"].round(0), step=5, bucket=2)
+    exchange.wait()
+    return "no error"
+
+
+def test_a_peer_that_is_gone_ends_the_run_and_is_the_one_named() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 failed: SystemExit: gone"):
+        launch(kill_one, world_size=WORLD_SIZE)
+
+
+class RecordingGroup:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def recv(self, _: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self.calls.append(("recv", rank, tag))
+        return SimpleNamespace(wait=lambda: None)
+
+    def send(self, _: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self.calls.append(("send", rank, tag))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_receives_are_posted_before_sends() -> None:
+    # gloo moves two large messages in turn, not both at once, if the sends are posted first.
+    group = RecordingGroup()
+    courier = SimpleNamespace(submit=lambda post: post())
+    world = SimpleNamespace(rank=0, world_size=WORLD_SIZE, group=group, courier=courier, timeout=timedelta(seconds=1))
+    topology = TOPOLOGIES["exponential"]
+    transport = DistributedTransport(world, topology)
+    transport.start(torch.ones(5), topology.round(0), step=0, bucket=0)
+    transport.start(torch.ones(5), topology.round(0), step=0, bucket=1)
+    kinds = [(kind, rank) for kind, rank, _ in group.calls]
+    assert kinds == [("recv", 1), ("recv", 2), ("send", 2), ("send", 3)] * 2
+    tags = [tag for _, _, tag in group.calls]
+    assert len(set(tags[:4])) == len(set(tags[4:])) == 1
+    assert tags[0] != tags[4]
+
+
+def test_communicators_are_made_once_for_all_rounds_of_the_period() -> None:
+    hypercube = topologies.build("one_peer_hypercube", 8)
+    groups = _shared_groups(hypercube)
+    assert len(groups) == len(set(groups)) == 12
+    assert _shared_groups(topologies.build("ring", 8)) == []
+    assert _shared_groups(topologies.build("random_matching", 8)) == []
+
+
+def test_schedules_that_need_many_communicators_go_point_to_point() -> None:
+    def pair_off(hop: int) -> topologies.Round:
+        return topologies.Round.from_groups(40, [(0, hop)])
+
+    few = Topology.from_rounds([pair_off(hop) for hop in range(1, 17)])
+    many = Topology.from_rounds([pair_off(hop) for hop in range(1, 18)])
+    assert len(_shared_groups(few)) == 16
+    assert _shared_groups(many) == []
