@@ -106,7 +106,7 @@ class DistributedTransport:
         torch.mul(message, 1 / len(ranks), out=mixed)
         group = self._groups[ranks]
         others = ", ".join(str(rank) for rank in ranks if rank != self._world.rank)
-        name = f"rank{'s' * (len(ranks) > 2)} {others}"
+        name = f"the all-reduce with rank{'s' * (len(ranks) > 2)} {others}"
         return DistributedExchange(
             ticket=self._courier.submit(lambda: named(name, dist.all_reduce(mixed, group=group, async_op=True))),
             message=message,
@@ -134,10 +134,10 @@ class DistributedTransport:
             # Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two
             # ranks take turns, at half the speed of the link.
             works = [
-                (f"rank {source} (its message)", group.recv([row], source, tag))
+                (f"the message of rank {source}", group.recv([row], source, tag))
                 for source, row in zip(sources, received, strict=True)
             ]
-            return works + [(f"rank {target} (taking ours)", group.send([message], target, tag)) for target in targets]
+            return works + [(f"rank {target} to take ours", group.send([message], target, tag)) for target in targets]
 
         return DistributedExchange(
             ticket=self._courier.submit(post),
@@ -192,12 +192,12 @@ class DistributedExchange:
         where = f"rank {self.rank}: step {self.step}, bucket {self.bucket}"
         if not self.ticket.wait(self.timeout):
             raise ExchangeError(
-                f"{where}: nothing from {self.ticket.awaited} within {self.timeout.total_seconds():g} s; it is "
+                f"{where}: waited {self.timeout.total_seconds():g} s in vain for {self.ticket.awaited}; that rank is "
                 "stuck, gone, or has made fewer steps (GossipDataParallel's timeout sets how long to wait)"
             )
         if self.ticket.error is not None:
             raise ExchangeError(
-                f"{where}: the exchange with {self.ticket.awaited} failed: {self.ticket.error}"
+                f"{where}: failed while waiting for {self.ticket.awaited}: {self.ticket.error}"
             ) from self.ticket.error
 
 

@@ -1,0 +1,76 @@
+"""Runs scripts/train.py as a user does, in a process group of its own."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN = REPOSITORY / "scripts" / "train.py"
+TIMEOUT_S = 120
+GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a finished process left: its status, its words, the processes of its group that are still there."""
+
+    status: int
+    stdout: str
+    stderr: str
+    left_running: tuple[int, ...]
+
+    @property
+    def last_line(self) -> str:
+        """The last thing that it said on stderr."""
+        return self.stderr.strip().splitlines()[-1]
+
+
+def train(folder: Path, *overrides: str, torchrun: int = 0) -> Finished:
+    """Run the script in ``folder``; with ``torchrun`` ranks under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, *launcher, str(TRAIN), *overrides],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    return Finished(process.returncode, stdout, stderr, _group(process.pid))
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The folders that runs made, oldest first."""
+    return sorted((folder / "outputs").iterdir())
+
+
+def _ends(process_id: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], GRACE_S)[0])
+    finally:
+        os.close(descriptor)
+
+
+def _group(leader: int) -> tuple[int, ...]:
+    """The processes of a process group that do not end within the time that Ctrl-C has."""
+    members = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = status.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group) == leader and state != "Z" and not _ends(int(status.parent.name)):
+            members.append(int(status.parent.name))
+    return tuple(members)

@@ -1,0 +1,62 @@
+"""What scripts/train.py says and leaves when a run goes wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from running import run_folders, train
+
+FAULTY = ("model._target_=faulty_models.FailingModel", "~model.hidden", "training.epochs=1", "launch.world_size=3")
+
+
+def test_train_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path) -> None:
+    run = train(tmp_path, *FAULTY, "+model.rank=2", "+model.step=3", "+model.how=raise")
+    assert run.status == 1
+    assert run.last_line == "rank 2 failed: ArithmeticError: injected at step 3"
+    assert run.stderr.count("Traceback") == 1
+    assert "in fail" in run.stderr
+    assert run.left_running == ()
+    (folder,) = run_folders(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", run.last_line)
+
+
+def test_train_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    run = train(tmp_path, *FAULTY, "+model.rank=1", "+model.how=killed", "method=ddp")
+    assert run.status == 1
+    assert run.last_line == "rank 1 failed: the process ended without a word, with signal 9 (SIGKILL)"
+    assert "Traceback" not in run.stderr
+    assert run.left_running == ()
+
+
+def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> None:
+    run = train(tmp_path, *FAULTY, "+model.rank=1", "+model.how=raise", torchrun=2)
+    assert run.status != 0
+    assert "rank 1 failed: ArithmeticError: injected at step 3" in run.stderr.splitlines()
+    (folder,) = run_folders(tmp_path)
+    reason = json.loads((folder / "summary.json").read_text())["reason"]
+    assert reason == "rank 1 failed: ArithmeticError: injected at step 3"
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")])
+def test_train_ctrl_c_ends_everything(tmp_path: Path, sweep: tuple[str, ...]) -> None:
+    run = train(tmp_path, *sweep, *FAULTY, "+model.how=interrupt")
+    assert run.status == 130
+    assert run.last_line == "interrupted"
+    assert "Traceback" not in run.stderr
+    assert run.left_running == ()
+    (folder,) = run_folders(tmp_path)
+    summary = json.loads((folder / "0" / "summary.json" if sweep else folder / "summary.json").read_text())
+    assert summary["reason"] == "interrupted (Ctrl-C)"
+
+
+def test_train_taken_port_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        run = train(tmp_path, f"launch.port={port}")
+    assert run.status == 2
+    (line,) = [line for line in run.stderr.splitlines() if " INFO " not in line]
+    assert line.startswith(f"error: port {port} on 127.0.0.1 is taken")

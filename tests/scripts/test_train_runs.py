@@ -1,0 +1,91 @@
+"""scripts/train.py from start to end: one run, a sweep, under torchrun."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from running import run_folders, train
+from safetensors.torch import load_model
+
+from gossip.experiments import data, models
+from gossip.experiments.evaluation import evaluate
+from gossip.experiments.records import read_jsonl
+
+TINY = ("training.epochs=2", "launch.world_size=2")
+
+
+def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
+    run = train(tmp_path, *TINY, "logger=tensorboard")
+    assert run.status == 0, run.stderr
+    (folder,) = run_folders(tmp_path)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "versions.json",
+        "rank0.jsonl",
+        "rank1.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "training.svg",
+        "consensus.svg",
+        "topology.svg",
+        "tensorboard",
+    }
+    config = OmegaConf.load(folder / "config.yaml")
+    assert (config.method, config.topology.name, config.launch.world_size) == ("gossip", "one_peer_exponential", 2)
+    assert json.loads((folder / "versions.json").read_text())["torch"] == torch.__version__
+    assert all(list((folder / "tensorboard" / f"rank{rank}").iterdir()) for rank in range(2))
+
+    summary = json.loads((folder / "summary.json").read_text())
+    digits = data.digits()
+    assert summary["steps"] == 2 * (len(digits.train_targets) // 2 // 16)
+    module = models.MLP(digits.input_shape, digits.num_classes, hidden=[128])
+    load_model(module, folder / "model.safetensors")
+    evaluation = evaluate(module, digits.test_inputs, digits.test_targets)
+    assert evaluation.accuracy == summary["averaged_test_accuracy"] > 0.9
+
+    for rank in range(2):
+        records = read_jsonl(folder / f"rank{rank}.jsonl")
+        assert [record["step"] for record in records] == list(range(summary["steps"]))
+        assert records[-1]["consensus_distance"] == summary["consensus_distance_before"] > 0
+        assert sum("averaged_test_accuracy" in record for record in records) == 2
+    assert f"{summary['averaged_test_accuracy']:.2%}" in run.stdout
+    assert str(folder) in run.stdout
+    assert run.left_running == ()
+
+
+def test_train_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
+    run = train(tmp_path, "-m", "topology=hypercube,ring", "launch.world_size=3", "training.epochs=1")
+    assert run.status == 1, run.stderr
+    (folder,) = run_folders(tmp_path)
+    with (folder / "sweep.csv").open() as file:
+        failed, completed = csv.DictReader(file)
+    assert (failed["status"], completed["status"]) == ("failed", "completed")
+    assert failed["overrides"] == "topology=hypercube launch.world_size=3 training.epochs=1"
+    assert "power of two" in failed["reason"]
+    assert "power of two" in run.stdout
+    assert float(completed["averaged_test_accuracy"]) > 0.8
+    assert float(completed["bytes_sent_per_step"]) > 0
+    assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "failed"
+    assert (folder / "1" / "model.safetensors").exists()
+
+
+def test_train_under_torchrun_shares_one_folder(tmp_path: Path) -> None:
+    run = train(tmp_path, "training.epochs=1", "topology=ring", torchrun=2)
+    assert run.status == 0, run.stderr
+    (folder,) = run_folders(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"]) == ("completed", 2)
+    assert {"rank0.jsonl", "rank1.jsonl", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert run.stdout.count("global average") == 1 + 1  # of one table: its accuracy and its loss
+
+
+def test_train_under_torchrun_refuses_a_sweep(tmp_path: Path) -> None:
+    run = train(tmp_path, "-m", "topology=ring,complete", torchrun=2)
+    assert run.status != 0
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "sweep (-m) cannot run under torchrun" in errors[0]
