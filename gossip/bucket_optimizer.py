@@ -85,6 +85,11 @@ class BucketOptimizer:
 
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop their gradients."""
+        if len(self._optimizer.param_groups) != len(self._members):
+            raise ValueError(
+                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups, but had {len(self._members)} "
+                "when the model was wrapped; add all groups before wrapping, with lr=0 where they start later"
+            )
         groups = zip(self._optimizer.param_groups, self._members, strict=True)
         self._view.state = self._optimizer.state
         self._view.param_groups = [{**group, "params": members} for group, members in groups if members]

@@ -1,0 +1,47 @@
+"""A model that fails at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class FailingModel(nn.Module):
+    """A linear model whose training forward fails on one rank at one step.
+
+    Parameters
+    ----------
+    how : str
+        "raise" an exception, be "killed", or "interrupt" the launching process group as Ctrl-C does.
+    """
+
+    def __init__(
+        self, input_shape: Sequence[int], num_classes: int, *, rank: int = 1, step: int = 3, how: str = "raise"
+    ) -> None:
+        super().__init__()
+        self.rank, self.step, self.how = rank, step, how
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+        self.layers(torch.zeros(1, *input_shape))
+        self.steps_made = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            if int(os.environ.get("RANK", "-1")) == self.rank and self.steps_made == self.step:
+                self.fail()
+            self.steps_made += 1
+        logits: torch.Tensor = self.layers(inputs)
+        return logits
+
+    def fail(self) -> None:
+        """Fail as ``how`` says."""
+        if self.how == "raise":
+            raise ArithmeticError(f"injected at step {self.step}")
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert self.how == "interrupt"
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        signal.pause()
