@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "scripts" / "train.py"
+MODELS = REPOSITORY / "tests" / "gossip" / "experiments"  # faulty_models.py
 TIMEOUT_S = 120
 GRACE_S = 3.0
 
@@ -33,7 +34,7 @@ class Finished:
 def train(folder: Path, *overrides: str, torchrun: int = 0) -> Finished:
     """Run the script in ``folder``; with ``torchrun`` ranks under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
-    python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, *launcher, str(TRAIN), *overrides],
         cwd=folder,

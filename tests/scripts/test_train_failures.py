@@ -24,14 +24,6 @@ def test_train_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path) -> N
     assert (summary["status"], summary["reason"]) == ("failed", run.last_line)
 
 
-def test_train_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    run = train(tmp_path, *FAULTY, "+model.rank=1", "+model.how=killed", "method=ddp")
-    assert run.status == 1
-    assert run.last_line == "rank 1 failed: the process ended without a word, with signal 9 (SIGKILL)"
-    assert "Traceback" not in run.stderr
-    assert run.left_running == ()
-
-
 def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> None:
     run = train(tmp_path, *FAULTY, "+model.rank=1", "+model.how=raise", torchrun=2)
     assert run.status != 0
@@ -51,6 +43,13 @@ def test_train_ctrl_c_ends_everything(tmp_path: Path, sweep: tuple[str, ...]) ->
     (folder,) = run_folders(tmp_path)
     summary = json.loads((folder / "0" / "summary.json" if sweep else folder / "summary.json").read_text())
     assert summary["reason"] == "interrupted (Ctrl-C)"
+
+
+def test_train_ctrl_c_before_there_are_workers(tmp_path: Path) -> None:
+    run = train(tmp_path, *FAULTY, "+model.how=interrupt_check")
+    assert run.status == 130
+    assert run.stderr == "interrupted\n"  # the fork server, amid its imports, has nothing to say
+    assert run.left_running == ()
 
 
 def test_train_taken_port_is_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ class FailingModel(nn.Module):
     Parameters
     ----------
     how : str
-        "raise" an exception, be "killed", or "interrupt" the launching process group as Ctrl-C does.
+        "raise" an exception, be "killed", or "interrupt" the whole process group as Ctrl-C does; or "interrupt_check":
+        do that when the launching process builds the model to check the configuration.
     """
 
     def __init__(
@@ -27,6 +28,8 @@ class FailingModel(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
+        if how == "interrupt_check" and "RANK" not in os.environ:
+            os.killpg(os.getpgrp(), signal.SIGINT)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:

@@ -1,0 +1,161 @@
+"""From a resolved configuration to objects; the one place that calls hydra's ``instantiate``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import topologies
+from gossip.experiments.batches import Shards
+from gossip.experiments.data import Data
+from gossip.experiments.loggers import Logger
+from gossip.experiments.partition import partition
+from gossip.experiments.settings import ConfigurationError, Settings
+from topologies import Topology
+
+_NEEDED_AT_THE_END = ("matplotlib", "rich", "safetensors")  # too late to find out then
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that a rank needs to train.
+
+    Attributes
+    ----------
+    settings : Settings
+    data : Data
+    shards : Shards
+        Which samples each rank trains on.
+    topology : Topology or None
+        None for a method that has none.
+    make_module : callable
+        ``() -> Module``, with torch's present random state.
+    make_optimizer : callable
+        ``(named parameters) -> Optimizer``.
+    make_scheduler : callable
+        ``(optimizer, total_steps) -> LRScheduler``, stepped once per step.
+    make_logger : callable
+        ``(folder) -> Logger`` for the numbers of one rank besides its JSON lines, or None.
+    """
+
+    settings: Settings
+    data: Data
+    shards: Shards
+    topology: Topology | None
+    make_module: Callable[[], nn.Module]
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+    make_scheduler: Callable[[Optimizer, int], LRScheduler]
+    make_logger: Callable[[str], Logger] | None
+
+
+def build(config: Mapping[str, Any]) -> Experiment:
+    """Build the experiment that ``config`` describes. Local; deterministic, so that every rank builds the same.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved: plain dictionaries, lists, strings and numbers.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError, ImportError
+        Something in it cannot be had; the text says what.
+    """
+    settings = Settings.from_config(config)
+    data_config = dict(config["data"])
+    partition_config = data_config.pop("partition", {})
+    data: Data = _factory(data_config, "data")()
+    shards = Shards(
+        partition(data.train_labels, settings.world_size, seed=settings.seed, **partition_config),
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    model = _factory(config["model"], "model")
+    return Experiment(
+        settings=settings,
+        data=data,
+        shards=shards,
+        topology=make_topology(config, settings),
+        make_module=lambda: model(data.input_shape, data.num_classes),
+        make_optimizer=_factory(config["optimizer"], "optimizer"),
+        make_scheduler=_factory(config["scheduler"], "scheduler"),
+        make_logger=_factory(config["logger"], "logger") if config["logger"].get("_target_") else None,
+    )
+
+
+def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
+    """The topology for the ranks that there are; None for a method that has none.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It does not exist, cannot serve the world size, or would bias the averages.
+    """
+    if settings.method != "gossip":
+        return None
+    name, options = config["topology"]["name"], config["topology"].get("options") or {}
+    topology = topologies.build(name, settings.world_size, **options)
+    if topology.stochasticity != "doubly":
+        raise ConfigurationError(
+            f"topology {name} is only {topology.stochasticity}-stochastic: averages would be biased; choose doubly "
+            "stochastic weights (topology.options.weights=metropolis for an undirected graph)"
+        )
+    return topology
+
+
+def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = None) -> Experiment:
+    """Build everything once, so that what a user got wrong shows before any worker starts.
+
+    Parameters
+    ----------
+    config : mapping
+        As of :func:`build`.
+    meanwhile : callable, optional
+        Called when what is quickly checked has been: it may start what takes time elsewhere.
+
+    Raises
+    ------
+    ConfigurationError
+        Something cannot be built.
+    """
+    try:
+        settings = Settings.from_config(config)
+        make_topology(config, settings)
+        for package in _NEEDED_AT_THE_END:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigurationError(f"a run needs {package}; install gossip-training[experiments]")
+        if meanwhile is not None:
+            meanwhile()
+        experiment = build(config)
+        module = experiment.make_module()
+        optimizer = experiment.make_optimizer(list(module.named_parameters()))
+        experiment.make_scheduler(optimizer, experiment.settings.epochs * experiment.shards.steps_per_epoch)
+    except ConfigurationError:
+        raise
+    except KeyError as error:
+        raise ConfigurationError(f"the configuration has no key {error}; do not remove it") from error
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise ConfigurationError(" ".join(str(error).split())) from error
+    return experiment
+
+
+def _factory(config: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """What ``config["_target_"]`` names, with the other entries as keyword arguments."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    if not config.get("_target_"):
+        raise ConfigurationError(f"{key} has no _target_; choose one of the group's files, {key}=...")
+    try:
+        factory: Callable[..., Any] = instantiate({**config, "_partial_": True}, _convert_="all")
+    except InstantiationException as error:
+        raise ConfigurationError(
+            f"{key}._target_={config['_target_']} cannot be imported: {error.__cause__ or error}"
+        ) from error
+    return factory

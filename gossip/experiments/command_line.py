@@ -1,0 +1,179 @@
+"""The command line over hydra: one run, a sweep, or one rank under torchrun; and what a user's mistakes look like."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from loguru import logger
+
+from gossip.errors import ExchangeError, LaunchError
+from gossip.experiments import folder as run_folder
+from gossip.experiments import fork_server
+from gossip.experiments.config_errors import explain
+from gossip.experiments.job import reason, run_job
+from gossip.experiments.settings import ConfigurationError
+from gossip.experiments.summary import percent
+from gossip.experiments.table import print_run
+from gossip.launcher import joined_process_group, under_torchrun
+
+NAME_VARIABLE = "GOSSIP_RUN_NAME"
+"""The environment variable from which the configuration takes the last part of the run folder's name."""
+
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+
+
+def main(config_folder: Path, config_name: str) -> int:
+    """Run what ``sys.argv`` says.
+
+    Parameters
+    ----------
+    config_folder : Path
+        Absolute.
+    config_name : str
+        Of the primary configuration in it.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 1 if a run failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
+        raises ``SystemExit(143)``.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    if under_torchrun():
+        return _main_of_one_rank(config_folder, config_name)
+    os.environ[NAME_VARIABLE] = run_folder.new_name()
+    try:
+        _run_hydra(config_folder, config_name)
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error, config_folder)
+    finally:
+        fork_server.stop()
+    return 0
+
+
+def report(error: BaseException, config_folder: Path) -> int:
+    """Tell the user on stderr what went wrong, and return the exit status that belongs to it."""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    if isinstance(error, LaunchError) and error.rank is not None:
+        sys.stderr.write(error.worker_traceback)
+        print(reason(error), file=sys.stderr)
+        return FAILED
+    if isinstance(error, ConfigurationError | LaunchError):
+        print(f"error: {reason(error)}", file=sys.stderr)
+        return REFUSED
+    explanation = explain(error, config_folder)
+    if explanation is not None:
+        print(f"error: {explanation}", file=sys.stderr)
+        return REFUSED
+    traceback.print_exception(error)
+    return FAILED
+
+
+def _run_hydra(config_folder: Path, config_name: str) -> None:
+    """Compose and run; every error is raised, none is printed."""
+    import hydra
+
+    errors: list[Exception] = []
+
+    def task(config: Any) -> None:
+        try:
+            _task(config, config_folder)
+        except Exception as error:  # hydra would print lines of its own about it
+            errors.append(error)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
+    hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
+    if errors:
+        raise errors[0]
+
+
+def _task(hydra_config: Any, config_folder: Path) -> None:
+    """One run of hydra's: in a sweep a failure is recorded and reported, and the next run comes."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
+    overrides = list(settings.overrides.task)
+    in_sweep = settings.mode == RunMode.MULTIRUN
+    try:
+        config = OmegaConf.to_container(hydra_config, resolve=True, throw_on_missing=True)
+        assert isinstance(config, dict)
+        if dist.is_initialized():
+            config["launch"]["world_size"] = dist.get_world_size()
+        summary = run_job({str(key): value for key, value in config.items()}, folder, overrides)
+    except Exception as error:
+        if not in_sweep:
+            raise
+        status = report(error, config_folder)
+        if isinstance(error, run_folder.FolderError):
+            raise SystemExit(status) from error  # nothing can be recorded in a sweep's folder that is another's
+        why = explain(error, config_folder) or reason(error)
+        run_folder.write_failure(folder, {"status": "failed", "reason": why, "overrides": overrides})
+        return
+    if in_sweep:
+        accuracy, time_s = percent(summary["averaged_test_accuracy"]), summary["wall_time_s"]
+        logger.info("job {}: test accuracy of the average {} after {:.1f} s", settings.job.num, accuracy, time_s)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        print_run(summary, folder)
+
+
+def _main_of_one_rank(config_folder: Path, config_name: str) -> int:
+    """Under torchrun: every rank runs this, with one run folder for all."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    with joined_process_group():
+        rank = dist.get_rank()
+        try:
+            os.environ[NAME_VARIABLE] = _name_of_rank_0()
+            if {"-m", "--multirun"}.intersection(sys.argv):
+                raise ConfigurationError(
+                    "a sweep (-m) cannot run under torchrun, which starts the ranks of one run; start the sweep with "
+                    "python, or each run with torchrun"
+                )
+            _run_hydra(config_folder, config_name)
+        except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
+            # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
+            status = report(error, config_folder) if rank == 0 else REFUSED
+            dist.barrier()
+            return status
+        except BaseException as error:
+            status = _report_rank(error, rank)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)  # communication that cannot end any more must not hold the process
+    return 0
+
+
+def _report_rank(error: BaseException, rank: int) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if not isinstance(error, ExchangeError | dist.DistError):  # those are the echo of another rank's failure
+        traceback.print_exception(error)
+    print(f"rank {rank} failed: {reason(error)}", file=sys.stderr)
+    return FAILED
+
+
+def _name_of_rank_0() -> str:
+    names = [run_folder.new_name()]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+def _terminate(signal_number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)

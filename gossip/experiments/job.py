@@ -1,0 +1,128 @@
+"""One run from a resolved configuration: check it, start the ranks or be one of them, leave a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from loguru import logger
+
+from gossip.errors import LaunchError
+from gossip.experiments import folder as run_folder
+from gossip.experiments import fork_server
+from gossip.experiments.build import check
+from gossip.experiments.progress import configure_logging, restore_cursor
+from gossip.experiments.settings import ConfigurationError, Settings
+from gossip.experiments.training import train
+from gossip.launcher import DEFAULT_TIMEOUT, launch
+from gossip.world import World
+
+
+def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Run one configuration to its end.
+
+    With ``torch.distributed`` initialised (torchrun) this process is one of the ranks, all of which call this, and rank
+    0 writes what they share. Otherwise ``launch.world_size`` workers are started here.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved and plain.
+    folder : Path
+        Of this run alone.
+    overrides : sequence of str
+        What the user set on the command line, for the summary.
+
+    Returns
+    -------
+    dict
+        The summary, as in ``summary.json``.
+
+    Raises
+    ------
+    ConfigurationError
+        The configuration cannot be run; no worker was started.
+    LaunchError
+        The port is taken, or a worker failed.
+    """
+    started_at = time.perf_counter()
+    world = World(DEFAULT_TIMEOUT)
+    configure_logging(world.rank)
+    with _refused_by_all(world):
+        if world.rank == 0:
+            run_folder.claim(folder, config)
+    identity = {
+        "method": config.get("method"),
+        "topology": config.get("topology", {}).get("name") if config.get("method") == "gossip" else None,
+        "seed": config.get("seed"),
+        "overrides": list(overrides),
+    }
+    try:
+        with _refused_by_all(world):
+            topology = check(config, meanwhile=None if dist.is_initialized() else fork_server.start).topology
+        world.close()
+        if world.rank == 0:
+            logger.info("run folder: {}", folder)
+        run = train if dist.is_initialized() else _launch
+        summary = run(config, str(folder))
+        summary |= {"overrides": list(overrides), "wall_time_s": time.perf_counter() - started_at}
+        if world.rank == 0:
+            run_folder.draw_figures(folder, world_size=summary["world_size"], topology=topology)
+            run_folder.write_summary(folder, summary)
+    except BaseException as error:
+        why = reason(error)
+        if dist.is_initialized() and isinstance(error, Exception) and not isinstance(error, ConfigurationError):
+            why = f"rank {world.rank} failed: {why}"
+        run_folder.write_failure(folder, {"status": "failed", "reason": why, **identity})
+        raise
+    finally:
+        if world.rank == 0:
+            restore_cursor()
+    return summary
+
+
+def reason(error: BaseException) -> str:
+    """Why a run ended, in one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
+    if isinstance(error, SystemExit):
+        return f"ended from outside, with exit status {error.code}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigurationError | LaunchError) else f"{type(error).__name__}: {text}"
+
+
+def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    settings = Settings.from_config(config)
+    summaries = launch(
+        train,
+        config,
+        folder,
+        world_size=settings.world_size,
+        port=settings.port,
+        timeout=settings.timeout,
+        num_threads=settings.num_threads,
+        preload=fork_server.PRELOAD,
+    )
+    summary: dict[str, Any] = summaries[0]
+    return summary
+
+
+@contextlib.contextmanager
+def _refused_by_all(world: World) -> Iterator[None]:
+    """A ConfigurationError of one rank within the block is raised on all of them, so that none waits for it in vain."""
+    own: ConfigurationError | None = None
+    try:
+        yield
+    except ConfigurationError as error:
+        own = error
+    findings = world.gather_bytes(json.dumps(str(own or "")).encode(), "comparing what the ranks found wrong")
+    if own is not None:
+        raise own
+    for rank, finding in enumerate(findings):
+        if text := json.loads(finding):
+            raise ConfigurationError(f"rank {rank}: {text}")

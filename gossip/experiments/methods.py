@@ -1,0 +1,192 @@
+"""Gossip, all-reduce (torch's DDP) and no exchange at all, behind one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gossip.averaging import average_module_, saved_state
+from gossip.errors import ExchangeError
+from gossip.experiments.build import Experiment
+from gossip.world import World
+from gossip.wrapper import GossipDataParallel, StepStats
+from topologies import Round, Topology
+
+
+class Method(Protocol):
+    """How the replicas on the ranks learn from each other.
+
+    Attributes
+    ----------
+    module : Module
+        This rank's bare replica.
+    optimizer : Optimizer
+        For a scheduler; a method steps it itself.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The replica's output, for training. Local, or collective where buffers are shared."""
+
+    def backward(self, loss: torch.Tensor) -> StepStats:
+        """Make one step. Every rank makes as many."""
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block ``module`` holds the mean of the replicas. Collective."""
+
+    def global_avg(self) -> None:
+        """Replace every replica by the mean. Collective."""
+
+    def close(self) -> None:
+        """End communication. Local."""
+
+
+def make_method(experiment: Experiment, module: nn.Module, world: World) -> Method:
+    """The method that the settings name, over this rank's ``module``. Collective."""
+    if experiment.settings.method == "ddp":
+        return AllReduceMethod(experiment, module, world)
+    topology = experiment.topology
+    if topology is None:
+        topology = Topology.from_rounds([Round.identity(world.world_size)], name="no exchange")
+    return GossipMethod(experiment, module, topology)
+
+
+class GossipMethod:
+    """:class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
+
+    def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology) -> None:
+        settings = experiment.settings
+        self._model = GossipDataParallel(
+            module,
+            experiment.make_optimizer,
+            topology,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            timeout=settings.timeout,
+        )
+        assert self._model.optimizer is not None
+        self.module = module
+        self.optimizer = self._model.optimizer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The replica's output. Local."""
+        output: torch.Tensor = self._model(inputs)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> StepStats:
+        """Update and exchange inside the backward pass."""
+        loss.backward()
+        assert self._model.last_step is not None
+        return self._model.last_step
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """As :meth:`gossip.GossipDataParallel.consensus_distance`."""
+        return self._model.consensus_distance()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """As :meth:`gossip.GossipDataParallel.averaged`."""
+        return self._model.averaged()
+
+    def global_avg(self) -> None:
+        """As :meth:`gossip.GossipDataParallel.global_avg`."""
+        self._model.global_avg()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._model.close()
+
+
+class AllReduceMethod:
+    """torch's DistributedDataParallel: gradients are averaged, the replicas stay equal.
+
+    Buffers (batch norm's running statistics) are rank 0's at the beginning of each forward pass and drift apart in it,
+    so that only they are averaged.
+
+    Notes
+    -----
+    The exposed wait is the time from the moment in which the last bucket of gradients is ready on this rank to the end
+    of the backward pass. A ring all-reduce sends 2 (n - 1) / n times the gradients' bytes.
+    """
+
+    def __init__(self, experiment: Experiment, module: nn.Module, world: World) -> None:
+        self._world = world
+        group = world.new_group(range(world.world_size))
+        self._model = DistributedDataParallel(
+            module, bucket_cap_mb=experiment.settings.bucket_cap_mb, process_group=group
+        )
+        # A lambda: torch compares annotations, which are strings here, with its own types.
+        self._model.register_comm_hook(group, lambda group, bucket: self._all_reduce(group, bucket))
+        self.module = module
+        self.optimizer = experiment.make_optimizer(list(module.named_parameters()))
+        gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        self._bytes_per_step = round(2 * (world.world_size - 1) / world.world_size * gradient_bytes)
+        self._ready_at = 0.0
+        self._step = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The replica's output. Collective if there are buffers."""
+        with self._exchange("sharing rank 0's buffers"):
+            output: torch.Tensor = self._model(inputs)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> StepStats:
+        """Average the gradients inside the backward pass, then update."""
+        with self._exchange("the all-reduce of the gradients"):
+            loss.backward()
+        exposed_wait_s = time.perf_counter() - self._ready_at
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._step += 1
+        return StepStats(self._step - 1, exposed_wait_s, self._bytes_per_step)
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """Measured, not assumed: 0 as long as the replicas are equal."""
+        values = nn.utils.parameters_to_vector(self.module.parameters()).detach().double()
+        mean = values.clone()
+        self._world.average_(mean, "consensus distance")
+        square = torch.linalg.vector_norm(values - mean).square()
+        self._world.sum_(square, "consensus distance")
+        distance = float((square / self._world.world_size).sqrt())
+        norm = float(torch.linalg.vector_norm(mean))
+        return distance, distance / norm if norm else 0.0
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the buffers are the ranks' mean; the parameters are equal anyway."""
+        with saved_state(self.module, ()):
+            self.global_avg()
+            yield
+
+    def global_avg(self) -> None:
+        """Average the buffers; the parameters are equal anyway."""
+        average_module_(self.module, (), self._world)
+
+    def close(self) -> None:
+        """Nothing is left to do: the group ends with its process."""
+
+    @contextlib.contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        """Tell a failure of the exchange, which is another rank's fault, from one of this rank's model."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or False:  # gloo's errors have no type of their own
+                raise ExchangeError(f"rank {self._world.rank}: step {self._step}: {what} failed: {error}") from error
+            raise
+
+    def _all_reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self._ready_at = time.perf_counter()
+        return allreduce_hook(group, bucket)

@@ -1,0 +1,122 @@
+"""The part of a configuration that the launching side and the loop read themselves, checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+METHODS = ("gossip", "ddp", "local")
+
+
+class ConfigurationError(ValueError):
+    """What a user configured cannot be run; the text is one line that says why and what can."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long, on how many ranks and by which method a run trains.
+
+    Attributes
+    ----------
+    method : str
+        "gossip", "ddp" (torch's DistributedDataParallel) or "local" (no exchange at all).
+    seed : int
+        Of the partition, the initial values and the order of the samples.
+    bucket_cap_mb : float
+        Size of a bucket of parameters in MiB.
+    epochs : int
+    batch_size : int
+        Samples per rank and step.
+    evaluate_every_epochs : int
+        Epochs between two evaluations on the test split; 0: only at the end.
+    consensus_every_steps : int
+        Steps between two measurements of the consensus distance, each of which costs one global average; 0: only where
+        the test split is evaluated.
+    world_size : int
+    port : int or None
+        Of the key-value store; None: a free one.
+    timeout : timedelta
+        How long any wait for other ranks may take.
+    num_threads : int or None
+        torch's threads per rank; None: the machine's cores divided by the ranks.
+    """
+
+    method: str
+    seed: int
+    bucket_cap_mb: float
+    epochs: int
+    batch_size: int
+    evaluate_every_epochs: int
+    consensus_every_steps: int
+    world_size: int
+    port: int | None
+    timeout: timedelta
+    num_threads: int | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Settings:
+        """Read and check a resolved configuration.
+
+        Raises
+        ------
+        ConfigurationError
+            A value is missing, of the wrong type or out of range.
+        """
+        return cls(
+            method=_method(_get(config, "method")),
+            seed=_integer(config, "seed", minimum=0),
+            bucket_cap_mb=_positive(config, "bucket_cap_mb"),
+            epochs=_integer(config, "training.epochs", minimum=1),
+            batch_size=_integer(config, "training.batch_size", minimum=1),
+            evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
+            consensus_every_steps=_integer(config, "training.consensus_every_steps", minimum=0),
+            world_size=_integer(config, "launch.world_size", minimum=1),
+            port=_optional_integer(config, "launch.port", minimum=1, maximum=65535),
+            timeout=timedelta(seconds=_positive(config, "launch.timeout_s")),
+            num_threads=_optional_integer(config, "launch.num_threads", minimum=1),
+        )
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The words "; did you mean x?" for the name that is most like ``name``, or a full stop."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "."
+
+
+def _method(name: object) -> str:
+    if name not in METHODS:
+        raise ConfigurationError(
+            f"there is no method={name}{nearest(str(name), METHODS)} Available: {', '.join(METHODS)}"
+        )
+    return str(name)
+
+
+def _get(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigurationError(f"the configuration has no key {key}; set {key}=...")
+        value = value[part]
+    return value
+
+
+def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int:
+    value = _get(config, key)
+    allowed = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum and value > maximum):
+        raise ConfigurationError(f"{key} must be an integer {allowed}, got {value!r}")
+    return value
+
+
+def _optional_integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int | None:
+    return None if _get(config, key) is None else _integer(config, key, minimum=minimum, maximum=maximum)
+
+
+def _positive(config: Mapping[str, Any], key: str) -> float:
+    value = _get(config, key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigurationError(f"{key} must be a positive number, got {value!r}")
+    return float(value)

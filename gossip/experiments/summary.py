@@ -1,0 +1,127 @@
+"""What is left of a run in one small dictionary, and how it is shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossip.experiments.build import Experiment
+from gossip.experiments.evaluation import Evaluation
+
+
+class RankReport:
+    """Collects what one rank contributes to the summary."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._training_time_s = 0.0
+        self._exposed_wait_s = 0.0
+        self._bytes_sent = 0
+        self._evaluation = Evaluation(float("nan"), float("nan"))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one step."""
+        self._steps += 1
+        self._training_time_s += record["step_time_s"]
+        self._exposed_wait_s += record["exposed_wait_s"]
+        self._bytes_sent += record["bytes_sent"]
+
+    def finish(self, evaluation: Evaluation) -> None:
+        """Note how good this rank's replica is at the end."""
+        self._evaluation = evaluation
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for the other ranks."""
+        return {
+            "steps": self._steps,
+            "training_time_s": self._training_time_s,
+            "exposed_wait_s": self._exposed_wait_s,
+            "bytes_sent": self._bytes_sent,
+            "test_loss": self._evaluation.loss,
+            "test_accuracy": self._evaluation.accuracy,
+        }
+
+
+def summarise(
+    experiment: Experiment,
+    reports: Sequence[Mapping[str, Any]],
+    average: Evaluation,
+    consensus_before: tuple[float, float],
+    consensus_after: tuple[float, float],
+) -> dict[str, Any]:
+    """The summary of a run that went well.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    reports : sequence of mapping
+        Each rank's :meth:`RankReport.as_dict`.
+    average : Evaluation
+        Of the global average.
+    consensus_before, consensus_after : (float, float)
+        Absolute and relative consensus distance before and after the global average.
+    """
+    settings = experiment.settings
+    accuracies = [report["test_accuracy"] for report in reports]
+    steps = reports[0]["steps"]
+    return {
+        "status": "completed",
+        "reason": "",
+        "method": settings.method,
+        "topology": experiment.topology.name if experiment.topology is not None else None,
+        "data": experiment.data.name,
+        "data_notes": experiment.data.notes,
+        "seed": settings.seed,
+        "world_size": settings.world_size,
+        "local_test_accuracy_mean": statistics.fmean(accuracies),
+        "local_test_accuracy_worst": min(accuracies),
+        "local_test_accuracy_best": max(accuracies),
+        "local_test_loss_mean": statistics.fmean(report["test_loss"] for report in reports),
+        "averaged_test_accuracy": average.accuracy,
+        "averaged_test_loss": average.loss,
+        "consensus_distance_before": consensus_before[0],
+        "consensus_distance_before_relative": consensus_before[1],
+        "consensus_distance_after": consensus_after[0],
+        "consensus_distance_after_relative": consensus_after[1],
+        "epochs": settings.epochs,
+        "steps": steps,
+        "training_time_s": max(report["training_time_s"] for report in reports),
+        "exposed_wait_s": statistics.fmean(report["exposed_wait_s"] for report in reports),
+        "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] for report in reports) / steps,
+    }
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The summary of a completed run as lines of a table: what it is, and the value with its unit."""
+    return [
+        ("test accuracy, local replicas: mean", percent(summary["local_test_accuracy_mean"])),
+        ("test accuracy, local replicas: worst", percent(summary["local_test_accuracy_worst"])),
+        ("test accuracy, local replicas: best", percent(summary["local_test_accuracy_best"])),
+        ("test accuracy, global average", percent(summary["averaged_test_accuracy"])),
+        ("test loss, global average", f"{summary['averaged_test_loss']:.4f}"),
+        ("consensus distance before the average", _distance(summary, "consensus_distance_before")),
+        ("consensus distance after", _distance(summary, "consensus_distance_after")),
+        ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
+        ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
+        ("exposed wait, mean of the ranks", f"{summary['exposed_wait_s']:.2f} s"),
+        ("sent per rank and step", size(summary["bytes_sent_per_step"])),
+    ]
+
+
+def percent(accuracy: float) -> str:
+    """An accuracy as a percentage."""
+    return f"{accuracy:.2%}"
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes with a readable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def _distance(summary: Mapping[str, Any], key: str) -> str:
+    return f"{summary[key]:.3g} (relative {summary[f'{key}_relative']:.2g})"

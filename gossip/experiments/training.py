@@ -1,0 +1,174 @@
+"""One rank's part of a run: the loop, its records, and at the end the averaged model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+
+from gossip.experiments.build import Experiment, build
+from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_together
+from gossip.experiments.loggers import Logger
+from gossip.experiments.methods import Method, make_method
+from gossip.experiments.progress import ProgressBar, configure_logging
+from gossip.experiments.records import JsonlWriter
+from gossip.experiments.summary import RankReport, summarise
+from gossip.world import World
+
+MODEL_FILE = "model.safetensors"
+
+
+def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Train one replica; leave this rank's records and, on rank 0, the averaged model in ``folder``. Collective.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved and plain; the same on every rank.
+    folder : str
+        Of the run; it exists.
+
+    Returns
+    -------
+    dict
+        The summary of the run, the same on every rank.
+    """
+    experiment = build(config)
+    settings, shards = experiment.settings, experiment.shards
+    world = World(settings.timeout)
+    configure_logging(world.rank)
+    if world.rank == 0 and shards.left_out_per_epoch:
+        logger.info(
+            "{} steps per epoch (whole batches of the smallest shard): {} of {} samples are left out, others each time",
+            shards.steps_per_epoch,
+            shards.left_out_per_epoch,
+            len(experiment.data.train_targets),
+        )
+    torch.manual_seed(settings.seed)
+    module = experiment.make_module()
+    method = make_method(experiment, module, world)
+    torch.manual_seed(_rank_seed(settings.seed, world.rank))  # dropout: others on every rank
+    with ExitStack() as stack:
+        writer = JsonlWriter(Path(folder) / f"rank{world.rank}.jsonl")
+        loggers: list[Logger] = [writer]
+        if experiment.make_logger is not None:
+            loggers.append(experiment.make_logger(str(Path(folder) / "tensorboard" / f"rank{world.rank}")))
+        for each in loggers:
+            stack.callback(each.close)
+        bar = stack.enter_context(ProgressBar(settings.epochs * shards.steps_per_epoch, visible=world.rank == 0))
+        report = RankReport()
+        last: dict[str, Any] = {}
+        for record in _steps(experiment, method, world):
+            report.add(record)
+            if last:
+                _log(loggers, last)
+            bar.update(record)
+            last = record
+        summary = _finish(experiment, method, world, report, last)
+        _log(loggers, last)
+    if world.rank == 0:
+        save_averaged_model(module, Path(folder) / MODEL_FILE)
+    method.close()
+    world.close()
+    return summary
+
+
+def save_averaged_model(module: nn.Module, path: Path) -> None:
+    """Write the module's state with its own names; of tied weights the first name only.
+
+    ``safetensors.torch.load_model(module, path)`` reads it into the bare module.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    save_file(tensors, path)
+
+
+def _steps(experiment: Experiment, method: Method, world: World) -> Iterator[dict[str, Any]]:
+    """Make all steps; yield the record of each, the last one without its evaluation."""
+    settings, shards, data = experiment.settings, experiment.shards, experiment.data
+    mine = torch.from_numpy(shards.indices[world.rank])
+    inputs, targets = data.train_inputs[mine], data.train_targets[mine]
+    total_steps = settings.epochs * shards.steps_per_epoch
+    scheduler = experiment.make_scheduler(method.optimizer, total_steps)
+    step = 0
+    for epoch in range(settings.epochs):
+        for some_inputs, some_targets in shards.batches(inputs, targets, rank=world.rank, epoch=epoch):
+            start = time.perf_counter()
+            logits = method.forward(some_inputs)
+            loss = cross_entropy(logits, some_targets)
+            stats = method.backward(loss)
+            step_time_s = time.perf_counter() - start
+            record = {
+                "step": step,
+                "epoch": epoch,
+                "loss": loss.item(),
+                "accuracy": (logits.argmax(-1) == some_targets).float().mean().item(),
+                "learning_rate": scheduler.get_last_lr()[0],
+                "step_time_s": step_time_s,
+                "exposed_wait_s": stats.exposed_wait_s,
+                "bytes_sent": stats.bytes_sent,
+            }
+            scheduler.step()
+            step += 1
+            if step < total_steps:
+                if _every(settings.consensus_every_steps, step):
+                    record |= _consensus(method)
+                if step % shards.steps_per_epoch == 0 and _every(settings.evaluate_every_epochs, epoch + 1):
+                    record |= _consensus(method)
+                    record |= _named("test", evaluate(method.module, data.test_inputs, data.test_targets))
+                    with method.averaged():
+                        together = evaluate_together(method.module, data.test_inputs, data.test_targets, world)
+                    record |= _named("averaged_test", together)
+            yield record
+
+
+def _finish(
+    experiment: Experiment, method: Method, world: World, report: RankReport, last: dict[str, Any]
+) -> dict[str, Any]:
+    """Evaluate the replicas, average them for good, evaluate the average; complete the last record."""
+    data = experiment.data
+    local = evaluate(method.module, data.test_inputs, data.test_targets)
+    before = method.consensus_distance()
+    method.global_avg()
+    after = method.consensus_distance()
+    average = evaluate_together(method.module, data.test_inputs, data.test_targets, world)
+    last |= _named("test", local) | _named("averaged_test", average)
+    last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
+    report.finish(local)
+    reports = world.gather_bytes(json.dumps(report.as_dict()).encode(), "gathering the ranks' reports")
+    return summarise(experiment, [json.loads(each) for each in reports], average, before, after)
+
+
+def _log(loggers: list[Logger], record: Mapping[str, Any]) -> None:
+    for each in loggers:
+        each.log(record["step"], {key: value for key, value in record.items() if key != "step"})
+
+
+def _consensus(method: Method) -> dict[str, float]:
+    distance, relative = method.consensus_distance()
+    return {"consensus_distance": distance, "consensus_distance_relative": relative}
+
+
+def _named(name: str, evaluation: Evaluation) -> dict[str, float]:
+    return {f"{name}_loss": evaluation.loss, f"{name}_accuracy": evaluation.accuracy}
+
+
+def _every(interval: int, count: int) -> bool:
+    return interval > 0 and count % interval == 0
+
+
+def _rank_seed(seed: int, rank: int) -> int:
+    return (seed * 1_000_003 + rank + 1) % 2**63

@@ -1,0 +1,24 @@
+"""Train one experiment, or with -m a sweep over several: see configs/train.yaml and --help.
+
+python scripts/train.py topology=ring launch.world_size=8
+python scripts/train.py -m topology=ring,one_peer_exponential,complete
+torchrun --nproc-per-node 4 scripts/train.py
+"""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Run hydra's command line over configs/, wherever it is called from."""
+    try:
+        from gossip.experiments import command_line
+
+        return command_line.main(Path(__file__).resolve().parent.parent / "configs", "train")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Every option of every group composes and can be built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from composing import CONFIGS, composed
+
+import topologies
+from gossip.experiments.build import build, check
+
+TEXT = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16")
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cifar10")
+    generator = np.random.default_rng(0)
+    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+        records = generator.integers(0, 256, (40, 1 + 3072), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
+    return folder
+
+
+def test_configs_topology_has_one_file_per_family() -> None:
+    assert options("topology") == sorted(topologies.available())
+
+
+@pytest.mark.parametrize("name", options("topology"))
+def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
+    overrides = [f"topology={name}"]
+    if name == "graph":
+        graph = tmp_path / "square.edgelist"
+        graph.write_text("0 1\n1 2\n2 3\n3 0\n")
+        overrides.append(f"topology.options.graph={graph}")
+    topology = build(composed(*overrides)).topology
+    assert topology is not None
+    assert (topology.name, topology.world_size) == (name, 4)
+
+
+@pytest.mark.parametrize("group", ["optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"])
+def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
+    for option in options(group):
+        overrides = [f"{group}={option}"]
+        if "cifar10" in option:
+            overrides.append(f"data.folder={cifar10_folder}")
+        if option in ("char_transformer", "stdlib_text"):
+            overrides += [*TEXT, "model=char_transformer"]
+        if option == "char_lm":
+            overrides += TEXT[1:]
+        experiment = check(composed(*overrides))
+        assert experiment.shards.steps_per_epoch >= 1
+
+
+def test_configs_random_matching_follows_the_seed() -> None:
+    assert composed("topology=random_matching", "seed=7")["topology"]["options"] == {"seed": 7}

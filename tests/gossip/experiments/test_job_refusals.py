@@ -1,0 +1,115 @@
+"""What a user got wrong is one line and exit status 2, before any worker starts."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from composing import CONFIGS
+
+from gossip.experiments import command_line, fork_server
+
+CommandLine = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[CommandLine]:
+    """Run the command line in this process; its exit status and what it wrote to stderr."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    monkeypatch.setenv(command_line.NAME_VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fork_server, "start", lambda: None)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+        status = command_line.main(CONFIGS, "train")
+        return status, capsys.readouterr().err
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["topology=rign"], "error: there is no topology=rign; did you mean ring? Available: "),
+        (["optimizer=adam"], "error: there is no optimizer=adam; did you mean adamw? Available: adamw, sgd"),
+        (
+            ["-m", "model=mlp,cn"],
+            "error: there is no model=cn; did you mean cnn? Available: char_transformer, cnn, mlp",
+        ),
+        (["topology.name=rign"], "error: unknown topology 'rign'. Did you mean 'ring'?"),
+        (["topolgy=ring"], "error: the configuration has no key topolgy; did you mean topology?"),
+        (["training.epoch=1"], "error: the configuration has no key training.epoch; did you mean training.epochs?"),
+        (["topology=graph"], "error: topology.options.graph has no value; set it: topology.options.graph=..."),
+        (["method=gosip"], "error: there is no method=gosip; did you mean gossip? Available: gossip, ddp, local"),
+        (
+            ["topology=hypercube", "launch.world_size=3"],
+            "error: topology 'hypercube' needs a world_size that is a power",
+        ),
+        (["data=cifar10", "data.folder=nowhere"], "error: CIFAR-10: nowhere is not a folder."),
+        (["training.epochs=0"], "error: training.epochs must be an integer of at least 1, got 0"),
+        (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535, got 99999"),
+        (["launch.timeout_s=soon"], "error: launch.timeout_s must be a positive number, got 'soon'"),
+        (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
+        (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model cannot be imported"),
+        (["model._target_=null"], "error: model has no _target_"),
+        (["optimizer.lr=-1"], "error: Invalid learning rate: -1"),
+        (["data.partition.alpha=1"], "error: alpha=1 means nothing for scheme 'iid'"),
+        (["~topology"], "error: the configuration has no key 'topology'"),
+        (["seed=["], "error: "),
+    ],
+)
+def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str) -> None:
+    status, stderr = command(*arguments)
+    assert status == 2
+    assert stderr.startswith(line)
+    assert stderr.count("\n") == 1
+
+
+def test_refusals_of_the_folder_of_another_run(command: CommandLine, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "config.yaml").write_text("of another run")
+    status, stderr = command("hydra.run.dir=taken")
+    assert status == 2
+    assert "taken already holds a run" in stderr
+    assert [path.name for path in taken.iterdir()] == ["config.yaml"]
+    assert (taken / "config.yaml").read_text() == "of another run"
+
+
+def test_refusals_of_the_folder_of_another_sweep(command: CommandLine, tmp_path: Path) -> None:
+    taken = tmp_path / "taken" / "0"
+    taken.mkdir(parents=True)
+    (taken / "config.yaml").write_text("of another run")
+    with pytest.raises(SystemExit) as caught:
+        command("-m", "seed=0,1", "hydra.sweep.dir=taken")
+    assert caught.value.code == 2
+    assert [path.name for path in taken.iterdir()] == ["config.yaml"]
+
+
+def test_refusals_within_a_sweep_are_rows_of_its_table(command: CommandLine, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("-m", "topology=graph,hypercube", "launch.world_size=3", "hydra.sweep.dir=sweep")
+    assert caught.value.code == 1
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        reasons = [row["reason"] for row in csv.DictReader(file)]
+    assert reasons[0] == "topology.options.graph has no value; set it: topology.options.graph=..."
+    assert "power of two" in reasons[1]
+
+
+def test_refusals_of_a_missing_package_come_first(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip.experiments.build._NEEDED_AT_THE_END", ("no_such_package",))
+    status, stderr = command("training.epochs=1")
+    assert (status, stderr) == (2, "error: a run needs no_such_package; install gossip-training[experiments]\n")
+
+
+def test_refusals_leave_their_reason_in_the_folder(command: CommandLine, tmp_path: Path) -> None:
+    command("data=cifar10", "data.folder=nowhere", "hydra.run.dir=refused")
+    assert "nowhere is not a folder" in (tmp_path / "refused" / "summary.json").read_text()

@@ -1,0 +1,53 @@
+"""The order of the samples: equal numbers of steps, nothing lost for good, the same by seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gossip.experiments.batches import Shards
+
+
+def uneven(seed: int = 0) -> Shards:
+    return Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=2, seed=seed)
+
+
+def epoch(shards: Shards, rank: int, number: int) -> list[list[int]]:
+    mine = torch.from_numpy(shards.indices[rank])
+    return [inputs.tolist() for inputs, _ in shards.batches(mine, mine, rank=rank, epoch=number)]
+
+
+def test_shards_have_as_many_steps_on_every_rank() -> None:
+    shards = uneven()
+    assert (shards.steps_per_epoch, shards.left_out_per_epoch) == (2, 4)
+    assert [len(epoch(shards, rank, 0)) for rank in range(2)] == [2, 2]
+
+
+def test_shards_lose_no_sample_over_the_epochs() -> None:
+    shards = uneven()
+    for rank, indices in enumerate(shards.indices):
+        seen = [sample for number in range(20) for batch in epoch(shards, rank, number) for sample in batch]
+        assert set(seen) == set(indices.tolist())
+
+
+def test_shards_batches_never_repeat_a_sample_within_an_epoch() -> None:
+    samples = [sample for batch in epoch(uneven(), 0, 3) for sample in batch]
+    assert len(samples) == len(set(samples)) == 4
+
+
+def test_shards_order_follows_from_seed_rank_and_epoch() -> None:
+    assert epoch(uneven(), 0, 1) == epoch(uneven(), 0, 1)
+    orders = {str(epoch(uneven(seed), 0, number)) for seed in range(3) for number in range(3)}
+    assert len(orders) > 6
+
+
+def test_shards_targets_stay_with_their_inputs() -> None:
+    inputs = torch.arange(7)
+    for some_inputs, some_targets in uneven().batches(inputs, 10 * inputs, rank=0, epoch=0):
+        assert torch.equal(some_targets, 10 * some_inputs)
+
+
+def test_shards_smaller_than_a_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank 1 has only 5 samples, less than one batch of training\.batch_size=6"):
+        Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=6, seed=0)
