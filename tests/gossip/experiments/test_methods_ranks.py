@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch
 from composing import composed
 from safetensors.torch import load_file
 
-from gossip.errors import LaunchError
+from gossip.errors import ExchangeError, LaunchError
 from gossip.experiments import fork_server
 from gossip.experiments.build import build
 from gossip.experiments.evaluation import cross_entropy
 from gossip.experiments.job import run_job
+from gossip.experiments.methods import AllReduceMethod
 from gossip.experiments.records import read_jsonl
 from gossip.experiments.training import train
 from gossip.launcher import launch
+from gossip.world import World
 
 SMALL = ("training.epochs=1", "training.batch_size=60", "launch.world_size=3", "training.consensus_every_steps=0")
 
@@ -143,3 +146,16 @@ def test_gossip_trains_a_character_model(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert "embedding.weight" in saved
     assert "head.weight" not in saved  # tied to the embedding
+
+
+def test_ddp_tells_a_failed_exchange_from_a_failed_model() -> None:
+    method = AllReduceMethod.__new__(AllReduceMethod)
+    method._world, method._step = World(timedelta(seconds=5)), 3
+    with (
+        pytest.raises(ExchangeError, match=r"rank 0: step 3: the all-reduce failed: .*closed by peer"),
+        method._exchange("the all-reduce"),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match=r"^shapes differ$") as caught, method._exchange("the all-reduce"):
+        raise RuntimeError("shapes differ")
+    assert not isinstance(caught.value, ExchangeError)
