@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossip import fork_server
 from gossip.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -92,8 +93,7 @@ def launch(
     num_threads : int, optional
         torch's threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
     preload : sequence of str
-        Modules that the fork server imports once, before the first worker. It is one server for the whole process, so
-        only the first call's list counts.
+        Modules that the fork server imports before the first worker: see :func:`gossip.fork_server.start`.
 
     Returns
     -------
@@ -136,8 +136,7 @@ def launch(
         num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
     )
     context = multiprocessing.get_context("forkserver")
-    # torch.optim imports torch._dynamo when the first optimizer is built: seconds, on every rank.
-    context.set_forkserver_preload(["torch._dynamo", *preload])
+    fork_server.start(preload)
     workers: list[ForkServerProcess] = []
     channels: list[Connection] = []
     try:

@@ -70,8 +70,7 @@ class World:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         self._run(lambda: dist.all_gather(sizes, torch.tensor([len(payload)]), self.group, async_op=True), what)
         longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(payload.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         self._run(lambda: dist.all_gather(everyone, mine, self.group, async_op=True), what)
         return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes, strict=True)]

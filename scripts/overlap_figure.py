@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gossip import GossipDataParallel, launch
 from matplotlib.figure import Figure
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from gossip import GossipDataParallel, launch
 
 NUM_STEPS = 3
 WORLD_SIZE = 2
@@ -89,7 +90,10 @@ def draw(trace: str, topology: str, path: Path) -> None:
         bar(event, 0.75 + 0.2 * (number % NUM_LAYERS), 0.17, "exchange in flight")
     axes.set_yticks([0, 1.45], ["training\nthread", "gloo's\nthreads"])
     axes.set_xlabel("milliseconds")
-    axes.set_title(f"{NUM_STEPS} steps of rank 0 of {WORLD_SIZE}, {topology}, {NUM_LAYERS} buckets of 6.3 MiB over gloo", fontsize=10)
+    axes.set_title(
+        f"{NUM_STEPS} steps of rank 0 of {WORLD_SIZE}, {topology}, {NUM_LAYERS} buckets of 6.3 MiB over gloo",
+        fontsize=10,
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     handles = [axes.barh(0, 0, color=colour, label=kind) for kind, colour in COLOURS.items()]

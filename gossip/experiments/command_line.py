@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from loguru import logger
 
+from gossip import fork_server
 from gossip.errors import ExchangeError, LaunchError
 from gossip.experiments import folder as run_folder
-from gossip.experiments import fork_server
 from gossip.experiments.config_errors import explain
 from gossip.experiments.job import reason, run_job
 from gossip.experiments.settings import ConfigurationError

@@ -12,15 +12,24 @@ from typing import Any
 import torch.distributed as dist
 from loguru import logger
 
+from gossip import fork_server
 from gossip.errors import LaunchError
 from gossip.experiments import folder as run_folder
-from gossip.experiments import fork_server
 from gossip.experiments.build import check
 from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
 from gossip.experiments.training import train
 from gossip.launcher import DEFAULT_TIMEOUT, launch
 from gossip.world import World
+
+PRELOAD = (
+    "gossip.experiments.training",
+    "hydra.utils",
+    "safetensors.torch",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+)
+"""What workers need and the fork server imports for them."""
 
 
 def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -64,7 +73,9 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
     }
     try:
         with _refused_by_all(world):
-            topology = check(config, meanwhile=None if dist.is_initialized() else fork_server.start).topology
+            topology = check(
+                config, meanwhile=None if dist.is_initialized() else lambda: fork_server.start(PRELOAD)
+            ).topology
         world.close()
         if world.rank == 0:
             logger.info("run folder: {}", folder)
@@ -106,7 +117,7 @@ def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         port=settings.port,
         timeout=settings.timeout,
         num_threads=settings.num_threads,
-        preload=fork_server.PRELOAD,
+        preload=PRELOAD,
     )
     summary: dict[str, Any] = summaries[0]
     return summary

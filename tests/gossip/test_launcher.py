@@ -99,6 +99,8 @@ def test_launch_under_torchrun_refuses_another_world_size(monkeypatch: pytest.Mo
 
 
 TORCHRUN_SCRIPT = """
+import os
+
 import torch.distributed as dist
 from gossip import launch
 
@@ -106,7 +108,7 @@ def ranks():
     return dist.get_rank(), dist.get_world_size()
 
 if __name__ == "__main__":
-    print("result", launch(ranks, world_size=2), flush=True)
+    os.write(1, f"result {launch(ranks, world_size=2)}\\n".encode())  # one write: lines must not mingle
 """
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, launch
+from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, World, launch
 from topologies import Round, Topology, build
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -215,6 +215,17 @@ def test_manifest_tells_the_others_what_one_rank_refused() -> None:
     assert "on rank 2" in first
     assert "hypercube" in first
     assert "hypercube" in odd
+
+
+def gather_words() -> tuple[list[bytes], list[bytes]]:
+    world = World(timedelta(seconds=60))
+    everyone = world.gather_bytes(b"x" * (2 * world.rank), "testing"), world.gather_bytes(b"", "testing")
+    world.close()
+    return everyone
+
+
+def test_bytes_of_any_length_are_gathered() -> None:
+    assert launch(gather_words, world_size=3) == [([b"", b"xx", b"xxxx"], [b"", b"", b""])] * 3
 
 
 # ------------------------------------------------------------------ time-outs

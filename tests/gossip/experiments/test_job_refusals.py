@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from composing import CONFIGS
 
-from gossip.experiments import command_line, fork_server
+from gossip import fork_server
+from gossip.experiments import command_line
 
 CommandLine = Callable[..., tuple[int, str]]
 
@@ -23,7 +24,7 @@ def command(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")
     monkeypatch.setenv(command_line.NAME_VARIABLE, "")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fork_server, "start", lambda: None)
+    monkeypatch.setattr(fork_server, "start", lambda _: None)
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> tuple[int, str]:

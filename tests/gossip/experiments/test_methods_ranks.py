@@ -12,10 +12,9 @@ from composing import composed
 from safetensors.torch import load_file
 
 from gossip.errors import ExchangeError, LaunchError
-from gossip.experiments import fork_server
 from gossip.experiments.build import build
 from gossip.experiments.evaluation import cross_entropy
-from gossip.experiments.job import run_job
+from gossip.experiments.job import PRELOAD, run_job
 from gossip.experiments.methods import AllReduceMethod
 from gossip.experiments.records import read_jsonl
 from gossip.experiments.training import train
@@ -27,9 +26,7 @@ SMALL = ("training.epochs=1", "training.batch_size=60", "launch.world_size=3", "
 
 def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    summaries = launch(
-        train, config, str(folder), world_size=config["launch"]["world_size"], preload=fork_server.PRELOAD
-    )
+    summaries = launch(train, config, str(folder), world_size=config["launch"]["world_size"], preload=PRELOAD)
     assert all(summary == summaries[0] for summary in summaries)
     return dict(summaries[0])
 
