@@ -6,6 +6,7 @@ workers on this machine.
 """
 
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
+from gossip.engine import StepStats as StepStats
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
 from gossip.errors import LaunchError as LaunchError
@@ -16,7 +17,6 @@ from gossip.transports import Exchange as Exchange
 from gossip.transports import Transport as Transport
 from gossip.world import World as World
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
-from gossip.wrapper import StepStats as StepStats
 
 __all__ = [
     "AdaptWhileCommunicating",

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from gossip.buckets import Bucket
+from gossip.manifest import compare_manifests
 from gossip.world import World
 
 
 def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World) -> None:
     """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective."""
     with torch.no_grad():
+        _compare_buffers(module, world)
         for bucket in buckets:
             world.average_(bucket.block, f"averaging bucket {bucket.index}")
             bucket.written()
@@ -29,12 +31,19 @@ def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World) 
                 world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
 
 
+def _compare_buffers(module: nn.Module, world: World) -> None:
+    """gloo aborts the process if two ranks' buffers differ in shape; they may have changed since construction."""
+    described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()}
+    manifest = {f"buffer {name!r}": text for name, text in described.items()}
+    compare_manifests(world, manifest, "comparing buffers before averaging")
+
+
 @contextlib.contextmanager
 def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
     """Put parameters and buffers back exactly as they were, in place, when the block is left. Local."""
     with torch.no_grad():
         blocks = [bucket.block.clone() for bucket in buckets]
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
@@ -42,8 +51,8 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
             for bucket, block in zip(buckets, blocks, strict=True):
                 bucket.block.copy_(block)
                 bucket.written()
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
 
 def consensus_distance(buckets: Sequence[Bucket], world: World) -> tuple[float, float]:

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip.errors import GossipError
+
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
@@ -82,6 +84,7 @@ class BucketOptimizer:
         if getattr(step, "hooked", False):  # torch's profiling and hook wrapper: once per step, not once per bucket
             step = step.__wrapped__  # type: ignore[attr-defined]
         self._step = step
+        self._is_checked = False
 
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop their gradients."""
@@ -92,11 +95,30 @@ class BucketOptimizer:
             )
         groups = zip(self._optimizer.param_groups, self._members, strict=True)
         self._view.state = self._optimizer.state
-        self._view.param_groups = [{**group, "params": members} for group, members in groups if members]
+        own_groups = [{**group, "params": members} for group, members in groups if members]
+        self._view.param_groups = own_groups
+        before = None if self._is_checked else (self._own_attributes(), [dict(group) for group in own_groups])
         self._step(self._view)
+        if before is not None and own_groups:
+            self._check_state_is_per_parameter(*before)
         for members in self._members:
             for parameter in members:
                 parameter.grad = None
+
+    def _own_attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._view).items() if name not in ("state", "param_groups")}
+
+    def _check_state_is_per_parameter(self, attributes: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Refuse an optimizer that counts in its groups or in itself: each bucket would count for itself, in vain."""
+        self._is_checked = True
+        pairs = [(self._own_attributes(), attributes), *zip(self._view.param_groups, groups, strict=True)]
+        for after, before in pairs:
+            changed = [name for name in after if name not in before or after[name] is not before[name]]
+            if changed:
+                raise GossipError(
+                    f"{type(self._optimizer).__name__} keeps {changed[0]!r} for several parameters together, "
+                    "which cannot be stepped bucket by bucket inside backward; choose one whose state is per parameter"
+                )
 
 
 def make_step_passive(optimizer: Optimizer) -> None:
@@ -105,10 +127,17 @@ def make_step_passive(optimizer: Optimizer) -> None:
     Schedulers, which wrap this method of the object, see that steps are made.
     """
 
-    def step(_: Optimizer, closure: Callable[[], float] | None = None) -> None:
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
         if closure is not None:
             raise ValueError(
                 "optimizer.step(closure) cannot work here: the update has been made inside backward; call it without"
             )
+        if scheduled:  # by a scheduler that is older than the wrapper
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    optimizer.step = types.MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
+    passive = Optimizer.profile_hook_step(step)
+    if scheduled:
+        passive._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(passive, optimizer)  # type: ignore[method-assign]

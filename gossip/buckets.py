@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gossip.errors import GossipError
 
 _ALIGNMENT_BYTES = 16
 
@@ -37,6 +40,23 @@ class Bucket:
     trainable: bool
     block: torch.Tensor
     message: torch.Tensor
+    _addresses: tuple[int, ...]
+
+    def check_parameters_live_here(self) -> None:
+        """Raise if a parameter's data are no longer a view of the block.
+
+        Raises
+        ------
+        GossipError
+            Names the parameter: it would be trained, but never mixed.
+        """
+        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address or parameter.dtype != self.block.dtype:
+                raise GossipError(
+                    f"parameter {name!r} has left its bucket: its data were replaced, by module.to() or .half(), by "
+                    "p.data = ..., or by loading with assign=True; convert before wrapping, and write values in place "
+                    "(p.copy_(...) under torch.no_grad())"
+                )
 
     def written(self) -> None:
         """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves."""
@@ -87,29 +107,23 @@ def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int)
     return tuple(_make_bucket(index, plan[i]) for index, i in enumerate(order))
 
 
-def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse what cannot live in a bucket, by name and with the reason.
+def check_parameters(module: nn.Module) -> None:
+    """Refuse what cannot live in a bucket or be averaged, by name and with the reason.
 
     Raises
     ------
     ValueError
-        A lazy, meta, sparse or complex parameter, one whose elements overlap, or two parameters that share memory.
+        A lazy, meta, sparse, integer or complex parameter, a lazy or meta buffer, a tensor whose elements overlap, or
+        two parameters that share memory.
     """
+    for name, buffer in module.named_buffers():
+        if refusal := _refusal(buffer):
+            raise ValueError(f"buffer {name!r} {refusal}")
     spans: list[tuple[int, int, str]] = []
-    for name, parameter in parameters:
-        refusal = None
-        if isinstance(parameter, nn.UninitializedParameter):
-            refusal = "is lazy; run one forward before wrapping the module"
-        elif parameter.is_meta:
-            refusal = "is on the meta device; materialise the module (module.to_empty(device=...)) before wrapping it"
-        elif type(parameter.data) is not torch.Tensor:
-            refusal = f"holds a {type(parameter.data).__name__}; only plain dense tensors can be moved into a bucket"
-        elif parameter.layout != torch.strided:
-            refusal = f"has the layout {parameter.layout}; only dense parameters can be moved into a bucket"
-        elif not parameter.is_floating_point():
+    for name, parameter in module.named_parameters():
+        refusal = _refusal(parameter)
+        if refusal is None and not parameter.is_floating_point():
             refusal = f"has the dtype {parameter.dtype}; only floating point can be mixed: make it a buffer"
-        elif _overlaps_itself(parameter):
-            refusal = f"overlaps itself in memory (strides {parameter.stride()}); clone it before wrapping the module"
         if refusal is not None:
             raise ValueError(f"parameter {name!r} {refusal}")
         if parameter.numel():
@@ -122,6 +136,20 @@ def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them let both "
                 "names hold one Parameter, else clone one of them"
             )
+
+
+def _refusal(tensor: torch.Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "is lazy; run one forward before wrapping the module"
+    if tensor.is_meta:
+        return "is on the meta device; materialise the module (module.to_empty(device=...)) before wrapping it"
+    if type(tensor.data) is not torch.Tensor:
+        return f"holds a {type(tensor.data).__name__}; only plain dense tensors can be used"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; only dense tensors can be used"
+    if _overlaps_itself(tensor):
+        return f"overlaps itself in memory (strides {tensor.stride()}); clone it before wrapping the module"
+    return None
 
 
 def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
@@ -141,6 +169,7 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Buc
         trainable=first.requires_grad,
         block=block,
         message=torch.empty_like(block),
+        _addresses=tuple(parameter.data_ptr() for _, parameter in entries),
     )
 
 

@@ -42,11 +42,16 @@ class Courier:
         self._to_post.put(ticket)
         return ticket
 
-    def close(self, timeout: timedelta) -> None:
-        """End the threads once what they wait for has ended; after ``timeout`` leave them, they are daemons."""
+    def close(self, patience: timedelta) -> bool:
+        """End the threads once what they wait for has ended. Whether that was so within ``patience``.
+
+        If not they are left alone: they are daemons, and a peer that is stuck must not hold this process too.
+        """
         self._finalizer()
+        deadline = time.monotonic() + patience.total_seconds()
         for thread in self._threads:
-            thread.join(timeout.total_seconds())
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 class Ticket:

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ _SIBLING_GRACE_S = 0.5
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+_is_worker = False  # set in the processes that launch() starts
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,17 @@ def launch(
     Raises
     ------
     ValueError
-        ``world_size`` is less than 1, or differs from torchrun's.
+        ``world_size``, ``port`` or ``num_threads`` is out of range, or ``world_size`` differs from torchrun's.
+    TypeError
+        ``function`` or ``args`` cannot be pickled.
+    RuntimeError
+        Called inside a worker, or while a worker imports the calling script, for want of
+        ``if __name__ == "__main__":``.
     LaunchError
         The port is taken, or a worker failed; the others have been ended by then.
     """
+    if _is_worker:
+        raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
     if under_torchrun():
         if int(os.environ["WORLD_SIZE"]) != world_size:
             raise ValueError(
@@ -115,8 +126,7 @@ def launch(
             )
         with joined_process_group(backend=backend, timeout=timeout):
             return [function(*args)]
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    _check_arguments(function, args, world_size, port, num_threads)
 
     listener = _listen(port)
     port = listener.getsockname()[1]
@@ -146,7 +156,8 @@ def launch(
             channels.append(channel)
         results = _collect(workers, channels)
         for channel in channels:
-            channel.send_bytes(b"leave")
+            with contextlib.suppress(OSError):  # it has reported: its work is done, however it went since
+                channel.send_bytes(b"leave")
         deadline = time.monotonic() + _EXIT_GRACE_S
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -178,6 +189,37 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int | None, num_threads: int | None
+) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if port is not None and not 0 <= port < 2**16:
+        raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out and a free one is found")
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "gossip.launch was reached while a worker imported the script that calls it; put the call under "
+            'if __name__ == "__main__":'
+        )
+    try:
+        pickle.dumps((function, args))
+    except Exception as error:
+        raise TypeError(
+            f"function {getattr(function, '__qualname__', function)!r} or its arguments cannot be pickled ({error}); "
+            "define the function at the top level of a module or script, and pass plain data"
+        ) from error
+    main = sys.modules["__main__"]
+    if getattr(function, "__module__", None) == "__main__" and not os.path.exists(
+        getattr(main, "__file__", None) or ""
+    ):
+        raise TypeError(
+            f"function {function.__qualname__!r} was typed into an interpreter, where workers cannot import it; put it "
+            "into a file"
+        )
 
 
 def _listen(port: int | None) -> socket.socket:
@@ -241,14 +283,18 @@ def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection
 
 def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
     try:
-        return pickle.loads(channel.recv_bytes())
-    except (EOFError, ConnectionResetError):
+        data = channel.recv_bytes()
+    except (EOFError, OSError):
         worker.join(_TERMINATE_GRACE_S)
         code = worker.exitcode
         how = (
             f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
         )
         return _Failure(f"the process ended without a word, with {how}", "", secondary=False)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return _Failure(f"what it returned cannot be unpickled here: {error!r}", "", secondary=False)
 
 
 def _end(workers: Sequence[ForkServerProcess]) -> None:
@@ -272,7 +318,10 @@ def _work(
     channel: Connection,
 ) -> None:
     """A worker's whole life: join the group, run, report, wait for all the others, leave."""
+    global _is_worker
+    _is_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it too, and ends the workers
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost if the process is ended
     threading.Thread(target=_leave_with_launcher, name="launcher-watch", daemon=True).start()
     os.environ.update(
         RANK=str(rank),
@@ -294,13 +343,16 @@ def _work(
             world_size=rendezvous.world_size,
             timeout=rendezvous.timeout,
         )
-        report = pickle.dumps(function(*args))
+        result = function(*args)
+        try:
+            report = pickle.dumps(result)
+        except Exception as error:
+            raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
         secondary = any(words in summary for words in _PEER_IS_GONE)
-        report = pickle.dumps(_Failure(summary, traceback.format_exc(), secondary))
-        channel.send_bytes(report)
-        os._exit(1)  # communication that cannot end any more must not hold the process
+        channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary)))
+        _leave_at_once()  # communication that cannot end any more must not hold the process
     channel.send_bytes(report)
     channel.recv_bytes()  # a rank that closed its sockets now could take a peer's last message with it
     dist.destroy_process_group()
@@ -310,4 +362,11 @@ def _leave_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
+    _leave_at_once()
+
+
+def _leave_at_once() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     os._exit(1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +29,7 @@ def build_manifest(
     manifest = {
         CONSTRUCTION: "accepted",
         "torch version": torch.__version__,
-        "byte order": platform.machine(),
+        "byte order": sys.byteorder,
         "module": type(module).__name__,
         "topology": _describe_topology(topology),
         "bucket_cap_mb": f"{bucket_cap_bytes / 2**20:g}",
@@ -41,7 +41,7 @@ def build_manifest(
     return manifest
 
 
-def compare_manifests(world: World, manifest: Manifest) -> None:
+def compare_manifests(world: World, manifest: Manifest, what: str = "comparing manifests") -> None:
     """Raise on every rank if any two ranks' manifests differ. Collective.
 
     Raises
@@ -50,10 +50,10 @@ def compare_manifests(world: World, manifest: Manifest) -> None:
         Names the first entry that differs and what both sides have.
     """
     payload = json.dumps(manifest).encode()
-    digests = world.gather_bytes(hashlib.sha256(payload).digest(), "comparing manifests")
+    digests = world.gather_bytes(hashlib.sha256(payload).digest(), what)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(data) for data in world.gather_bytes(payload, "comparing manifests")]
+    everyone = [json.loads(data) for data in world.gather_bytes(payload, what)]
     raise ManifestError(first_difference(everyone))
 
 

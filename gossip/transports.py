@@ -52,9 +52,6 @@ class Transport(Protocol):
             The same on all ranks for the same exchange. A bucket's exchanges are started one at a time.
         """
 
-    def close(self) -> None:
-        """Give back what the transport holds. Nothing may be in flight."""
-
 
 class DistributedTransport:
     """Exchange over ``torch.distributed``.
@@ -92,18 +89,11 @@ class DistributedTransport:
             return self._start_all_reduce(message, ranks, step, bucket)
         return self._start_point_to_point(message, round_, step, bucket)
 
-    def close(self) -> None:
-        self._arrivals.clear()
-        for ranks, group in self._groups.items():
-            if self._world.rank in ranks and dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._groups.clear()
-
     def _start_all_reduce(
         self, message: torch.Tensor, ranks: tuple[int, ...], step: int, bucket: int
     ) -> DistributedExchange:
         mixed = self._arrival(message, bucket, accumulation_dtype(message.dtype), 1)[0]
-        torch.mul(message, 1 / len(ranks), out=mixed)
+        mixed.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
         group = self._groups[ranks]
         others = ", ".join(str(rank) for rank in ranks if rank != self._world.rank)
         name = f"the all-reduce with rank{'s' * (len(ranks) > 2)} {others}"

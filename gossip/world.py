@@ -14,6 +14,7 @@ from gossip.errors import ExchangeError
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
+_CLOSING_PATIENCE = timedelta(seconds=1)
 
 
 class World:
@@ -34,6 +35,8 @@ class World:
 
     Raises
     ------
+    ValueError
+        ``timeout`` is not positive.
     RuntimeError
         The environment says that there are several processes, but ``torch.distributed`` is not initialised.
 
@@ -43,9 +46,12 @@ class World:
     """
 
     def __init__(self, timeout: timedelta) -> None:
+        if not timeout > timedelta(0):
+            raise ValueError(f"timeout must be positive, got {timeout}")
         self.timeout = timeout
         self.rank, self.world_size = 0, 1
         self.group: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup] = []
         self.courier: Courier | None = None
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -59,8 +65,23 @@ class World:
             self.courier = Courier(f"gossip-{self.rank}")
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A communicator of ``ranks``. Collective over the whole world, also for ranks outside it."""
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT_FACTOR * self.timeout)
+        """A communicator of ``ranks``, given back by :meth:`close`. Collective, also for ranks outside it.
+
+        Raises
+        ------
+        ExchangeError
+            Some rank did not take part in time.
+        """
+        patience = _GROUP_TIMEOUT_FACTOR * self.timeout
+        try:
+            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=patience)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank}: making a communicator of ranks {list(ranks)}: not all of the {self.world_size} "
+                f"ranks took part within {patience.total_seconds():g} s; every rank must construct the model ({error})"
+            ) from error
+        if self.rank in ranks:
+            self._groups.append(group)
         return group
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
@@ -76,13 +97,14 @@ class World:
         return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes, strict=True)]
 
     def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
-        """Rank 0's values into ``tensor``, in place. Collective."""
+        """Rank 0's values into ``tensor``, of any dtype, in place. Collective."""
         if self.group is None or tensor.numel() == 0:
             return
-        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        self._run(lambda: dist.broadcast(flat, 0, self.group, async_op=True), what)
-        if flat is not tensor:
-            tensor.copy_(flat)
+        # As bytes: gloo knows some dtypes only, but it copies all alike.
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._run(lambda: dist.broadcast(data, 0, self.group, async_op=True), what)
+        if data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def average_(self, tensor: torch.Tensor, what: str) -> None:
         """The mean over ranks into ``tensor``, in place. Collective. Half precision is summed in float32.
@@ -109,13 +131,12 @@ class World:
             self._run(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
 
     def close(self) -> None:
-        """End the courier and give the communicator back. Nothing may be in flight. Local."""
-        if self.courier is not None:
-            self.courier.close(self.timeout)
-            self.courier = None
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
+        """End the courier and give all communicators back, unless a peer that is stuck holds them. Local."""
+        if self.courier is not None and self.courier.close(_CLOSING_PATIENCE) and dist.is_initialized():
+            for group in self._groups:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+        self.courier = self.group = None
 
     def _run(self, post: Callable[[], dist.Work | None], what: str) -> None:
         assert self.courier is not None

@@ -3,69 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import weakref
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 from loguru import logger
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 import topologies
-from gossip.algorithms import AdaptWhileCommunicating
 from gossip.averaging import average_module_, consensus_distance, saved_state
-from gossip.bucket_optimizer import BucketOptimizer, OptimizerFactory, build_optimizer, make_step_passive
-from gossip.buckets import Bucket, check_parameters, make_buckets
-from gossip.errors import GossipError, ManifestError
+from gossip.bucket_optimizer import OptimizerFactory, build_optimizer, make_step_passive
+from gossip.buckets import check_parameters, make_buckets
+from gossip.engine import StepEngine, StepStats
+from gossip.errors import GossipError
 from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
-from gossip.transports import DistributedTransport, Exchange, Transport
+from gossip.transports import DistributedTransport, Transport
 from gossip.world import World
-from topologies import Round, Topology
+from topologies import Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step cost on this rank.
-
-    Attributes
-    ----------
-    step : int
-        Counted from 0.
-    exposed_wait_s : float
-        Seconds for which the backward pass stood still, waiting for peers.
-    bytes_sent : int
-        What this rank sent for the round that it launched in this step.
-    """
-
-    step: int
-    exposed_wait_s: float
-    bytes_sent: int
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """An exchange with the round that it belongs to: they travel together."""
-
-    exchange: Exchange
-    round: Round
-
-
-class _StepProgress:
-    """How far the step that is being made has come."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.awaited_gradients = [set(bucket.names) for bucket in buckets]
-        self.num_launched = 0  # buckets launch in index order, the same on every rank
-        self.ends_with_backward = False  # a callback at the end of the backward pass is queued
-        self.exposed_wait_s = 0.0
-        self.bytes_sent = 0
 
 
 class GossipDataParallel(nn.Module):
@@ -106,9 +66,7 @@ class GossipDataParallel(nn.Module):
     topology : Topology
     rank, world_size : int
     step : int
-        Number of steps made; also the index of the next round.
     last_step : StepStats or None
-        What the newest step cost.
 
     Raises
     ------
@@ -149,59 +107,64 @@ class GossipDataParallel(nn.Module):
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
-        self._world = World(timeout)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        world = World(timeout)
         try:
-            self.topology = _resolve_topology(topology, self._world.world_size)
+            self._construct(module, optimizer, topology, bucket_cap_mb, transport, world)
+        except BaseException:
+            world.close()
+            raise
+
+    def _construct(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | OptimizerFactory | None,
+        topology: str | Topology,
+        bucket_cap_mb: float,
+        transport: Transport | None,
+        world: World,
+    ) -> None:
+        try:
+            topology = _resolve_topology(topology, world.world_size)
             cap_bytes = _bucket_cap_bytes(bucket_cap_mb)
-            check_parameters(list(module.named_parameters()))
-            self.optimizer = build_optimizer(optimizer, module)
-            manifest = build_manifest(module, self.topology, self.optimizer, cap_bytes)
+            check_parameters(module)
+            optimizer = build_optimizer(optimizer, module)
+            manifest = build_manifest(module, topology, optimizer, cap_bytes)
         except Exception as error:
             # The other ranks are about to compare manifests: tell them, rather than let them wait.
-            with contextlib.suppress(ManifestError):
-                compare_manifests(self._world, {CONSTRUCTION: f"refused ({error})"})
+            with contextlib.suppress(GossipError):
+                compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
             raise
-        compare_manifests(self._world, manifest)
+        compare_manifests(world, manifest)
+
+        buckets = make_buckets(module.named_parameters(), cap_bytes)
+        for bucket in buckets:
+            world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
+        for name, buffer in module.named_buffers():
+            world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+        if transport is None and world.world_size > 1:
+            transport = DistributedTransport(world, topology)
 
         self.module = module
-        self._buckets = make_buckets(module.named_parameters(), cap_bytes)
-        for bucket in self._buckets:
-            self._world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
-        for name, buffer in module.named_buffers():
-            self._world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
-
-        self._algorithm = AdaptWhileCommunicating()
-        self._transport = transport
-        if transport is None and self.world_size > 1:
-            self._transport = DistributedTransport(self._world, self.topology)
-        self._bucket_optimizers: tuple[BucketOptimizer, ...] = ()
-        if self.optimizer is not None:
-            self._bucket_optimizers = tuple(
-                BucketOptimizer(self.optimizer, bucket.parameters) for bucket in self._buckets
-            )
-            make_step_passive(self.optimizer)
-
-        self.step = 0
-        self.last_step: StepStats | None = None
-        self._in_flight: list[_InFlight | None] = [None] * len(self._buckets)
-        self._synchronise = True
-        self._averaged = False
-        self._error: BaseException | None = None
-        self._progress = _StepProgress(self._buckets)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, name))
-            for bucket in self._buckets
-            if bucket.trainable
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
-        ]
-        if self.rank == 0:
-            sizes = ", ".join(f"{bucket.block.nbytes / 2**20:.3g}" for bucket in self._buckets)
+        self.optimizer = optimizer
+        self.topology = topology
+        self._world = world
+        self._buckets = buckets
+        self._engine = StepEngine(buckets, optimizer, topology, transport, world.rank)
+        if optimizer is not None:
+            make_step_passive(optimizer)
+        # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
+        # through that. The hooks do not know the wrapper, so that its end can end them.
+        self._finalizer = weakref.finalize(self, _give_back, self._engine, world, optimizer)
+        self._finalizer.atexit = False
+        if world.rank == 0:
             logger.info(
                 "gossip over {} ranks, topology {}, {} bucket(s) of {} MiB",
-                self.world_size,
-                self.topology.name,
-                len(self._buckets),
-                sizes,
+                world.world_size,
+                topology.name,
+                len(buckets),
+                ", ".join(f"{bucket.block.nbytes / 2**20:.3g}" for bucket in buckets),
             )
 
     @property
@@ -214,26 +177,23 @@ class GossipDataParallel(nn.Module):
         """Number of ranks."""
         return self._world.world_size
 
+    @property
+    def step(self) -> int:
+        """Number of steps made; also the index of the next round."""
+        return self._engine.step
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the newest step cost."""
+        return self._engine.last_step
+
     # ------------------------------------------------------------------ training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Local."""
-        self._check_alive()
-        recomputing = torch._C._current_graph_task_id() != -1
-        if self._progress.ends_with_backward and not recomputing:
-            with self._fatal():
-                raise GossipError(
-                    f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception; some buckets "
-                    "were updated and sent and others not: this rank cannot go on, start again from a checkpoint"
-                )
-        if recomputing and self._synchronise:
-            # Checkpointed as a whole: the backward pass about to be run here is an inner one.
-            self._end_step_with_backward()
+        self._engine.begin_forward()
         output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(self._on_backward)
+        self._engine.end_forward(output)
         return output
 
     @contextlib.contextmanager
@@ -242,100 +202,32 @@ class GossipDataParallel(nn.Module):
 
         The first backward outside makes one step from all of them.
         """
-        outer, self._synchronise = self._synchronise, False
+        outer, self._engine.synchronise = self._engine.synchronise, False
         try:
             yield
         finally:
-            self._synchronise = outer
+            self._engine.synchronise = outer
 
+    @torch.inference_mode(False)
     def idle_step(self) -> None:
-        """Make the step of a rank that has nothing to backpropagate: no update, but the exchange. Local."""
-        self._check_usable()
-        self._end_step()
+        """Make the step of a rank that has nothing to backpropagate. Local.
 
-    def _on_backward(self, _: torch.Tensor) -> None:
-        """The outermost backward has reached an output: before any inner (checkpointing) one begins."""
-        if self._synchronise:
-            self._end_step_with_backward()
-
-    def _make_hook(self, bucket: Bucket, name: str) -> Any:
-        def on_gradient(_: torch.Tensor) -> None:
-            if not self._synchronise:
-                return
-            self._check_usable()
-            with self._fatal():
-                if self._progress.num_launched > bucket.index:
-                    raise GossipError(
-                        f"rank {self.rank}: step {self.step}, bucket {bucket.index}: parameter {name!r} got a gradient "
-                        "after its bucket had been updated; put all but the last backward of a step under no_sync()"
-                    )
-                self._end_step_with_backward()
-                awaited = self._progress.awaited_gradients
-                awaited[bucket.index].discard(name)
-                while self._progress.num_launched < len(self._buckets) and not awaited[self._progress.num_launched]:
-                    self._launch_next()
-
-        return on_gradient
-
-    def _end_step_with_backward(self) -> None:
-        if not self._progress.ends_with_backward:
-            self._progress.ends_with_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
-
-    def _end_step(self) -> None:
-        """Launch the buckets that wait for gradients which did not come; the step is made."""
-        with self._fatal():
-            while self._progress.num_launched < len(self._buckets):
-                self._launch_next()
-        self.last_step = StepStats(self.step, self._progress.exposed_wait_s, self._progress.bytes_sent)
-        self.step += 1
-        self._progress = _StepProgress(self._buckets)
-        if self.optimizer is not None:
-            self.optimizer.step()
-
-    @torch.no_grad()
-    def _launch_next(self) -> None:
-        """Mix what has arrived for the next bucket, update it, send it."""
-        bucket = self._buckets[self._progress.num_launched]
-        self._progress.num_launched += 1
-        in_flight, self._in_flight[bucket.index] = self._in_flight[bucket.index], None
-        if in_flight is not None:
-            mixed = self._await(in_flight)
-            with record_function("gossip::mix"):
-                self._algorithm.combine_(bucket.block, bucket.message, mixed)
-        if self._bucket_optimizers:
-            with record_function("gossip::update"):
-                self._bucket_optimizers[bucket.index].step()
-        bucket.written()
-        round_ = self.topology.round(self.step)
-        if self._transport is not None and round_.peers(self.rank):
-            with record_function("gossip::send"):
-                bucket.message.copy_(bucket.block)
-                exchange = self._transport.start(bucket.message, round_, step=self.step, bucket=bucket.index)
-            self._in_flight[bucket.index] = _InFlight(exchange, round_)
-            self._progress.bytes_sent += exchange.bytes_sent
-
-    def _await(self, in_flight: _InFlight) -> torch.Tensor:
-        start = time.perf_counter()
-        with record_function("gossip::wait"):
-            mixed = in_flight.exchange.wait()
-        self._progress.exposed_wait_s += time.perf_counter() - start
-        return mixed
+        It exchanges, and updates only what has gradients that ``no_sync`` accumulated.
+        """
+        self._engine.check_usable()
+        self._engine.end_step()
 
     # ------------------------------------------------------------------ averaging
 
-    @torch.no_grad()
+    @torch.inference_mode(False)
     def global_avg(self) -> None:
         """Replace every rank's parameters and float buffers by their mean; integer buffers by rank 0's. Collective.
 
         Waits for what is in flight and drops it: the replicas are equal. Training may go on, the rounds count on.
         """
-        self._check_usable()
-        with self._fatal():
-            for index, in_flight in enumerate(self._in_flight):
-                if in_flight is not None:
-                    in_flight.exchange.wait()
-                self._in_flight[index] = None
+        self._engine.check_usable()
+        self._engine.drop_in_flight()
+        with self._engine.fatal():
             average_module_(self.module, self._buckets, self._world)
 
     @contextlib.contextmanager
@@ -345,17 +237,17 @@ class GossipDataParallel(nn.Module):
         Parameters and buffers are put back exactly, and what was in flight stays in flight: training goes on bit for
         bit as if nobody had looked. Holds one copy of parameters and buffers. No backward pass inside.
         """
-        self._check_usable()
+        self._engine.check_usable()
         with saved_state(self.module, self._buckets):
-            with self._fatal():
+            with self._engine.fatal():
                 average_module_(self.module, self._buckets, self._world)
-            self._averaged = True
+            self._engine.is_averaged = True
             try:
                 yield
             finally:
-                self._averaged = False
+                self._engine.is_averaged = False
 
-    @torch.no_grad()
+    @torch.inference_mode(False)
     def consensus_distance(self) -> tuple[float, float]:
         r"""How far the replicas are apart: :math:`\sqrt{\frac1n \sum_i \|x_i - \bar x\|^2}`. Collective.
 
@@ -364,8 +256,8 @@ class GossipDataParallel(nn.Module):
         distance, relative : float
             The distance, and the same divided by the norm of the mean; over parameters, not buffers.
         """
-        self._check_usable()
-        with self._fatal():
+        self._engine.check_usable()
+        with self._engine.fatal():
             return consensus_distance(self._buckets, self._world)
 
     # ------------------------------------------------------------------ the module's own face
@@ -389,43 +281,25 @@ class GossipDataParallel(nn.Module):
     def close(self) -> None:
         """Remove the hooks and end communication; the module trains plainly afterwards. Local.
 
-        What is in flight is awaited and dropped.
+        What is in flight is awaited and dropped. A model that is no longer referenced is closed without waiting.
+
+        Raises
+        ------
+        ExchangeError
+            What was in flight did not arrive; the model is closed all the same.
         """
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        if self._error is None:
-            for in_flight in self._in_flight:
-                if in_flight is not None:
-                    in_flight.exchange.wait()
-        self._in_flight = [None] * len(self._buckets)
-        if self._transport is not None:
-            self._transport.close()
-        self._world.close()
-        if self.optimizer is not None:
-            self.optimizer.__dict__.pop("step", None)
-        self._error = self._error or GossipError("this GossipDataParallel has been closed")
-
-    def _check_alive(self) -> None:
-        if self._error is not None:
-            raise GossipError(f"rank {self.rank}: no training or averaging after: {self._error}") from self._error
-
-    def _check_usable(self) -> None:
-        self._check_alive()
-        if self._averaged:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
-                "leave the block first"
-            )
-
-    @contextlib.contextmanager
-    def _fatal(self) -> Iterator[None]:
-        """An error inside the block ends this model's training: the ranks are no longer in step."""
         try:
-            yield
-        except BaseException as error:
-            self._error = error
-            raise
+            if self._engine.error is None:
+                self._engine.drop_in_flight()
+        finally:
+            self._finalizer()
+
+
+def _give_back(engine: StepEngine, world: World, optimizer: Optimizer | None) -> None:
+    engine.close()
+    world.close()
+    if optimizer is not None:
+        optimizer.__dict__.pop("step", None)
 
 
 def _resolve_topology(topology: str | Topology, world_size: int) -> Topology:
@@ -447,6 +321,6 @@ def _resolve_topology(topology: str | Topology, world_size: int) -> Topology:
 
 
 def _bucket_cap_bytes(bucket_cap_mb: float) -> int:
-    if not bucket_cap_mb > 0:
+    if not (bucket_cap_mb > 0 and math.isfinite(bucket_cap_mb)):
         raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb}")
     return int(bucket_cap_mb * 2**20)

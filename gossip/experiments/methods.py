@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossip.averaging import average_module_, saved_state
+from gossip.engine import StepStats
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
 from gossip.world import World
-from gossip.wrapper import GossipDataParallel, StepStats
+from gossip.wrapper import GossipDataParallel
 from topologies import Round, Topology
 
 

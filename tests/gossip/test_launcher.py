@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,77 @@ def test_launch_under_torchrun_refuses_another_world_size(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="world_size is 4, but torchrun started 2 processes; pass world_size=2"):
         launch(process_id, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"port": 99999}, "port must be from 0 to 65535, got 99999"),
+        ({"num_threads": -1}, "num_threads must be at least 1, got -1"),
+    ],
+)
+def test_launch_refuses_arguments_out_of_range(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        launch(process_id, world_size=1, **arguments)
+
+
+def test_launch_refuses_a_function_that_workers_cannot_import() -> None:
+    with pytest.raises(TypeError, match="define the function at the top level of a module or script"):
+        launch(lambda: None, world_size=1)
+
+
+def unpicklable_result() -> object:
+    return threading.Lock()
+
+
+def launch_again() -> None:
+    launch(process_id, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (unpicklable_result, "rank 0 failed: TypeError: its result cannot be pickled"),
+        (launch_again, "gossip.launch was called inside a worker"),
+    ],
+)
+def test_launch_says_what_a_worker_did_wrong(function: Callable[[], object], text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        launch(function, world_size=1)
+
+
+PRINTING_SCRIPT = """
+from gossip import launch
+
+def speak():
+    print("hello")
+    raise ValueError("boom")
+
+{guard}launch(speak, world_size=1)
+"""
+
+
+def test_launch_keeps_what_a_failing_worker_printed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRINTING_SCRIPT.format(guard="if __name__ == '__main__': "))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "hello\n"
+    assert "rank 0 failed: ValueError: boom" in run.stderr
+
+
+def test_launch_asks_for_the_guard_of_the_main_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRINTING_SCRIPT.format(guard=""))
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "put the call under if __name__ ==" in run.stderr
+
+
+def test_launch_from_standard_input_is_refused() -> None:
+    source = PRINTING_SCRIPT.format(guard="")
+    run = subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, timeout=120)
+    assert "was typed into an interpreter, where workers cannot import it" in run.stderr
 
 
 TORCHRUN_SCRIPT = """

@@ -36,9 +36,6 @@ class HeldTransport:
             exchange.release()
         self.held.clear()
 
-    def close(self) -> None:
-        self.transport.close()
-
 
 class HeldExchange:
     bytes_sent = 0

@@ -56,7 +56,6 @@ def exchange_everything(name: str) -> list[str]:
                     wide = torch.float64 if dtype == torch.float64 else torch.float32
                     if error > tolerance * np.abs(everyone).max() or not unchanged or mixed.dtype != wide:
                         failures.append(f"{label} {dtype} step {step} bucket {bucket}: {error} {unchanged}")
-        transport.close()
         world.close()
     return failures
 
@@ -74,7 +73,6 @@ def bytes_of_each_topology() -> dict[str, int]:
         exchange = transport.start(torch.ones(100), topology.round(0), step=0, bucket=0)
         exchange.wait()
         sent[label] = exchange.bytes_sent
-        transport.close()
         world.close()
     return sent
 

@@ -1,0 +1,370 @@
+"""When a backward pass makes a step, and what happens around steps that go wrong."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gossip import GossipDataParallel, GossipError, ManifestError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+TINY_BUCKETS = 71 / 2**20
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def wrap(module: nn.Module | None = None) -> GossipDataParallel:
+    return GossipDataParallel(module or make_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS)
+
+
+# ------------------------------------------------------------------ what is a step
+
+
+def test_gradient_of_the_inputs_alone_is_no_step() -> None:
+    model = wrap()
+    inputs = torch.ones(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs)
+    model(inputs).sum().backward(inputs=[inputs])
+    assert gradient.shape == inputs.shape
+    assert model.step == 0
+    model(inputs).sum().backward()
+    assert model.step == 1
+
+
+def test_gradient_penalty_is_one_step_and_equals_plain_torch() -> None:
+    model, plain = wrap(), make_module()
+    optimizer = SGD(plain.parameters())
+    for module in (model, plain):
+        inputs = torch.ones(2, 3, requires_grad=True)
+        output = module(inputs)
+        (gradient,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        (output.mean() + gradient.square().sum()).backward()
+    optimizer.step()
+    assert model.step == 1
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Checkpointed(nn.Module):
+    """Segments under checkpoint, and an output that is not a plain tensor."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use_reentrant = use_reentrant
+        self.segments = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        for segment in self.segments:
+            x = checkpoint(segment, x, use_reentrant=self.use_reentrant)
+        return Output(x)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("as_a_whole", [True, False])
+def test_checkpointed_model_makes_one_step(use_reentrant: bool, as_a_whole: bool) -> None:
+    model, plain = wrap(Checkpointed(use_reentrant)), Checkpointed(use_reentrant)
+    for module in (model, plain):
+        inputs = torch.ones(2, 4, requires_grad=True)
+        if as_a_whole:
+            logits = checkpoint(lambda x, module=module: module(x).logits, inputs, use_reentrant=use_reentrant)
+        else:
+            logits = module(inputs).logits
+        logits.square().mean().backward()
+    SGD(plain.parameters()).step()
+    assert model.step == 1
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_two_forwards_before_one_backward_are_one_step() -> None:
+    model, plain = wrap(), make_module()
+    for module in (model, plain):
+        (module(torch.ones(2, 3)).sum() + module(torch.zeros(2, 3)).sum()).backward()
+    SGD(plain.parameters()).step()
+    assert model.step == 1
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_evaluation_and_forwards_without_backward_are_no_steps() -> None:
+    model = wrap()
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    with torch.inference_mode():
+        model(torch.ones(1, 3))
+        model.idle_step()
+    model(torch.ones(1, 3))
+    assert model.step == 1  # the idle one
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.step == 2
+
+
+def steps_with_control_flow_that_differs() -> int:
+    """Each rank and step uses another part of the model, or none."""
+    model = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)))
+    for step in range(6):
+        part = (model.rank + step) % 4
+        if part == 3:
+            model.idle_step()
+        else:
+            model.module[part](torch.ones(1, 3)).sum().backward()
+    model.global_avg()
+    everyone = [torch.empty(3, 3) for _ in range(model.world_size)]
+    for layer in model.module:
+        dist.all_gather(everyone, layer.weight.detach().contiguous())
+        assert all(torch.equal(other, everyone[0]) for other in everyone)
+    model.close()
+    return model.step
+
+
+def test_control_flow_may_differ_by_rank_and_step() -> None:
+    assert launch(steps_with_control_flow_that_differs, world_size=3) == [6, 6, 6]
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_backward_refused_inside_averaged_leaves_the_model_usable() -> None:
+    model, plain = wrap(), wrap()
+    with model.averaged(), pytest.raises(GossipError, match="leave the block first"):
+        model(torch.ones(1, 3)).sum().backward()
+    for each in (model, plain):
+        each(torch.ones(1, 3)).sum().backward()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_backward_through_a_freed_graph_leaves_the_model_usable() -> None:
+    model = wrap()
+    loss = model(torch.ones(1, 3)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.step == 2
+
+
+class FailingTail(nn.Module):
+    """The second layer's backward passes; then an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.fails = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.fails:
+            hidden.register_hook(self.fail)
+        return self.second(hidden)
+
+    def fail(self, _: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("going_on", ["forward", "idle_step", "global_avg", "consensus_distance", "averaged"])
+def test_backward_that_died_after_a_send_ends_training(going_on: str) -> None:
+    model = wrap(FailingTail())
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 3)).sum().backward()
+    calls = {"forward": lambda: model(torch.ones(1, 3)), "averaged": lambda: model.averaged().__enter__()}
+    with pytest.raises(GossipError, match="backward pass of step 0 was ended by an exception"):
+        calls.get(going_on, lambda: getattr(model, going_on)())()
+
+
+def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
+    module = FailingTail()
+    start = copy.deepcopy(module.state_dict())
+    model = GossipDataParallel(module, SGD)  # one bucket: it waits for the first layer
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 3)).sum().backward()
+    module.fails = False
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.step == 1
+    plain = FailingTail()
+    plain.load_state_dict(start)
+    plain.fails = False
+    plain(torch.ones(1, 3)).sum().backward()
+    SGD(plain.parameters()).step()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted)  # the gradients of the dead pass have not been added
+
+
+@pytest.mark.parametrize("how", ["data", "double"])
+def test_parameter_that_left_its_bucket_is_refused_by_name(how: str) -> None:
+    model = wrap()
+    if how == "data":
+        model.module[2].bias.data = torch.zeros(1)
+    else:
+        model.module.double()
+    with pytest.raises(GossipError, match=r"parameter '2\.(bias|weight)' has left its bucket"):
+        model(torch.ones(1, 3, dtype=model.module[0].weight.dtype)).sum().backward()
+
+
+class CountingInGroup(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step(closure)
+
+
+class CountingInItself(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure: None = None) -> None:
+        self.count += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [CountingInGroup, CountingInItself])
+def test_optimizer_that_counts_for_all_parameters_is_refused(optimizer: type[torch.optim.SGD]) -> None:
+    model = GossipDataParallel(make_module(), functools.partial(optimizer, lr=0.1))
+    with pytest.raises(GossipError, match=f"{optimizer.__name__} keeps 'count' for several parameters together"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_scheduler_built_before_wrapping_does_not_warn() -> None:
+    module = make_module()
+    optimizer = SGD(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model = GossipDataParallel(module, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            scheduler.step()
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_backward_after_close_is_plain() -> None:
+    model = wrap()
+    loss = model(torch.ones(1, 3)).sum()
+    model.close()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss.backward()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is not None
+
+
+def test_model_that_is_dropped_is_freed() -> None:
+    model = wrap()
+    model(torch.ones(1, 3)).sum().backward()
+    block = weakref.ref(model.module[0].weight)
+    del model
+    gc.collect()
+    assert block() is None
+
+
+def wrap_many_times(how: str) -> tuple[int, int]:
+    """Threads alive after 3 wraps and after 13."""
+    counts = []
+    for number in range(13):
+        if how == "refused":
+            with pytest.raises(ValueError, match="rign"):
+                GossipDataParallel(make_module(), SGD, "rign")
+        else:
+            model = wrap()
+            model(torch.ones(1, 3)).sum().backward()
+            model.global_avg()
+            if how == "closed":
+                model.close()
+            del model
+        gc.collect()
+        if number in (2, 12):
+            dist.barrier()
+            counts.append(threading.active_count())
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "refused"])
+def test_wrapping_many_times_leaves_no_threads(how: str) -> None:
+    for early, late in launch(wrap_many_times, how, world_size=2):
+        assert late <= early
+
+
+# ------------------------------------------------------------------ dtypes and buffers
+
+
+def idle_steps_in_half_precision(dtype: torch.dtype) -> bool:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64).to(dtype)
+    model = GossipDataParallel(module, None, "complete")
+    before = module.weight.detach().clone()
+    for _ in range(3):
+        model.idle_step()
+    unchanged = torch.equal(module.weight, before)
+    model.close()
+    return unchanged
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_mixing_equal_replicas_changes_nothing(dtype: torch.dtype, world_size: int) -> None:
+    assert all(launch(idle_steps_in_half_precision, dtype, world_size=world_size))
+
+
+BUFFER_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.int64)
+
+
+def broadcast_buffers() -> list[list[float]]:
+    module = nn.Linear(1, 1)
+    for dtype in BUFFER_DTYPES:
+        values = torch.full((2, 3), float(dist.get_rank() + 1)).to(dtype).t()
+        module.register_buffer(str(dtype).replace(".", "_"), values)
+    module.register_buffer("scalar", torch.tensor(dist.get_rank() + 5))
+    model = GossipDataParallel(module, SGD, "ring")
+    values = [buffer.float().flatten().tolist() for buffer in module.buffers()]
+    model.global_avg()
+    assert values == [buffer.float().flatten().tolist() for buffer in module.buffers()]
+    model.close()
+    return values
+
+
+def test_buffers_of_every_dtype_come_from_rank_0() -> None:
+    for values in launch(broadcast_buffers, world_size=2):
+        assert values == [[1.0] * 6] * len(BUFFER_DTYPES) + [[5.0]]
+
+
+def average_buffers_that_differ() -> str:
+    module = nn.Linear(1, 1)
+    model = GossipDataParallel(module, SGD, "ring")
+    module.register_buffer("cache", torch.zeros(4 + model.rank))
+    with pytest.raises(ManifestError) as caught:
+        model.global_avg()
+    return str(caught.value)
+
+
+def test_buffers_that_came_to_differ_are_named_on_every_rank() -> None:
+    for text in launch(average_buffers_that_differ, world_size=2):
+        assert "buffer 'cache' is torch.float32 [4] on rank 0, but torch.float32 [5] on rank 1" in text
+
+
+def test_buffer_made_inside_averaged_survives() -> None:
+    model = wrap()
+    with model.averaged():
+        model.module.register_buffer("late", torch.ones(2))
+    assert torch.equal(model.module.late, torch.ones(2))
