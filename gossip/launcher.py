@@ -78,7 +78,7 @@ def launch(
     """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
 
     Under torchrun (``RANK`` is set) nothing is started: this process joins torchrun's group, runs the function as that
-    one rank, and the list holds its one result.
+    one rank, and the list holds its one result; an exception is printed and ends the process.
 
     Parameters
     ----------
@@ -125,7 +125,11 @@ def launch(
                 f"pass world_size={os.environ['WORLD_SIZE']} or change torchrun's --nproc-per-node"
             )
         with joined_process_group(backend=backend, timeout=timeout):
-            return [function(*args)]
+            try:
+                return [function(*args)]
+            except (Exception, KeyboardInterrupt) as error:
+                traceback.print_exc()
+                _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     _check_arguments(function, args, world_size, port, num_threads)
 
     listener = _listen(port)
@@ -352,7 +356,7 @@ def _work(
         summary = "".join(traceback.format_exception_only(error)).strip()
         secondary = any(words in summary for words in _PEER_IS_GONE)
         channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary)))
-        _leave_at_once()  # communication that cannot end any more must not hold the process
+        _leave_at_once(1)
     channel.send_bytes(report)
     channel.recv_bytes()  # a rank that closed its sockets now could take a peer's last message with it
     dist.destroy_process_group()
@@ -362,11 +366,12 @@ def _leave_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
-    _leave_at_once()
+    _leave_at_once(1)
 
 
-def _leave_at_once() -> NoReturn:
+def _leave_at_once(status: int) -> NoReturn:
+    """End the process without the interpreter's own ending: communication that cannot end any more would hold it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(1)
+    os._exit(status)

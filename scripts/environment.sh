@@ -8,7 +8,7 @@ fail() {
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3.12 python3.11 python3 python; do
+    for candidate in "${PYTHON:-}" python3.11 python3.12 python3 python; do
         if [ -n "$candidate" ] &&
             "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
                 >/dev/null 2>&1; then

@@ -21,7 +21,8 @@ from gossip.experiments.job import reason, run_job
 from gossip.experiments.settings import ConfigurationError
 from gossip.experiments.summary import percent
 from gossip.experiments.table import print_run
-from gossip.launcher import joined_process_group, under_torchrun
+from gossip.launcher import DEFAULT_TIMEOUT, joined_process_group, under_torchrun
+from gossip.world import World
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"
 """The environment variable from which the configuration takes the last part of the run folder's name."""
@@ -170,9 +171,10 @@ def _report_rank(error: BaseException, rank: int) -> int:
 
 
 def _name_of_rank_0() -> str:
-    names = [run_folder.new_name()]
-    dist.broadcast_object_list(names)
-    return names[0]
+    world = World(DEFAULT_TIMEOUT)
+    names = world.gather_bytes(run_folder.new_name().encode(), "agreeing on a run folder")
+    world.close()
+    return names[0].decode()
 
 
 def _terminate(signal_number: int, _: FrameType | None) -> None:

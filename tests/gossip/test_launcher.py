@@ -195,6 +195,29 @@ def test_launch_joins_torchrun(tmp_path: Path) -> None:
     ]
 
 
+FAILING_TORCHRUN_SCRIPT = """
+import torch.distributed as dist
+from gossip import launch
+
+def fail():
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+    dist.barrier()
+
+if __name__ == "__main__":
+    launch(fail, world_size=2)
+"""
+
+
+def test_launch_under_torchrun_ends_with_the_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING_TORCHRUN_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "ValueError: boom" in run.stderr
+
+
 WAITING_SCRIPT = """
 import os, time
 from gossip import launch
