@@ -1,76 +1,28 @@
-"""What holds besides the recursion: averaging, restoring, refusing, and being a plain trainer in a world of one."""
+"""Construction, mixing, and being a plain trainer in a world of one."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from replicas import (
+    SGD,
+    TINY_BUCKETS,
+    assert_equal_states,
+    gathered,
+    rank_module,
+    snapshot,
+    train,
+)
 from torch import nn
 
-from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, World, launch
+from gossip import GossipDataParallel, GossipError, launch
 from topologies import Round, Topology, build
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-TINY_BUCKETS = 71 / 2**20
-
-
-class NormalisedNet(nn.Module):
-    """With float, integer and boolean buffers, a frozen and a tied parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.second = nn.Linear(6, 6)
-        self.third = nn.Linear(6, 6)
-        self.third.weight = self.second.weight
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.register_buffer("mask", torch.tensor([True, False]))
-        self.register_buffer("level", torch.zeros(5, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(torch.tanh(self.second(torch.relu(self.norm(self.first(x)))))) * self.frozen.sum()
-
-
-def rank_module(seed: int = 0) -> NormalisedNet:
-    """Another initialisation on every rank."""
-    torch.manual_seed(seed + dist.get_rank())
-    module = NormalisedNet()
-    with torch.no_grad():
-        module.level.fill_(dist.get_rank() + 1)
-        module.frozen.fill_(dist.get_rank() + 1)
-    return module
-
-
-def train(model: GossipDataParallel, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * model.rank + step)
-        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-
-
-def snapshot(model: GossipDataParallel) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_equal_states(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(actual[name], wanted[name]), name
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor.contiguous())
-    return torch.stack(rows)
-
-
-# ------------------------------------------------------------------ construction
 
 
 def check_start() -> None:
@@ -155,224 +107,6 @@ def check_biased_weights_are_refused() -> None:
 
 def test_construction_refuses_weights_that_bias_the_mean() -> None:
     launch(check_biased_weights_are_refused, world_size=3)
-
-
-# ------------------------------------------------------------------ manifest
-
-
-def odd_one_out(what: str) -> str:
-    """What every rank is told when rank 2 differs."""
-    odd = dist.get_rank() == 2
-    module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    topology, bucket_cap_mb, optimizer = "ring", 25.0, SGD
-    if odd and what == "shape":
-        module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
-    if odd and what == "dtype":
-        module[1].double()
-    if odd and what == "order":
-        module = nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 3))
-    if odd and what == "buffer":
-        module.register_buffer("mean", torch.zeros(2))
-    if odd and what == "frozen":
-        module[0].weight.requires_grad_(False)
-    if odd and what == "topology":
-        topology = "complete"
-    if odd and what == "bucket_cap_mb":
-        bucket_cap_mb = 1.0
-    if odd and what == "optimizer":
-        optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
-    if odd and what == "refused":
-        topology = "hypercube"
-    with pytest.raises((ManifestError, ValueError)) as caught:
-        GossipDataParallel(module, optimizer, topology, bucket_cap_mb=bucket_cap_mb)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "texts"),
-    [
-        ("shape", ["parameter 1 is '0.weight' float32 [3, 4]", "on rank 0, but '0.weight' float32 [5, 4]"]),
-        ("dtype", ["parameter 3 is '1.weight' float32", "but '1.weight' float64"]),
-        ("order", ["parameter 1 is '0.weight' float32 [3, 4]", "but '0.weight' float32 [2, 3]"]),
-        ("buffer", ["buffer 1 is nothing on rank 0, but 'mean' float32 [2]"]),
-        ("frozen", ["parameter 1 is '0.weight'", "frozen on rank 2"]),
-        ("topology", ["topology is", "ring", "on rank 0, but", "complete"]),
-        ("bucket_cap_mb", ["bucket_cap_mb is 25 on rank 0, but 1 on rank 2"]),
-        ("optimizer", ["optimizer is SGD on rank 0, but AdamW on rank 2"]),
-    ],
-)
-def test_manifest_difference_is_named_on_every_rank(what: str, texts: list[str]) -> None:
-    messages = launch(odd_one_out, what, world_size=3)
-    assert len(set(messages)) == 1
-    assert "rank 2" in messages[0]
-    for text in texts:
-        assert text in messages[0]
-
-
-def test_manifest_tells_the_others_what_one_rank_refused() -> None:
-    first, second, odd = launch(odd_one_out, "refused", world_size=3)
-    assert first == second
-    assert "on rank 2" in first
-    assert "hypercube" in first
-    assert "hypercube" in odd
-
-
-def gather_words() -> tuple[list[bytes], list[bytes]]:
-    world = World(timedelta(seconds=60))
-    everyone = world.gather_bytes(b"x" * (2 * world.rank), "testing"), world.gather_bytes(b"", "testing")
-    world.close()
-    return everyone
-
-
-def test_bytes_of_any_length_are_gathered() -> None:
-    assert launch(gather_words, world_size=3) == [([b"", b"xx", b"xxxx"], [b"", b"", b""])] * 3
-
-
-# ------------------------------------------------------------------ time-outs
-
-
-def stop_early(topology: str) -> str:
-    """Rank 1 makes one step, the others try to make three: what they are told."""
-    model = GossipDataParallel(nn.Linear(3, 1), SGD, topology, timeout=timedelta(seconds=0.5))
-    model(torch.ones(1, 3)).sum().backward()
-    text = "stopped"
-    if model.rank != 1:
-        model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(ExchangeError) as caught:
-            model(torch.ones(1, 3)).sum().backward()
-        text = str(caught.value)
-        with pytest.raises(GossipError, match="no training or averaging after"):
-            model(torch.ones(1, 3))
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return text
-
-
-@pytest.mark.parametrize(
-    ("topology", "first", "third"),
-    [
-        ("directed_ring", "the message of rank 1", "rank 1 to take ours"),
-        ("ring", "the all-reduce with ranks 1, 2", "the all-reduce with ranks 0, 1"),
-    ],
-)
-def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, first: str, third: str) -> None:
-    by_rank = launch(stop_early, topology, world_size=3)
-    for rank, awaited in ((0, first), (2, third)):
-        assert f"rank {rank}: step 1, bucket 0: waited 0.5 s in vain for {awaited}; that rank" in by_rank[rank]
-
-
-def absent_at_average() -> str:
-    model = GossipDataParallel(nn.Linear(3, 1), SGD, "ring", timeout=timedelta(seconds=0.5))
-    text = "absent"
-    if model.rank:
-        with pytest.raises(ExchangeError) as caught:
-            model.global_avg()
-        text = str(caught.value)
-        with pytest.raises(GossipError, match="no training or averaging after"):
-            model.global_avg()
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return text
-
-
-def test_wait_for_an_absent_rank_at_the_global_average_is_named() -> None:
-    _, second, third = launch(absent_at_average, world_size=3)
-    assert "rank 1: comparing buffers before averaging: not all of the 3 ranks took part within 0.5 s" in second
-    assert "rank 2: comparing buffers before averaging" in third
-
-
-# ------------------------------------------------------------------ averaging
-
-
-def check_global_average() -> None:
-    model = GossipDataParallel(rank_module(), SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
-    train(model, range(5))
-    with torch.no_grad():
-        model.module.level.fill_(model.rank)
-        model.module.mask.fill_(model.rank == 0)
-    before = {name: gathered(tensor) for name, tensor in snapshot(model).items()}
-    model.global_avg()
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(tensor, before[name].double().mean(0).to(tensor.dtype))
-        else:
-            assert torch.equal(tensor, before[name][0]), name
-        assert torch.equal(gathered(tensor), tensor.expand(model.world_size, *tensor.shape)), name
-    assert max(model.consensus_distance()) < 1e-6
-    assert model.step == 5
-    # What was in flight before is gone: the next step starts from the average, everywhere.
-    average = snapshot(model)
-    train(model, range(5, 6))
-    model.close()
-    plain = rank_module()
-    plain.load_state_dict(average)
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad:
-            update = 0.1 * model.optimizer.state[parameter]["momentum_buffer"]
-            torch.testing.assert_close(parameter, plain.get_parameter(name) - update)
-
-
-def test_global_avg_makes_all_ranks_equal_and_drops_what_was_in_flight() -> None:
-    launch(check_global_average, world_size=4)
-
-
-def train_and_look(look: bool) -> dict[str, np.ndarray]:
-    model = GossipDataParallel(rank_module(), SGD, "exponential", bucket_cap_mb=TINY_BUCKETS)
-    for step in range(6):
-        train(model, range(step, step + 1))
-        if look:
-            before = snapshot(model)
-            rows = gathered(model.module.first.weight)
-            with model.averaged():
-                torch.testing.assert_close(model.module.first.weight, rows.mean(0))
-                model.eval()
-                model(torch.ones(2, 4))
-                model.train()
-            assert_equal_states(snapshot(model), before)
-            with pytest.raises(ZeroDivisionError), model.averaged():
-                raise ZeroDivisionError
-            assert_equal_states(snapshot(model), before)
-            model.consensus_distance()
-    state = {name: tensor.float().numpy() for name, tensor in snapshot(model).items()}
-    model.close()
-    return state
-
-
-def test_averaged_restores_everything_and_training_goes_on_bit_for_bit() -> None:
-    looked, unseen = launch(train_and_look, True, world_size=5), launch(train_and_look, False, world_size=5)
-    for with_look, without in zip(looked, unseen, strict=True):
-        for name in without:
-            assert np.array_equal(with_look[name], without[name]), name
-
-
-def check_no_training_inside_averaged() -> None:
-    model = GossipDataParallel(rank_module(), SGD, "ring")
-    train(model, range(1))
-    with model.averaged():
-        loss = model(torch.ones(2, 4)).sum()
-        for refused in (loss.backward, model.global_avg, model.idle_step):
-            with pytest.raises(GossipError, match="leave the block first"):
-                refused()
-
-
-def test_averaged_refuses_training_inside() -> None:
-    launch(check_no_training_inside_averaged, world_size=2)
-
-
-def check_consensus_distance() -> None:
-    model = GossipDataParallel(rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS)
-    assert max(model.consensus_distance()) < 1e-6
-    train(model, range(4))
-    rows = gathered(torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()]).double())
-    distance = (rows - rows.mean(0)).square().sum(1).mean().sqrt().item()
-    assert distance > 0
-    wanted = (distance, distance / rows.mean(0).norm().item())
-    assert model.consensus_distance() == pytest.approx(wanted, rel=1e-5)
-
-
-def test_consensus_distance_is_its_definition() -> None:
-    launch(check_consensus_distance, world_size=3)
-
-
-# ------------------------------------------------------------------ mixing
 
 
 def average_follows_all_reduce(name: str) -> np.ndarray:
@@ -470,9 +204,6 @@ def edit_between_steps() -> list[float]:
 def test_edits_between_launch_and_mix_survive() -> None:
     # 10 + rank was loaded over rank, whose mix moves it by mean - rank = 0.5 - rank.
     assert launch(edit_between_steps, world_size=2) == [[10.5] * 3, [10.5] * 3]
-
-
-# ------------------------------------------------------------------ a world of one
 
 
 def test_world_of_one_trains_as_plain_torch() -> None:

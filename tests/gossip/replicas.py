@@ -1,0 +1,64 @@
+"""A module with everything in it, and what tests do with its replicas."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip import GossipDataParallel
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+
+
+class NormalisedNet(nn.Module):
+    """With float, integer and boolean buffers, a frozen and a tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 6)
+        self.third = nn.Linear(6, 6)
+        self.third.weight = self.second.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("level", torch.zeros(5, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.relu(self.norm(self.first(x)))))) * self.frozen.sum()
+
+
+def rank_module(seed: int = 0) -> NormalisedNet:
+    """Another initialisation on every rank."""
+    torch.manual_seed(seed + dist.get_rank())
+    module = NormalisedNet()
+    with torch.no_grad():
+        module.level.fill_(dist.get_rank() + 1)
+        module.frozen.fill_(dist.get_rank() + 1)
+    return module
+
+
+def train(model: GossipDataParallel, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * model.rank + step)
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+
+
+def snapshot(model: GossipDataParallel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal_states(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.equal(actual[name], wanted[name]), name
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor.contiguous())
+    return torch.stack(rows)

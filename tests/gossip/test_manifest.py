@@ -1,0 +1,132 @@
+"""What is compared before the first exchange, and what a missing rank is told after its time-out."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from replicas import (
+    SGD,
+)
+from torch import nn
+
+from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, World, launch
+
+
+def odd_one_out(what: str) -> str:
+    """What every rank is told when rank 2 differs."""
+    odd = dist.get_rank() == 2
+    module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    topology, bucket_cap_mb, optimizer = "ring", 25.0, SGD
+    if odd and what == "shape":
+        module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    if odd and what == "dtype":
+        module[1].double()
+    if odd and what == "order":
+        module = nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 3))
+    if odd and what == "buffer":
+        module.register_buffer("mean", torch.zeros(2))
+    if odd and what == "frozen":
+        module[0].weight.requires_grad_(False)
+    if odd and what == "topology":
+        topology = "complete"
+    if odd and what == "bucket_cap_mb":
+        bucket_cap_mb = 1.0
+    if odd and what == "optimizer":
+        optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
+    if odd and what == "refused":
+        topology = "hypercube"
+    with pytest.raises((ManifestError, ValueError)) as caught:
+        GossipDataParallel(module, optimizer, topology, bucket_cap_mb=bucket_cap_mb)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("shape", ["parameter 1 is '0.weight' float32 [3, 4]", "on rank 0, but '0.weight' float32 [5, 4]"]),
+        ("dtype", ["parameter 3 is '1.weight' float32", "but '1.weight' float64"]),
+        ("order", ["parameter 1 is '0.weight' float32 [3, 4]", "but '0.weight' float32 [2, 3]"]),
+        ("buffer", ["buffer 1 is nothing on rank 0, but 'mean' float32 [2]"]),
+        ("frozen", ["parameter 1 is '0.weight'", "frozen on rank 2"]),
+        ("topology", ["topology is", "ring", "on rank 0, but", "complete"]),
+        ("bucket_cap_mb", ["bucket_cap_mb is 25 on rank 0, but 1 on rank 2"]),
+        ("optimizer", ["optimizer is SGD on rank 0, but AdamW on rank 2"]),
+    ],
+)
+def test_manifest_difference_is_named_on_every_rank(what: str, texts: list[str]) -> None:
+    messages = launch(odd_one_out, what, world_size=3)
+    assert len(set(messages)) == 1
+    assert "rank 2" in messages[0]
+    for text in texts:
+        assert text in messages[0]
+
+
+def test_manifest_tells_the_others_what_one_rank_refused() -> None:
+    first, second, odd = launch(odd_one_out, "refused", world_size=3)
+    assert first == second
+    assert "on rank 2" in first
+    assert "hypercube" in first
+    assert "hypercube" in odd
+
+
+def gather_words() -> tuple[list[bytes], list[bytes]]:
+    world = World(timedelta(seconds=60))
+    everyone = world.gather_bytes(b"x" * (2 * world.rank), "testing"), world.gather_bytes(b"", "testing")
+    world.close()
+    return everyone
+
+
+def test_bytes_of_any_length_are_gathered() -> None:
+    assert launch(gather_words, world_size=3) == [([b"", b"xx", b"xxxx"], [b"", b"", b""])] * 3
+
+
+def stop_early(topology: str) -> str:
+    """Rank 1 makes one step, the others try to make three: what they are told."""
+    model = GossipDataParallel(nn.Linear(3, 1), SGD, topology, timeout=timedelta(seconds=0.5))
+    model(torch.ones(1, 3)).sum().backward()
+    text = "stopped"
+    if model.rank != 1:
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ExchangeError) as caught:
+            model(torch.ones(1, 3)).sum().backward()
+        text = str(caught.value)
+        with pytest.raises(GossipError, match="no training or averaging after"):
+            model(torch.ones(1, 3))
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("topology", "first", "third"),
+    [
+        ("directed_ring", "the message of rank 1", "rank 1 to take ours"),
+        ("ring", "the all-reduce with ranks 1, 2", "the all-reduce with ranks 0, 1"),
+    ],
+)
+def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, first: str, third: str) -> None:
+    by_rank = launch(stop_early, topology, world_size=3)
+    for rank, awaited in ((0, first), (2, third)):
+        assert f"rank {rank}: step 1, bucket 0: waited 0.5 s in vain for {awaited}; that rank" in by_rank[rank]
+
+
+def absent_at_average() -> str:
+    model = GossipDataParallel(nn.Linear(3, 1), SGD, "ring", timeout=timedelta(seconds=0.5))
+    text = "absent"
+    if model.rank:
+        with pytest.raises(ExchangeError) as caught:
+            model.global_avg()
+        text = str(caught.value)
+        with pytest.raises(GossipError, match="no training or averaging after"):
+            model.global_avg()
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+def test_wait_for_an_absent_rank_at_the_global_average_is_named() -> None:
+    _, second, third = launch(absent_at_average, world_size=3)
+    assert "rank 1: comparing buffers before averaging: not all of the 3 ranks took part within 0.5 s" in second
+    assert "rank 2: comparing buffers before averaging" in third
