@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from loguru import logger
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -113,6 +115,7 @@ class StepEngine:
             [] if optimizer is None else [BucketOptimizer(optimizer, bucket.parameters) for bucket in buckets]
         )
         self._progress = _StepProgress(buckets)
+        _open_engines.add(self)
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, name))
             for bucket in buckets
@@ -281,8 +284,28 @@ class StepEngine:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        _open_engines.discard(self)
         self.in_flight = [None] * len(self.buckets)
         self.error = self.error or GossipError("this GossipDataParallel has been closed")
+
+
+_open_engines: weakref.WeakSet[StepEngine] = weakref.WeakSet()
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Refuse a module whose parameters some model trains already.
+
+    Raises
+    ------
+    ValueError
+        Names the parameter.
+    """
+    taken = {id(p) for engine in _open_engines for bucket in engine.buckets for p in bucket.parameters}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in taken:
+            raise ValueError(
+                f"parameter {name!r} belongs to a GossipDataParallel already; wrap a module once, or close() the other"
+            )
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -46,6 +46,8 @@ class World:
     """
 
     def __init__(self, timeout: timedelta) -> None:
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)")
         if not timeout > timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.timeout = timeout

@@ -18,7 +18,7 @@ import topologies
 from gossip.averaging import average_module_, consensus_distance, saved_state
 from gossip.bucket_optimizer import OptimizerFactory, build_optimizer, make_step_passive
 from gossip.buckets import check_parameters, make_buckets
-from gossip.engine import StepEngine, StepStats
+from gossip.engine import StepEngine, StepStats, check_not_wrapped
 from gossip.errors import GossipError
 from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
 from gossip.transports import DistributedTransport, Transport
@@ -129,6 +129,7 @@ class GossipDataParallel(nn.Module):
             topology = _resolve_topology(topology, world.world_size)
             cap_bytes = _bucket_cap_bytes(bucket_cap_mb)
             check_parameters(module)
+            check_not_wrapped(module)
             optimizer = build_optimizer(optimizer, module)
             manifest = build_manifest(module, topology, optimizer, cap_bytes)
         except Exception as error:
@@ -160,11 +161,11 @@ class GossipDataParallel(nn.Module):
         self._finalizer.atexit = False
         if world.rank == 0:
             logger.info(
-                "gossip over {} ranks, topology {}, {} bucket(s) of {} MiB",
+                "{} rank{}, topology {}, buckets of {}",
                 world.world_size,
+                "" if world.world_size == 1 else "s",
                 topology.name,
-                len(buckets),
-                ", ".join(f"{bucket.block.nbytes / 2**20:.3g}" for bucket in buckets),
+                ", ".join(_size(bucket.block.nbytes) for bucket in buckets) or "nothing",
             )
 
     @property
@@ -320,7 +321,13 @@ def _resolve_topology(topology: str | Topology, world_size: int) -> Topology:
     return topology
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.3g} KiB"
+
+
 def _bucket_cap_bytes(bucket_cap_mb: float) -> int:
+    if not isinstance(bucket_cap_mb, int | float):
+        raise TypeError(f"bucket_cap_mb must be a number of MiB, got {bucket_cap_mb!r}")
     if not (bucket_cap_mb > 0 and math.isfinite(bucket_cap_mb)):
         raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb}")
     return int(bucket_cap_mb * 2**20)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -67,6 +69,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
     ValueError, TypeError, OSError, ImportError
         Something in it cannot be had; the text says what.
     """
+    _import_modules(config)
     settings = Settings.from_config(config)
     data_config = dict(config["data"])
     partition_config = data_config.pop("partition", {})
@@ -125,6 +128,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         Something cannot be built.
     """
     try:
+        _import_modules(config)
         settings = Settings.from_config(config)
         make_topology(config, settings)
         for package in _NEEDED_AT_THE_END:
@@ -136,6 +140,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         module = experiment.make_module()
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
         experiment.make_scheduler(optimizer, experiment.settings.epochs * experiment.shards.steps_per_epoch)
+        _check_model_takes_data(module, experiment.data)
     except ConfigurationError:
         raise
     except KeyError as error:
@@ -143,6 +148,33 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise ConfigurationError(" ".join(str(error).split())) from error
     return experiment
+
+
+def _import_modules(config: Mapping[str, Any]) -> None:
+    for name in config.get("imports") or ():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"imports={name} cannot be imported: {error}; put its folder on the path, PYTHONPATH=folder"
+            ) from error
+
+
+def _check_model_takes_data(module: nn.Module, data: Data) -> None:
+    try:
+        with torch.no_grad():
+            logits = module.eval()(data.train_inputs[:2])
+    except (RuntimeError, ValueError, IndexError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigurationError(
+            f"{type(module).__name__} cannot take the inputs of {data.name} ({data.train_inputs.dtype}, "
+            f"{list(data.train_inputs.shape[1:])} a sample): {first_line}; choose another model=... or data=..."
+        ) from error
+    if logits.shape != (*data.train_targets[:2].shape, data.num_classes):
+        raise ConfigurationError(
+            f"{type(module).__name__} gives outputs of shape {list(logits.shape)} for 2 samples of {data.name}, but "
+            f"{[*data.train_targets[:2].shape, data.num_classes]} is needed; choose another model=... or data=..."
+        )
 
 
 def _factory(config: Mapping[str, Any], key: str) -> Callable[..., Any]:

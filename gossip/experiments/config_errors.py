@@ -11,7 +11,7 @@ from gossip.experiments.settings import nearest
 
 
 def explain(error: BaseException, config_folder: Path) -> str | None:
-    """One line for an error of hydra's composition; None for any other error.
+    """One line for an error of hydra's composition or of a folder that cannot be made; None for any other error.
 
     Parameters
     ----------
@@ -31,7 +31,11 @@ def explain(error: BaseException, config_folder: Path) -> str | None:
     unknown = re.match(r"Could not override '([^']*)'", str(error))
     if isinstance(error, HydraException) and unknown:
         key = unknown[1]
-        return f"the configuration has no key {key}{nearest(key, sorted(set(_keys(config_folder))))}"
+        known = sorted(set(_keys(config_folder)))
+        hint = "; another option of the group has it" if key in known else nearest(key, known)
+        return f"the configuration has no key {key}{hint}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; output_root=... says where run folders are made"
     if isinstance(error, HydraException | OmegaConfBaseException):
         lines = [_first_line(error)]
         if isinstance(error.__cause__, HydraException | OmegaConfBaseException):

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 import topologies
 from gossip.experiments import figures, records
 from gossip.experiments.settings import ConfigurationError
@@ -83,8 +85,11 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> None:
 def draw_figures(folder: Path, world_size: int, topology: Topology | None) -> None:
     """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG."""
     by_rank = [records.read_jsonl(folder / f"rank{rank}.jsonl") for rank in range(world_size)]
-    figures.training_figure(by_rank, folder / "training.svg")
-    figures.consensus_figure(by_rank, folder / "consensus.svg")
+    for draw, name in ((figures.training_figure, "training.svg"), (figures.consensus_figure, "consensus.svg")):
+        try:
+            draw(by_rank, folder / name)
+        except ValueError as error:  # a run that diverged has no numbers to draw, but has a result
+            logger.warning("{} is left out: {}", name, error)
     if topology is not None:
         topologies.draw(topology, folder / "topology.svg")
 
@@ -100,4 +105,5 @@ def _versions() -> dict[str, str]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(records.without_non_finite(content), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")

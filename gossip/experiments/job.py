@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,8 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
         summary = run(config, str(folder))
         summary |= {"overrides": list(overrides), "wall_time_s": time.perf_counter() - started_at}
         if world.rank == 0:
+            if not math.isfinite(summary["averaged_test_loss"]):
+                logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
             run_folder.draw_figures(folder, world_size=summary["world_size"], topology=topology)
             run_folder.write_summary(folder, summary)
     except BaseException as error:

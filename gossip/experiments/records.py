@@ -57,7 +57,7 @@ class JsonlWriter:
             A value is not JSON's: neither number, string, bool or None, nor a list or dict of them. Nothing is written.
         """
         try:
-            line = json.dumps(_without_non_finite(record), allow_nan=False)
+            line = json.dumps(without_non_finite(record), allow_nan=False)
         except TypeError as error:
             raise TypeError(
                 f"a record for {self.path} cannot be written as JSON: {error}; pass plain numbers, tensor.item() for a "
@@ -113,13 +113,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def _without_non_finite(value: Any) -> Any:
+def without_non_finite(value: Any) -> Any:
+    """``value`` with None in place of every NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _without_non_finite(item) for key, item in value.items()}
+        return {key: without_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_non_finite(item) for item in value]
+        return [without_non_finite(item) for item in value]
     return value
 
 

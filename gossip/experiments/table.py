@@ -41,7 +41,7 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
         "local\nworst",
         "relative\nconsensus distance",
         "steps",
-        "wall\ntime",
+        "time\nin steps",
         "exposed\nwait",
         "sent per\nrank and step",
     ):
@@ -58,13 +58,14 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
+    distance = summary["consensus_distance_before_relative"]
     return [
         percent(summary["averaged_test_accuracy"]),
         percent(summary["local_test_accuracy_mean"]),
         percent(summary["local_test_accuracy_worst"]),
-        f"{summary['consensus_distance_before_relative']:.2g}",
+        "not finite" if distance is None else f"{distance:.2g}",
         str(summary["steps"]),
-        f"{summary['wall_time_s']:.1f} s",
+        f"{summary['training_time_s']:.2f} s",
         f"{summary['exposed_wait_s']:.2f} s",
         size(summary["bytes_sent_per_step"]),
     ]

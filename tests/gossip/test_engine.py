@@ -368,3 +368,12 @@ def test_buffer_made_inside_averaged_survives() -> None:
     with model.averaged():
         model.module.register_buffer("late", torch.ones(2))
     assert torch.equal(model.module.late, torch.ones(2))
+
+
+def test_module_is_wrapped_once_at_a_time() -> None:
+    module = make_module()
+    model = wrap(module)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' belongs to a GossipDataParallel already"):
+        wrap(module)
+    model.close()
+    wrap(module)(torch.ones(1, 3)).sum().backward()

@@ -117,3 +117,10 @@ def test_tensorboard_logger_without_tensorboard_names_the_extra(
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ModuleNotFoundError, match=r"gossip-training\[tensorboard\]"):
         TensorBoardLogger(tmp_path)
+
+
+def test_summary_of_a_diverged_run_is_valid_json(tmp_path: Path) -> None:
+    from gossip.experiments.folder import write_summary
+
+    write_summary(tmp_path, {"loss": float("nan"), "steps": 3})
+    assert (tmp_path / "summary.json").read_text() == '{\n  "loss": null,\n  "steps": 3\n}\n'

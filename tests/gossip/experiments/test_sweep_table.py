@@ -24,9 +24,16 @@ COMPLETED = {
     "consensus_distance_before_relative": 0.01,
     "steps": 12,
     "wall_time_s": 3.21,
+    "training_time_s": 1.5,
     "exposed_wait_s": 0.4,
     "bytes_sent_per_step": 2048.0,
 }
+
+
+def test_sweep_table_shows_a_run_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path / "0", {**COMPLETED, "consensus_distance_before_relative": None, "overrides": ["optimizer.lr=1000"]})
+    finish_sweep(tmp_path)
+    assert "not finite" in capsys.readouterr().out
 
 
 def leave(folder: Path, summary: dict[str, Any] | None) -> None:
