@@ -26,8 +26,11 @@ def build_manifest(
     module: nn.Module, topology: Topology, optimizer: torch.optim.Optimizer | None, bucket_cap_bytes: int
 ) -> Manifest:
     """Describe what this rank is about to train, one line of text an entry, the coarse ones first."""
+    from gossip import __version__  # the package imports this module: its version is there only afterwards
+
     manifest = {
         CONSTRUCTION: "accepted",
+        "gossip version": __version__,
         "torch version": torch.__version__,
         "byte order": sys.byteorder,
         "module": type(module).__name__,

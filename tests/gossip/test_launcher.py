@@ -219,12 +219,12 @@ def test_launch_under_torchrun_ends_with_the_traceback(tmp_path: Path) -> None:
 
 
 WAITING_SCRIPT = """
-import os, time
+import os, threading
 from gossip import launch
 
 def wait():
     os.write(1, f"{os.getpid()}\\n".encode())  # one write: two ranks' lines must not mingle
-    time.sleep(600)
+    threading.Event().wait()
 
 if __name__ == "__main__":
     launch(wait, world_size=2)
