@@ -5,13 +5,16 @@ Every rank trains its own replica and, after each step, averages it with a few p
 workers on this machine.
 """
 
+from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
-from gossip.engine import StepStats as StepStats
+from gossip.algorithms import Algorithm as Algorithm
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
 from gossip.errors import LaunchError as LaunchError
 from gossip.errors import ManifestError as ManifestError
 from gossip.launcher import launch as launch
+from gossip.mixing import UsesExchange as UsesExchange
+from gossip.stats import StepStats as StepStats
 from gossip.transports import DistributedTransport as DistributedTransport
 from gossip.transports import Exchange as Exchange
 from gossip.transports import Transport as Transport
@@ -19,7 +22,9 @@ from gossip.world import World as World
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
+    "AdaptThenCombine",
     "AdaptWhileCommunicating",
+    "Algorithm",
     "DistributedTransport",
     "Exchange",
     "ExchangeError",
@@ -29,6 +34,7 @@ __all__ = [
     "ManifestError",
     "StepStats",
     "Transport",
+    "UsesExchange",
     "World",
     "launch",
 ]

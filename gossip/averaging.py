@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from gossip.buckets import Bucket
+from gossip.buffers import is_averaged
 from gossip.manifest import compare_manifests
 from gossip.world import World
 
@@ -22,7 +24,7 @@ def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World) 
             world.average_(bucket.block, f"averaging bucket {bucket.index}")
             bucket.written()
         for name, buffer in module.named_buffers():
-            if buffer.is_floating_point() or buffer.is_complex():
+            if is_averaged(buffer):
                 world.average_(
                     torch.view_as_real(buffer) if buffer.is_complex() else buffer,
                     f"averaging buffer {name!r}",
@@ -49,6 +51,7 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for bucket, block in zip(buckets, blocks, strict=True):
+                bucket.reclaim()
                 bucket.block.copy_(block)
                 bucket.written()
             for buffer, values in buffers:
@@ -67,3 +70,53 @@ def consensus_distance(buckets: Sequence[Bucket], world: World) -> tuple[float, 
     world.sum_(squares, "consensus distance")
     distance = math.sqrt(float(squares[0]) / world.world_size)
     return distance, distance / mean_norm if mean_norm else 0.0
+
+
+@torch.no_grad()
+def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> None:
+    """Estimate batch norm's running statistics anew, from the batches of all ranks. In place, collective.
+
+    Each rank's statistics are the plain means over its batches; the ranks' count by their numbers of batches.
+
+    Raises
+    ------
+    ValueError
+        No rank has a batch.
+    """
+    norms = {name: each for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+    counted = _Counted(batches)
+    modes = {each: each.training for each in module.modules()}
+    module.eval()  # dropout stays off, as in what is evaluated then
+    momenta = {norm: norm.momentum for norm in norms.values()}
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean
+        norm.train()
+    try:
+        for batch in counted:
+            module(batch[0] if isinstance(batch, list | tuple) else batch)
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+    total = torch.tensor([float(counted.num_batches)], dtype=torch.float64)
+    world.sum_(total, "counting batches for recalibration")
+    if not total.item():
+        raise ValueError("recalibrate has no batch on any rank; pass a loader with at least one, fresh each time")
+    for name, norm in norms.items():
+        for statistic in (norm.running_mean, norm.running_var):
+            if statistic is not None:
+                statistic.mul_(counted.num_batches * world.world_size / total.item())
+                world.average_(statistic, f"recalibrating {name!r}")
+
+
+class _Counted:
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.num_batches = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self.num_batches += 1
+            yield batch

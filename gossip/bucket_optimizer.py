@@ -1,4 +1,4 @@
-"""One torch optimizer, stepped bucket by bucket."""
+"""The user's torch optimizers, stepped by the engine, and bucket by bucket."""
 
 from __future__ import annotations
 
@@ -6,60 +6,89 @@ import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gossip.errors import GossipError
 
-OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
+OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
 
 
-def build_optimizer(optimizer: Optimizer | OptimizerFactory | None, module: nn.Module) -> Optimizer | None:
-    """The one Optimizer: the one given, or what the factory makes of all named parameters.
+def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_bucket: bool) -> tuple[Optimizer, ...]:
+    """The optimizers given, or what the factory makes of all named parameters.
 
     Raises
     ------
     TypeError
-        Neither an Optimizer nor a factory of one.
+        Neither Optimizers nor a factory of them.
     ValueError
-        It steps by a closure, or holds a parameter that the module does not have.
+        One holds a parameter that the module does not have, or that another one holds too; or, to be stepped
+        ``by_bucket``, needs a closure or has step pre-hooks.
     """
     if optimizer is None:
-        return None
-    if not isinstance(optimizer, Optimizer):
+        return ()
+    if not isinstance(optimizer, Optimizer | list | tuple):
         if not callable(optimizer):
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer or a factory such as functools.partial(torch.optim.SGD, "
-                f"lr=0.1), got {type(optimizer).__name__}"
+                f"optimizer must be a torch.optim.Optimizer, several in a tuple, or a factory such as "
+                f"functools.partial(torch.optim.SGD, lr=0.1), got {type(optimizer).__name__}"
             )
-        built = optimizer(list(module.named_parameters()))
-        if not isinstance(built, Optimizer):
-            raise TypeError(f"the optimizer factory must return a torch.optim.Optimizer, got {type(built).__name__}")
-        optimizer = built
+        optimizer = optimizer(list(module.named_parameters()))
+    optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, several, or a factory of them, got {type(each).__name__}"
+            )
+        if by_bucket:
+            _check_steps_by_bucket(each)
+    _check_parameters(optimizers, module)
+    return optimizers
+
+
+def _check_steps_by_bucket(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} evaluates a closure several times a step, which cannot run inside backward; "
-            "choose an optimizer that steps from gradients alone"
+            f"{name} evaluates a closure several times a step, which cannot run inside backward; wrap the module with "
+            "step_in_backward=False, or choose an optimizer that steps from gradients alone"
         )
-    known = {id(parameter) for parameter in module.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the module does not have; "
-                    "build it over the parameters of the module that is wrapped"
-                )
-    return optimizer
+    if optimizer._optimizer_step_pre_hooks:
+        raise ValueError(f"{name} has step pre-hooks; {_NO_PRE_HOOKS}")
+
+
+_NO_PRE_HOOKS = (
+    "before all gradients are there the first buckets have been updated, so that they would see nothing: wrap the "
+    "module with step_in_backward=False"
+)
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    holder: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} "
+                        "that the module does not have; build it over the parameters of the module that is wrapped"
+                    )
+                if holder.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(
+                        f"parameter {names[id(parameter)]!r} is held by two optimizers; give it to one of them"
+                    )
 
 
 class BucketOptimizer:
     """An optimizer's algorithm restricted to some of its parameters.
 
     It shares the optimizer's state and reads its ``param_groups`` at every step, so that a scheduler, a logger or a
-    state_dict sees one optimizer only.
+    state_dict sees one optimizer only. Groups may be added at any time.
 
     Parameters
     ----------
@@ -70,14 +99,14 @@ class BucketOptimizer:
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer = optimizer
-        mine = {id(parameter) for parameter in parameters}
-        self._members = [
-            [parameter for parameter in group["params"] if id(parameter) in mine] for group in optimizer.param_groups
-        ]
+        self._mine = {id(parameter) for parameter in parameters}
+        self._group_sizes: list[int] = []
+        self._members: list[list[nn.Parameter]] = []
         # Not copy.copy: that goes through __getstate__, which keeps only what a checkpoint needs.
         self._view: Any = object.__new__(type(optimizer))
         self._view.__dict__.update(optimizer.__dict__)
-        self._view.__dict__.pop("step", None)
+        for name in _REPLACED:
+            self._view.__dict__.pop(name, None)
         self._view._optimizer_step_pre_hooks = OrderedDict()
         self._view._optimizer_step_post_hooks = OrderedDict()
         step: Callable[..., Any] = type(optimizer).step
@@ -87,23 +116,21 @@ class BucketOptimizer:
         self._is_checked = False
 
     def step(self) -> None:
-        """Update the parameters that have a gradient, and drop their gradients."""
-        if len(self._optimizer.param_groups) != len(self._members):
-            raise ValueError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups, but had {len(self._members)} "
-                "when the model was wrapped; add all groups before wrapping, with lr=0 where they start later"
-            )
-        groups = zip(self._optimizer.param_groups, self._members, strict=True)
+        """Update the parameters that have a gradient."""
+        groups = self._optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._group_sizes:
+            self._group_sizes = sizes
+            self._members = [[p for p in group["params"] if id(p) in self._mine] for group in groups]
+        own_groups = [{**group, "params": own} for group, own in zip(groups, self._members, strict=True) if own]
+        if not own_groups:
+            return
         self._view.state = self._optimizer.state
-        own_groups = [{**group, "params": members} for group, members in groups if members]
         self._view.param_groups = own_groups
         before = None if self._is_checked else (self._own_attributes(), [dict(group) for group in own_groups])
         self._step(self._view)
-        if before is not None and own_groups:
+        if before is not None:
             self._check_state_is_per_parameter(*before)
-        for members in self._members:
-            for parameter in members:
-                parameter.grad = None
 
     def _own_attributes(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self._view).items() if name not in ("state", "param_groups")}
@@ -117,27 +144,62 @@ class BucketOptimizer:
             if changed:
                 raise GossipError(
                     f"{type(self._optimizer).__name__} keeps {changed[0]!r} for several parameters together, "
-                    "which cannot be stepped bucket by bucket inside backward; choose one whose state is per parameter"
+                    "which cannot be stepped bucket by bucket inside backward; wrap the module with "
+                    "step_in_backward=False, or choose one whose state is per parameter"
                 )
 
 
-def make_step_passive(optimizer: Optimizer) -> None:
-    """Let ``optimizer.step()`` do nothing but be called: the buckets have done the work.
+_REPLACED = ("step", "register_step_pre_hook", "_step_supports_amp_scaling")
+"""Attributes of an optimizer that stand in for those of its class while a model is open."""
 
-    Schedulers, which wrap this method of the object, see that steps are made.
+
+def replace_step(
+    optimizer: Optimizer, on_step: Callable[[Optimizer, Callable[[], float] | None], Any], *, by_bucket: bool
+) -> None:
+    """Let ``optimizer.step()`` ask ``on_step``. Schedulers, which wrap this method of the object, see every call.
+
+    A GradScaler then steps it even after an overflow, and leaves it to ``on_step`` to divide by the scale.
     """
-
     scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
-    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
-        if closure is not None:
-            raise ValueError(
-                "optimizer.step(closure) cannot work here: the update has been made inside backward; call it without"
-            )
+    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> Any:
         if scheduled:  # by a scheduler that is older than the wrapper
             optimizer._opt_called = True  # type: ignore[attr-defined]
+        return on_step(optimizer, closure)
 
-    passive = Optimizer.profile_hook_step(step)
     if scheduled:
-        passive._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = types.MethodType(passive, optimizer)  # type: ignore[method-assign]
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    if by_bucket:
+        optimizer.register_step_pre_hook = _refuse_pre_hook  # type: ignore[method-assign,assignment]
+
+
+def restore_step(optimizer: Optimizer) -> None:
+    """Give the optimizer its own methods back."""
+    supports_scaling = getattr(optimizer, "fused", False) or optimizer.defaults.get("fused")
+    for name in _REPLACED:
+        optimizer.__dict__.pop(name, None)
+    if supports_scaling:  # as torch's fused optimizers set it on themselves
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+@Optimizer.profile_hook_step
+def fire_step_hooks(optimizer: Optimizer) -> None:
+    """Call the hooks that were registered for the steps of ``optimizer``."""
+
+
+def _refuse_pre_hook(_: object) -> NoReturn:
+    raise ValueError(f"register_step_pre_hook cannot work here: {_NO_PRE_HOOKS}")
+
+
+def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Type, groups and constants, for the comparison between ranks."""
+    described = {}
+    for number, optimizer in enumerate(optimizers, 1):
+        described[f"optimizer {number}"] = type(optimizer).__name__
+        for place, group in enumerate(optimizer.param_groups, 1):
+            constants = {name: value for name, value in group.items() if isinstance(value, int | float | bool | tuple)}
+            text = ", ".join(f"{name}={value}" for name, value in sorted(constants.items()))
+            described[f"optimizer {number} group {place}"] = f"{len(group['params'])} parameters, {text}"
+    return described

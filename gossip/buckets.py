@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from gossip.errors import GossipError
 
+MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
 
 
@@ -30,8 +31,6 @@ class Bucket:
         Whether they required a gradient when the bucket was made.
     block : Tensor, [numel]
         The values, padded with zeros so that every parameter starts at a multiple of 16 bytes.
-    message : Tensor, [numel]
-        The values as they were last sent.
     """
 
     index: int
@@ -39,28 +38,43 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
     trainable: bool
     block: torch.Tensor
-    message: torch.Tensor
+    _homes: tuple[torch.Tensor, ...]
     _addresses: tuple[int, ...]
 
-    def check_parameters_live_here(self) -> None:
-        """Raise if a parameter's data are no longer a view of the block.
+    @torch.no_grad()
+    def reclaim(self) -> None:
+        """Bring back the values of parameters whose data were replaced (``p.data = ...``, a parametrization's write).
 
         Raises
         ------
         GossipError
-            Names the parameter: it would be trained, but never mixed.
+            The new data are of another dtype, device or shape; names the parameter, which would be trained, but never
+            mixed.
         """
-        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
-            if parameter.data_ptr() != address or parameter.dtype != self.block.dtype:
-                raise GossipError(
-                    f"parameter {name!r} has left its bucket: its data were replaced, by module.to() or .half(), by "
-                    "p.data = ..., or by loading with assign=True; convert before wrapping, and write values in place "
-                    "(p.copy_(...) under torch.no_grad())"
-                )
+        dtype = self.block.dtype
+        for place, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() != address or parameter.dtype != dtype:
+                self._bring_back(self.names[place], parameter, self._homes[place])
+
+    def _bring_back(self, name: str, parameter: nn.Parameter, home: torch.Tensor) -> None:
+        values = parameter.data
+        if parameter.dtype != home.dtype or parameter.device != home.device or parameter.shape != home.shape:
+            raise GossipError(
+                f"parameter {name!r} has left its bucket: it is now {describe_tensor(values)}, but was "
+                f"{describe_tensor(home)} when the module was wrapped (module.to(), .half() or p.data = ...); convert "
+                "before wrapping, and write values of the same kind"
+            )
+        home.copy_(values)
+        parameter.data = home
 
     def written(self) -> None:
         """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves."""
         torch.autograd.graph.increment_version(self.parameters)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of the block's size as one view per parameter, in its shape and strides."""
+        start = flat.storage_offset()
+        return [flat.as_strided(home.shape, home.stride(), start + home.storage_offset()) for home in self._homes]
 
     def describe(self) -> str:
         """One line: dtype, device, size and what is inside."""
@@ -122,8 +136,9 @@ def check_parameters(module: nn.Module) -> None:
     spans: list[tuple[int, int, str]] = []
     for name, parameter in module.named_parameters():
         refusal = _refusal(parameter)
-        if refusal is None and not parameter.is_floating_point():
-            refusal = f"has the dtype {parameter.dtype}; only floating point can be mixed: make it a buffer"
+        if refusal is None and parameter.dtype not in MIXABLE_DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MIXABLE_DTYPES)
+            refusal = f"has the dtype {parameter.dtype}; only {names} can be mixed: convert it, or make it a buffer"
         if refusal is not None:
             raise ValueError(f"parameter {name!r} {refusal}")
         if parameter.numel():
@@ -156,11 +171,13 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Buc
     first = entries[0][1]
     numel = sum(_slot_numel(parameter) for _, parameter in entries)
     block = torch.zeros(max(numel, 1), dtype=first.dtype, device=first.device)
+    homes = []
     offset = 0
     for _, parameter in entries:
-        view = block[offset:].as_strided(parameter.shape, parameter.stride(), offset)
-        view.copy_(parameter.data)
-        parameter.data = view
+        home = block[offset:].as_strided(parameter.shape, parameter.stride(), offset)
+        home.copy_(parameter.data)
+        parameter.data = home
+        homes.append(parameter.data)
         offset += _slot_numel(parameter)
     return Bucket(
         index=index,
@@ -168,9 +185,14 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Buc
         parameters=tuple(parameter for _, parameter in entries),
         trainable=first.requires_grad,
         block=block,
-        message=torch.empty_like(block),
-        _addresses=tuple(parameter.data_ptr() for _, parameter in entries),
+        _homes=tuple(homes),
+        _addresses=tuple(home.data_ptr() for home in homes),
     )
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Dtype, shape and device in a few words."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -63,8 +63,8 @@ class Ticket:
         What posting, or the first work that failed, raised.
     awaited : str
         The name of the work that is being waited for, or that failed.
-    finished_at : float or None
-        ``time.perf_counter()`` when the last work ended.
+    finished_at : list of float
+        ``time.perf_counter()`` when each of the works was seen to have ended, in their order.
     """
 
     def __init__(self, post: Callable[[], Works]) -> None:
@@ -73,7 +73,7 @@ class Ticket:
         self._done = threading.Event()
         self.error: Exception | None = None
         self.awaited = "its own turn to be posted"
-        self.finished_at: float | None = None
+        self.finished_at: list[float] = []
 
     def wait(self, timeout: timedelta) -> bool:
         """Whether all works have ended, well or not, within ``timeout``. Ctrl-C gets through."""
@@ -98,9 +98,9 @@ class Ticket:
         try:
             for self.awaited, work in self._works:  # noqa: B020 -- read by others meanwhile
                 work.wait()
+                self.finished_at.append(time.perf_counter())
         except Exception as error:
             self.error = error
-        self.finished_at = time.perf_counter()
         self._works = ()
         self._done.set()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,10 +22,11 @@ CONSTRUCTION = "construction"
 _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end to write down
 
 
-def build_manifest(
-    module: nn.Module, topology: Topology, optimizer: torch.optim.Optimizer | None, bucket_cap_bytes: int
-) -> Manifest:
-    """Describe what this rank is about to train, one line of text an entry, the coarse ones first."""
+def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str, str]) -> Manifest:
+    """Describe what this rank is about to train, one line of text an entry, the coarse ones first.
+
+    ``settings`` are the wrapper's other arguments, in words.
+    """
     from gossip import __version__  # the package imports this module: its version is there only afterwards
 
     manifest = {
@@ -35,8 +36,7 @@ def build_manifest(
         "byte order": sys.byteorder,
         "module": type(module).__name__,
         "topology": _describe_topology(topology),
-        "bucket_cap_mb": f"{bucket_cap_bytes / 2**20:g}",
-        "optimizer": "none" if optimizer is None else type(optimizer).__name__,
+        **settings,
     }
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for place, (name, tensor) in enumerate(tensors, 1):

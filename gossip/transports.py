@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -21,8 +22,12 @@ _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 class Exchange(Protocol):
     """One message on its way through one round."""
 
-    bytes_sent: int
-    """What this rank sends for it."""
+    bytes_by_peer: Mapping[int, int]
+    """What this rank sends for it, by rank."""
+
+    @property
+    def arrived_at(self) -> Mapping[int, float]:
+        """When the peers' messages were there (``time.perf_counter()``), by rank; complete after :meth:`wait`."""
 
     def wait(self) -> torch.Tensor:
         """Return ``sum_j W[i, j] m_j`` (j = i included), flat, in the dtype of accumulation.
@@ -92,10 +97,11 @@ class DistributedTransport:
     def _start_all_reduce(
         self, message: torch.Tensor, ranks: tuple[int, ...], step: int, bucket: int
     ) -> DistributedExchange:
+        rank = self._world.rank
         mixed = self._arrival(message, bucket, accumulation_dtype(message.dtype), 1)[0]
         mixed.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
         group = self._groups[ranks]
-        others = ", ".join(str(rank) for rank in ranks if rank != self._world.rank)
+        others = ", ".join(str(each) for each in ranks if each != rank)
         name = f"the all-reduce with rank{'s' * (len(ranks) > 2)} {others}"
         return DistributedExchange(
             ticket=self._courier.submit(lambda: named(name, dist.all_reduce(mixed, group=group, async_op=True))),
@@ -103,11 +109,12 @@ class DistributedTransport:
             received=mixed[None],
             weights=(1.0,),
             self_weight=0.0,
-            rank=self._world.rank,
+            rank=rank,
             step=step,
             bucket=bucket,
             timeout=self._world.timeout,
-            bytes_sent=2 * (len(ranks) - 1) * mixed.nbytes // len(ranks),
+            sources=tuple(each for each in ranks if each != rank),
+            bytes_by_peer={each: 2 * mixed.nbytes // len(ranks) for each in ranks if each != rank},
         )
 
     def _start_point_to_point(
@@ -139,7 +146,8 @@ class DistributedTransport:
             step=step,
             bucket=bucket,
             timeout=self._world.timeout,
-            bytes_sent=message.nbytes * len(targets),
+            sources=tuple(sources),
+            bytes_by_peer=dict.fromkeys(targets, message.nbytes),
         )
 
     def _arrival(self, message: torch.Tensor, bucket: int, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
@@ -163,7 +171,15 @@ class DistributedExchange:
     step: int
     bucket: int
     timeout: timedelta
-    bytes_sent: int
+    sources: tuple[int, ...]
+    bytes_by_peer: Mapping[int, int]
+
+    @property
+    def arrived_at(self) -> Mapping[int, float]:
+        times = self.ticket.finished_at
+        if not self.weights or len(times) < len(self.received):
+            return {}
+        return {source: times[min(place, len(self.received) - 1)] for place, source in enumerate(self.sources)}
 
     def wait(self) -> torch.Tensor:
         self._await()

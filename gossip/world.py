@@ -14,7 +14,8 @@ from gossip.errors import ExchangeError
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
-_CLOSING_PATIENCE = timedelta(seconds=1)
+CLOSING_PATIENCE = timedelta(seconds=1)
+"""How long the end of communication may take before what is stuck is left alone."""
 
 
 class World:
@@ -134,7 +135,7 @@ class World:
 
     def close(self) -> None:
         """End the courier and give all communicators back, unless a peer that is stuck holds them. Local."""
-        if self.courier is not None and self.courier.close(_CLOSING_PATIENCE) and dist.is_initialized():
+        if self.courier is not None and self.courier.close(CLOSING_PATIENCE) and dist.is_initialized():
             for group in self._groups:
                 dist.destroy_process_group(group)
         self._groups.clear()

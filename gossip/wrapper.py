@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from loguru import logger
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-import topologies
-from gossip.averaging import average_module_, consensus_distance, saved_state
-from gossip.bucket_optimizer import OptimizerFactory, build_optimizer, make_step_passive
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.arguments import Arguments, check_arguments, resolve_topology
+from gossip.averaging import average_module_, consensus_distance, recalibrate_, saved_state
+from gossip.bucket_optimizer import (
+    OptimizerArgument,
+    build_optimizers,
+    describe_optimizers,
+    replace_step,
+    restore_step,
+)
 from gossip.buckets import check_parameters, make_buckets
-from gossip.engine import StepEngine, StepStats, check_not_wrapped
+from gossip.buffers import make_buffer_buckets
+from gossip.engine import StepEngine, check_not_wrapped
 from gossip.errors import GossipError
+from gossip.flags import AgreedFlag
 from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
+from gossip.mixing import AnyBucket, Mixer
+from gossip.scaling import SharedScaler
+from gossip.stats import StepStats
 from gossip.transports import DistributedTransport, Transport
+from gossip.updating import Updater
 from gossip.world import World
 from topologies import Topology
 
@@ -43,12 +56,30 @@ class GossipDataParallel(nn.Module):
     ----------
     module : Module
         Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers go to all ranks.
-    optimizer : callable or Optimizer, optional
+    optimizer : callable, Optimizer or sequence of Optimizer, optional
         A factory that is called once with the list of ``(name, parameter)`` (``functools.partial(torch.optim.AdamW,
-        lr=3e-4)``), or an optimizer built over the module's parameters. None leaves the parameters as they are but for
-        mixing.
+        lr=3e-4)``), or one or several optimizers built over the module's parameters. None leaves the parameters as
+        they are but for mixing.
     topology : str or Topology
         A name of :func:`topologies.available`, or a topology of as many ranks as there are. Must be doubly stochastic.
+    algorithm : str or Algorithm
+        "adapt_while_communicating" (the default), "adapt_then_combine", or one of the classes with its constants.
+    step_in_backward : bool
+        False: ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, ``zero_grad()``,
+        clipping, ``GradScaler`` and all; gradients are kept as usual.
+    clip_grad_norm : float, optional
+        Gradients are scaled down to this Euclidean norm before the update; ``math.inf`` clips nothing.
+    clip : str
+        "global": the norm of all gradients of this rank; updates then wait for the end of the backward pass, exchanges
+        still have the next iteration. "bucket": the norm of each bucket by itself, as soon as it is complete; what is
+        clipped then depends on ``bucket_cap_mb``.
+    scaler : torch.amp.GradScaler, optional
+        The one that scales the loss. Updates wait for the end of the backward pass; a rank that overflows skips its
+        update, but exchanges; the scale changes one step later, on all ranks alike. With ``step_in_backward`` there is
+        no ``scaler.step()`` and no ``scaler.update()`` to call.
+    buffers : str
+        "local": float buffers (batch norm's statistics) stay each rank's own until ``averaged()`` or ``global_avg()``.
+        "average": they are mixed with the peers' in every step, like parameters. Integer buffers are never mixed.
     bucket_cap_mb : float
         Size of a bucket in MiB; a larger parameter has a bucket of its own.
     timeout : timedelta
@@ -59,14 +90,16 @@ class GossipDataParallel(nn.Module):
     Attributes
     ----------
     module : Module
-        The module that was wrapped.
-    optimizer : Optimizer or None
-        The one optimizer: give it to schedulers, read and load its ``state_dict()``. Its ``step()`` has nothing left to
-        do.
+        The module that was wrapped. Its other attributes can be read from the model too.
+    optimizer : Optimizer, tuple of Optimizer, or None
+        As given, or made: hand it to schedulers, read and load its ``state_dict()``. With ``step_in_backward`` its
+        ``step()`` has nothing left to do. Its step hooks are called once per step.
+    algorithm : Algorithm
+        ``algorithm.gamma`` is the mixing factor and may be set between steps, on all ranks alike.
     topology : Topology
     rank, world_size : int
     step : int
-    last_step : StepStats or None
+    grad_norm : float or None
 
     Raises
     ------
@@ -79,9 +112,17 @@ class GossipDataParallel(nn.Module):
 
     Notes
     -----
-    Collective: every rank of the default process group must construct it. Without a process group it is a world of one.
+    Collective: every rank must construct it. Without a process group it is a world of one. As a context manager it
+    closes itself.
 
-    Between steps ``module`` holds x(t); what is in flight is not applied to it.
+    Between steps ``module`` holds x(t); what is in flight is not applied to it. Edits between steps (in-place writes,
+    ``load_state_dict``, ``p.data = ...``) are kept. A deep copy or an unpickled model is detached: it has the module,
+    but no optimizer, hooks or communication.
+
+    An update whose gradients are not finite is skipped, and messages that are not finite are refused; both are counted
+    in :meth:`stats` and, 16 steps in a row, an error. (On a GPU neither is checked: it would hold up the host.)
+
+    An optimizer with a method ``pre_average_hook`` sees what was communicated, see :class:`gossip.UsesExchange`.
 
     Examples
     --------
@@ -99,9 +140,15 @@ class GossipDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | OptimizerFactory | None = None,
+        optimizer: OptimizerArgument = None,
         topology: str | Topology = "one_peer_exponential",
         *,
+        algorithm: str | Algorithm = "adapt_while_communicating",
+        step_in_backward: bool = True,
+        clip_grad_norm: float | None = None,
+        clip: Literal["global", "bucket"] = "global",
+        scaler: GradScaler | None = None,
+        buffers: Literal["local", "average"] = "local",
         bucket_cap_mb: float = 25.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         transport: Transport | None = None,
@@ -109,9 +156,17 @@ class GossipDataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        arguments = Arguments(
+            step_in_backward=step_in_backward,
+            clip_grad_norm=clip_grad_norm,
+            clip=clip,
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            buffers=buffers,
+            bucket_cap_mb=bucket_cap_mb,
+        )
         world = World(timeout)
         try:
-            self._construct(module, optimizer, topology, bucket_cap_mb, transport, world)
+            self._construct(module, optimizer, topology, algorithm, arguments, transport, world)
         except BaseException:
             world.close()
             raise
@@ -119,19 +174,29 @@ class GossipDataParallel(nn.Module):
     def _construct(
         self,
         module: nn.Module,
-        optimizer: Optimizer | OptimizerFactory | None,
+        optimizer: OptimizerArgument,
         topology: str | Topology,
-        bucket_cap_mb: float,
+        algorithm: str | Algorithm,
+        arguments: Arguments,
         transport: Transport | None,
         world: World,
     ) -> None:
         try:
-            topology = _resolve_topology(topology, world.world_size)
-            cap_bytes = _bucket_cap_bytes(bucket_cap_mb)
+            topology = resolve_topology(topology, world.world_size)
+            algorithm = resolve_algorithm(algorithm)
+            check_arguments(arguments, module)
             check_parameters(module)
             check_not_wrapped(module)
-            optimizer = build_optimizer(optimizer, module)
-            manifest = build_manifest(module, topology, optimizer, cap_bytes)
+            by_bucket = arguments.updates_by_bucket
+            optimizers = build_optimizers(optimizer, module, by_bucket=by_bucket)
+            if not optimizers and not arguments.step_in_backward:
+                raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
+            settings = {
+                "algorithm": algorithm.describe(),
+                **arguments.describe(),
+                **describe_optimizers(optimizers),
+            }
+            manifest = build_manifest(module, topology, settings)
         except Exception as error:
             # The other ranks are about to compare manifests: tell them, rather than let them wait.
             with contextlib.suppress(GossipError):
@@ -139,84 +204,167 @@ class GossipDataParallel(nn.Module):
             raise
         compare_manifests(world, manifest)
 
-        buckets = make_buckets(module.named_parameters(), cap_bytes)
-        for bucket in buckets:
+        parameter_buckets = make_buckets(module.named_parameters(), arguments.bucket_cap_bytes)
+        for bucket in parameter_buckets:
             world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
         for name, buffer in module.named_buffers():
             world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
         if transport is None and world.world_size > 1:
             transport = DistributedTransport(world, topology)
+        shared_scaler = None
+        if arguments.scaler is not None:
+            shared_scaler = SharedScaler(arguments.scaler, AgreedFlag(world, "agreeing on the loss scale"))
 
+        buckets: tuple[AnyBucket, ...] = (
+            *parameter_buckets,
+            *(make_buffer_buckets(module, len(parameter_buckets)) if arguments.buffers == "average" else ()),
+        )
         self.module = module
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
+        self.algorithm = algorithm
         self.topology = topology
+        self._arguments = arguments
         self._world = world
-        self._buckets = buckets
-        self._engine = StepEngine(buckets, optimizer, topology, transport, world.rank)
-        if optimizer is not None:
-            make_step_passive(optimizer)
+        self._buckets = parameter_buckets
+        self._engine: StepEngine | None = StepEngine(
+            module,
+            buckets,
+            Mixer(buckets, optimizers, topology, transport, algorithm, world.rank),
+            Updater(
+                optimizers,
+                buckets,
+                list(module.parameters()),
+                clip_grad_norm=arguments.clip_grad_norm,
+                clip=arguments.clip,
+                scaler=shared_scaler,
+                rank=world.rank,
+            ),
+            rank=world.rank,
+            step_in_backward=arguments.step_in_backward,
+        )
+        for each in optimizers:
+            replace_step(each, self._engine.step_optimizer, by_bucket=by_bucket)
+        self.register_load_state_dict_pre_hook(_rename_nested_keys)  # type: ignore[no-untyped-call]
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
         # through that. The hooks do not know the wrapper, so that its end can end them.
-        self._finalizer = weakref.finalize(self, _give_back, self._engine, world, optimizer)
+        self._finalizer = weakref.finalize(self, _give_back, self._engine, world, optimizers)
         self._finalizer.atexit = False
         if world.rank == 0:
-            logger.info(
-                "{} rank{}, topology {}, buckets of {}",
-                world.world_size,
-                "" if world.world_size == 1 else "s",
-                topology.name,
-                ", ".join(_size(bucket.block.nbytes) for bucket in buckets) or "nothing",
-            )
+            self._log_what_was_built()
+
+    # ------------------------------------------------------------------ what it is
 
     @property
     def rank(self) -> int:
         """This process's place among the ranks."""
-        return self._world.rank
+        return self._world.rank if self._engine is not None else 0
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._world.world_size
+        return self._world.world_size if self._engine is not None else 1
 
     @property
     def step(self) -> int:
         """Number of steps made; also the index of the next round."""
-        return self._engine.step
+        return self._engine.step if self._engine is not None else self._detached_step
 
     @property
-    def last_step(self) -> StepStats | None:
-        """What the newest step cost."""
-        return self._engine.last_step
+    def grad_norm(self) -> float | None:
+        """Euclidean norm of this rank's gradients in the newest step, before clipping; None if it had none."""
+        return self._live().gradient_norm()
+
+    def stats(self) -> StepStats | None:
+        """What the newest step cost on this rank; None before the first. Local."""
+        return self._live().stats()
 
     # ------------------------------------------------------------------ training
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Local."""
-        self._engine.begin_forward()
-        output = self.module(*args, **kwargs)
-        self._engine.end_forward(output)
+        engine = self._engine
+        if engine is None:
+            return self.module(*args, **kwargs)
+        engine.begin_forward()
+        with engine.recording():
+            output = self.module(*args, **kwargs)
+        engine.end_forward(output)
         return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block, backward passes only accumulate gradients. Local; read when backward runs.
 
-        The first backward outside makes one step from all of them.
+        The first backward outside makes one step from all of them. With ``step_in_backward=False`` they always only
+        accumulate.
         """
-        outer, self._engine.synchronise = self._engine.synchronise, False
+        engine = self._live()
+        outer, engine.synchronise = engine.synchronise, False
         try:
             yield
         finally:
-            self._engine.synchronise = outer
+            engine.synchronise = outer
 
     @torch.inference_mode(False)
     def idle_step(self) -> None:
         """Make the step of a rank that has nothing to backpropagate. Local.
 
-        It exchanges, and updates only what has gradients that ``no_sync`` accumulated.
+        It exchanges, and updates only what has gradients that ``no_sync`` accumulated; with ``step_in_backward=False``
+        nothing at all.
         """
-        self._engine.check_usable()
-        self._engine.end_step()
+        engine = self._live()
+        engine.check_usable()
+        engine.end_step()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks make different numbers of steps within the block. Collective.
+
+        A rank that leaves the block keeps exchanging, without updates of its own, for as long as any other rank makes
+        steps. All ranks leave it after the same number of steps.
+
+        Raises
+        ------
+        ExchangeError
+            The others neither made a step nor left the block in time.
+        """
+        engine = self._live()
+        engine.check_usable()
+        with engine.fatal():
+            flag = AgreedFlag(self._world, "waiting in join() for the ranks that still train")
+        outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
+        try:
+            yield
+            engine.on_step_begin = None
+            with engine.fatal():
+                flag.say(False)
+                while flag.wait():
+                    engine.end_step()
+                    flag.say(False)
+        finally:
+            engine.on_step_begin = outer
+            flag.close()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip all gradients of this rank, between ``backward()`` and ``optimizer.step()``. Local.
+
+        Returns
+        -------
+        Tensor, []
+            The norm before.
+
+        Raises
+        ------
+        GossipError
+            Steps are made in backward: the gradients are gone.
+        """
+        if self._live() and self._arguments.step_in_backward:
+            raise GossipError(
+                "clip_grad_norm_ finds no gradients: the updates have been made inside backward; pass "
+                f"clip_grad_norm={max_norm:g} to GossipDataParallel, or step_in_backward=False to keep the usual loop"
+            )
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     # ------------------------------------------------------------------ averaging
 
@@ -226,27 +374,44 @@ class GossipDataParallel(nn.Module):
 
         Waits for what is in flight and drops it: the replicas are equal. Training may go on, the rounds count on.
         """
-        self._engine.check_usable()
-        self._engine.drop_in_flight()
-        with self._engine.fatal():
+        engine = self._live()
+        engine.check_usable()
+        engine.settle()
+        engine.drop_in_flight()
+        with engine.fatal():
             average_module_(self.module, self._buckets, self._world)
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
         """Within the block the module holds the global average; afterwards all is as it was. Collective.
 
         Parameters and buffers are put back exactly, and what was in flight stays in flight: training goes on bit for
         bit as if nobody had looked. Holds one copy of parameters and buffers. No backward pass inside.
+
+        Parameters
+        ----------
+        recalibrate : iterable, optional
+            Batches of inputs (or tuples that begin with them): batch norm's running statistics are estimated anew for
+            the averaged weights, from all ranks' batches, instead of being averaged. A rank may have none.
+
+        Raises
+        ------
+        ValueError
+            ``recalibrate`` is empty on all ranks.
         """
-        self._engine.check_usable()
+        engine = self._live()
+        engine.check_usable()
+        engine.settle()
         with saved_state(self.module, self._buckets):
-            with self._engine.fatal():
+            with engine.fatal():
                 average_module_(self.module, self._buckets, self._world)
-            self._engine.is_averaged = True
+            engine.is_averaged = True
             try:
+                if recalibrate is not None:
+                    recalibrate_(self.module, recalibrate, self._world)
                 yield
             finally:
-                self._engine.is_averaged = False
+                engine.is_averaged = False
 
     @torch.inference_mode(False)
     def consensus_distance(self) -> tuple[float, float]:
@@ -257,77 +422,141 @@ class GossipDataParallel(nn.Module):
         distance, relative : float
             The distance, and the same divided by the norm of the mean; over parameters, not buffers.
         """
-        self._engine.check_usable()
-        with self._engine.fatal():
+        engine = self._live()
+        engine.check_usable()
+        engine.settle()
+        with engine.fatal():
             return consensus_distance(self._buckets, self._world)
 
     # ------------------------------------------------------------------ the module's own face
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
+    @property
+    def training(self) -> bool:
+        """The module's own mode."""
+        return self.module.training if "module" in self.__dict__.get("_modules", {}) else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in self.__dict__.get("_modules", {}):
+            self.module.training = mode
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, with its own names. Local."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own, with its own names. Local."""
+        return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own, with its own keys. Local."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load into the module. Local: load the same on every rank."""
-        if assign:
-            raise ValueError(
-                "assign=True would replace parameters that live in the buckets' blocks; load with assign=False, or "
-                "before wrapping the module"
-            )
-        result = self.module.load_state_dict(state_dict, strict=strict)
-        for bucket in self._buckets:
-            bucket.written()
+        """Load into the module. Local: load the same on every rank.
+
+        Keys that all begin with ``module.``, as DistributedDataParallel writes them, are taken too. With ``assign``
+        the values are copied all the same: the parameters go on living in the buckets.
+        """
+        if state_dict and all(key.startswith("module.") for key in state_dict):
+            own = self.module.state_dict().keys()
+            if not any(key in own for key in state_dict):
+                state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        if assign and self._engine is not None:
+            self._engine.settle()
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "topology": self.topology, "step": self.step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.module = state["module"]
+        with torch.no_grad():
+            for parameter in self.module.parameters():  # out of the bucket that they were copied with
+                parameter.data = parameter.data.clone()
+        self.topology = state["topology"]
+        self.optimizer = None
+        self._detached_step = state["step"]
+        self._engine = None
+
+    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Remove the hooks and end communication; the module trains plainly afterwards. Local.
 
-        What is in flight is awaited and dropped. A model that is no longer referenced is closed without waiting.
+        What is in flight is awaited and dropped (combined, if the algorithm wants it before the next forward pass). A
+        model that is no longer referenced is closed without waiting.
 
         Raises
         ------
         ExchangeError
             What was in flight did not arrive; the model is closed all the same.
         """
+        engine = self._engine
+        if engine is None:
+            return
         try:
-            if self._engine.error is None:
-                self._engine.drop_in_flight()
+            if engine.error is None:
+                engine.settle()
+                engine.drop_in_flight()
         finally:
             self._finalizer()
 
+    def __enter__(self) -> GossipDataParallel:
+        return self
 
-def _give_back(engine: StepEngine, world: World, optimizer: Optimizer | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._engine is not None:
+            self._finalizer()
+
+    def _live(self) -> StepEngine:
+        if self._engine is None:
+            raise GossipError(
+                "this GossipDataParallel is a detached copy: it has no optimizer and no peers; wrap its .module to "
+                "train it"
+            )
+        return self._engine
+
+    def _log_what_was_built(self) -> None:
+        sizes = [
+            f"{_size(bucket.block.nbytes)} {str(bucket.block.dtype).removeprefix('torch.')}" for bucket in self._buckets
+        ]
+        logger.info(
+            "{} rank{}, topology {}, {}, buckets of {}",
+            self.world_size,
+            "" if self.world_size == 1 else "s",
+            self.topology.name,
+            self.algorithm.describe(),
+            ", ".join(sizes) or "nothing",
+        )
+
+
+def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
     engine.close()
+    if engine.updater.scaler is not None:
+        engine.updater.scaler.flag.close()
     world.close()
-    if optimizer is not None:
-        optimizer.__dict__.pop("step", None)
+    for optimizer in optimizers:
+        restore_step(optimizer)
 
 
-def _resolve_topology(topology: str | Topology, world_size: int) -> Topology:
-    if isinstance(topology, str):
-        topology = topologies.build(topology, world_size)
-    if not isinstance(topology, Topology):
-        raise TypeError(f"topology must be a name or a topologies.Topology, got {type(topology).__name__}")
-    if topology.world_size != world_size:
-        raise ValueError(
-            f"topology {topology.name!r} is for {topology.world_size} ranks, but there are {world_size}; "
-            f"build it with world_size={world_size}"
-        )
-    if topology.stochasticity != "doubly":
-        raise ValueError(
-            f"topology {topology.name!r} is only {topology.stochasticity}-stochastic: averages would be biased; choose "
-            'doubly stochastic weights (weights="metropolis" for an undirected graph)'
-        )
-    return topology
+def _rename_nested_keys(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    """In a larger module's state_dict the wrapped module's keys stand without ``module.``, as they were written."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.3g} KiB"
-
-
-def _bucket_cap_bytes(bucket_cap_mb: float) -> int:
-    if not isinstance(bucket_cap_mb, int | float):
-        raise TypeError(f"bucket_cap_mb must be a number of MiB, got {bucket_cap_mb!r}")
-    if not (bucket_cap_mb > 0 and math.isfinite(bucket_cap_mb)):
-        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb}")
-    return int(bucket_cap_mb * 2**20)

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossip.averaging import average_module_, saved_state
-from gossip.engine import StepStats
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
+from gossip.stats import StepStats
 from gossip.world import World
 from gossip.wrapper import GossipDataParallel
 from topologies import Round, Topology
@@ -90,8 +90,9 @@ class GossipMethod:
     def backward(self, loss: torch.Tensor) -> StepStats:
         """Update and exchange inside the backward pass."""
         loss.backward()
-        assert self._model.last_step is not None
-        return self._model.last_step
+        stats = self._model.stats()
+        assert stats is not None
+        return stats
 
     def consensus_distance(self) -> tuple[float, float]:
         """As :meth:`gossip.GossipDataParallel.consensus_distance`."""

@@ -117,12 +117,21 @@ def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
         model.optimizer.step(lambda: 0.0)
 
 
-def test_group_added_after_wrapping_is_refused() -> None:
-    module = make_module()
-    model = GossipDataParallel(module, torch.optim.SGD(module[0].parameters(), lr=0.1))
-    model.optimizer.add_param_group({"params": module[2].parameters()})
-    with pytest.raises(ValueError, match="2 parameter groups, but had 1 when the model was wrapped"):
-        model(batch(0)).sum().backward()
+def test_group_added_after_wrapping_is_trained_from_then_on() -> None:
+    module, plain = make_module(), make_module()
+    model = GossipDataParallel(module, torch.optim.SGD(module[4].parameters(), lr=0.1), bucket_cap_mb=TINY_BUCKETS)
+    optimizer = torch.optim.SGD(plain[4].parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            model.optimizer.add_param_group({"params": module[0].parameters(), "lr": 0.01})
+            optimizer.add_param_group({"params": plain[0].parameters(), "lr": 0.01})
+        model(batch(step)).square().mean().backward()
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        assert all(parameter.grad is None for parameter in module.parameters())
+    for key, wanted in plain.state_dict().items():
+        assert torch.equal(module.state_dict()[key], wanted), key
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_dtypes_and_frozen_parameters_have_buckets_of_their_own() -> None:
     buckets = make_buckets(parameters, cap_bytes=10**6)
     assert [bucket.names for bucket in buckets] == [("half0",), ("double0",), ("single1",), ("single0",)]
     assert [bucket.trainable for bucket in buckets] == [True, True, True, False]
-    assert [bucket.message.dtype for bucket in buckets] == [
+    assert [bucket.block.dtype for bucket in buckets] == [
         torch.bfloat16,
         torch.float64,
         torch.float32,

@@ -211,15 +211,27 @@ def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
         assert torch.equal(actual, wanted)  # the gradients of the dead pass have not been added
 
 
-@pytest.mark.parametrize("how", ["data", "double"])
+@pytest.mark.parametrize("how", ["shape", "double"])
 def test_parameter_that_left_its_bucket_is_refused_by_name(how: str) -> None:
     model = wrap()
-    if how == "data":
-        model.module[2].bias.data = torch.zeros(1)
+    if how == "shape":
+        model.module[2].bias.data = torch.zeros(1, 1)
     else:
         model.module.double()
     with pytest.raises(GossipError, match=r"parameter '2\.(bias|weight)' has left its bucket"):
         model(torch.ones(1, 3, dtype=model.module[0].weight.dtype)).sum().backward()
+
+
+def test_parameter_whose_data_were_replaced_is_brought_back() -> None:
+    model, plain = wrap(), make_module()
+    for module in (model, plain):
+        dict(module.named_parameters())["2.bias"].data = torch.full((1,), 5.0)
+        module(torch.ones(1, 3)).sum().backward()
+    SGD(plain.parameters()).step()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted)
+    block = model._buckets[0].block
+    assert model.module[2].bias.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
 
 
 class CountingInGroup(torch.optim.SGD):

@@ -54,7 +54,7 @@ def odd_one_out(what: str) -> str:
         ("frozen", ["parameter 1 is '0.weight'", "frozen on rank 2"]),
         ("topology", ["topology is", "ring", "on rank 0, but", "complete"]),
         ("bucket_cap_mb", ["bucket_cap_mb is 25 on rank 0, but 1 on rank 2"]),
-        ("optimizer", ["optimizer is SGD on rank 0, but AdamW on rank 2"]),
+        ("optimizer", ["optimizer 1 is SGD on rank 0, but AdamW on rank 2"]),
     ],
 )
 def test_manifest_difference_is_named_on_every_rank(what: str, texts: list[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -38,7 +40,8 @@ class HeldTransport:
 
 
 class HeldExchange:
-    bytes_sent = 0
+    bytes_by_peer: Mapping[int, int] = MappingProxyType({})
+    arrived_at: Mapping[int, float] = MappingProxyType({})
 
     def __init__(self, start: functools.partial[Exchange], events: list[Event], step: int, bucket: int) -> None:
         self.start, self.events, self.step, self.bucket = start, events, step, bucket

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -81,8 +82,8 @@ def test_construction_refuses_parameters_by_name(module: nn.Module, reason: str)
         ({"topology": 3}, TypeError, "topology must be a name or a topologies.Topology, got int"),
         ({"topology": build("ring", 4)}, ValueError, "is for 4 ranks, but there are 1"),
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be a positive number of MiB, got 0"),
-        ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer or a factory"),
-        ({"optimizer": lambda _: 3}, TypeError, "factory must return a torch.optim.Optimizer, got int"),
+        ({"optimizer": 3}, TypeError, "several in a tuple, or a factory"),
+        ({"optimizer": lambda _: 3}, TypeError, "or a factory of them, got int"),
         ({"optimizer": functools.partial(torch.optim.LBFGS)}, ValueError, "closure"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "that the module does not have"),
     ],
@@ -142,7 +143,8 @@ def test_average_of_replicas_follows_all_reduce_exactly(name: str) -> None:
 @dataclass
 class EmptyExchange:
     message: torch.Tensor
-    bytes_sent = 0
+    bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
+    arrived_at: Mapping[int, float] = field(default_factory=dict)
 
     def wait(self) -> torch.Tensor:
         return self.message.clone()

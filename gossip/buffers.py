@@ -1,0 +1,110 @@
+"""Float buffers that are exchanged like parameters: the policy ``buffers="average"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gossip.errors import GossipError
+from gossip.world import accumulation_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class BufferBucket:
+    """The float buffers of one device, copied into one flat block of float32 or float64 when it is sent or mixed.
+
+    Modules replace or write their buffers as they like, so the block is a copy, not their home.
+
+    Attributes
+    ----------
+    index : int
+        Its place in launch order, after all parameters.
+    names : tuple of str
+        Of the buffers; they are looked up in the module each time.
+    block : Tensor, [numel]
+    parameters : tuple
+        None.
+    trainable : bool
+        False.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    block: torch.Tensor
+    _module: nn.Module
+    _numels: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...] = ()
+    trainable: bool = False
+
+    @torch.no_grad()
+    def reclaim(self) -> None:
+        """Copy the buffers' values into the block.
+
+        Raises
+        ------
+        GossipError
+            A buffer is gone, or has another size or dtype; names it.
+        """
+        for name, part in zip(self.names, self.block.split(self._numels), strict=True):
+            buffer = self._buffer(name, part)
+            part.copy_(_as_real(buffer).reshape(-1))
+
+    @torch.no_grad()
+    def written(self) -> None:
+        """Copy the block's values into the buffers."""
+        for name, part in zip(self.names, self.block.split(self._numels), strict=True):
+            buffer = _as_real(self._buffer(name, part))
+            buffer.copy_(part.view(buffer.shape))
+
+    def _buffer(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        try:
+            buffer = self._module.get_buffer(name)
+        except AttributeError:
+            raise GossipError(
+                f'buffer {name!r} is gone; buffers="average" exchanges those that were there when the module was '
+                "wrapped: keep them, or wrap the module again"
+            ) from None
+        values = _as_real(buffer)
+        if values.numel() != part.numel() or accumulation_dtype(values.dtype) != part.dtype:
+            raise GossipError(
+                f"buffer {name!r} is now {buffer.dtype} {list(buffer.shape)}, not what it was when the module was "
+                'wrapped; buffers="average" needs buffers that keep their size and dtype'
+            )
+        return buffer
+
+
+def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBucket, ...]:
+    """One bucket per device and dtype of accumulation of the float and complex buffers of ``module``."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
+    for name, buffer in float_buffers(module):
+        values = _as_real(buffer)
+        if values.numel():
+            kind = (accumulation_dtype(values.dtype), values.device)
+            kinds.setdefault(kind, []).append((name, values.numel()))
+    return tuple(
+        BufferBucket(
+            index=first_index + place,
+            names=tuple(name for name, _ in entries),
+            block=torch.zeros(sum(numel for _, numel in entries), dtype=dtype, device=device),
+            _module=module,
+            _numels=tuple(numel for _, numel in entries),
+        )
+        for place, ((dtype, device), entries) in enumerate(kinds.items())
+    )
+
+
+def float_buffers(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Name and tensor of the buffers that can be averaged."""
+    return ((name, buffer) for name, buffer in module.named_buffers() if is_averaged(buffer))
+
+
+def is_averaged(buffer: torch.Tensor) -> bool:
+    """Whether the mean over ranks makes sense; else rank 0's values are taken."""
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _as_real(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer

@@ -1,0 +1,92 @@
+"""Where a module keeps its parameters, and what to do when somebody puts others there."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gossip.buckets import describe_tensor
+from gossip.errors import GossipError
+
+
+class ParameterPlaces:
+    """Notices parameters that were replaced, removed or added since the module was wrapped.
+
+    A replaced one (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``) gives its values to the one
+    that lives in the buckets and that the optimizer knows, which takes its place again.
+
+    Parameters
+    ----------
+    module : Module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known = {id(parameter) for parameter in module.parameters()}
+        self._remember()
+
+    def _remember(self) -> None:
+        owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
+        self._sizes = [(owner._parameters, len(owner._parameters)) for _, owner in owners]
+        self._places = [
+            (owner._parameters, key, parameter, f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in owners
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def check(self) -> None:
+        """Put the known parameters back with the new values; cheap if nothing has changed.
+
+        Raises
+        ------
+        GossipError
+            A parameter is of another kind now, was removed, or is new; names it.
+        """
+        if all(owned.get(key) is parameter for owned, key, parameter, _ in self._places) and all(
+            len(owned) == size for owned, size in self._sizes
+        ):
+            return
+        self._settle()
+
+    def check_all(self) -> None:
+        """As :meth:`check`, and look for modules with new parameters too."""
+        self.check()
+        if {id(parameter) for parameter in self._module.parameters()} != self._known:
+            self._settle()
+
+    def _settle(self) -> None:
+        present = {id(parameter) for parameter in self._module.parameters()}
+        for owned, key, parameter, name in self._places:
+            found = owned.get(key)
+            if found is parameter or id(parameter) in present:
+                continue  # still there, or moved, as a parametrization does
+            if found is None:
+                raise GossipError(
+                    f"parameter {name!r} was removed after the module was wrapped; close() the model and wrap the "
+                    "module again"
+                )
+            _adopt(name, parameter, found)
+            for other, other_key, _, _ in self._places:
+                if other.get(other_key) is found:
+                    other[other_key] = parameter
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) not in self._known:
+                raise GossipError(
+                    f"parameter {name!r} was added after the module was wrapped and would not be trained; close() the "
+                    "model and wrap the module again"
+                )
+        self._remember()
+
+
+@torch.no_grad()
+def _adopt(name: str, parameter: nn.Parameter, found: nn.Parameter) -> None:
+    if parameter.shape != found.shape or parameter.dtype != found.dtype or parameter.device != found.device:
+        raise GossipError(
+            f"parameter {name!r} was replaced by one that is {describe_tensor(found)}, but lives in its bucket as "
+            f"{describe_tensor(parameter)}; close() the model and wrap the module again"
+        )
+    parameter.copy_(found)
+    parameter.requires_grad_(found.requires_grad)
+    if found.grad is not None:
+        parameter.grad = found.grad

@@ -1,0 +1,174 @@
+"""The local update: gradients checked and clipped, and the optimizers' steps, by bucket or all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from gossip.bucket_optimizer import BucketOptimizer
+from gossip.mixing import AnyBucket
+from gossip.scaling import SharedScaler
+from gossip.stats import Meter
+
+
+class Updater:
+    """Applies the optimizers to the parameters of one model.
+
+    Gradients that are not finite are not applied: the bucket, or with all gradients at hand the whole step, is skipped
+    and counted, so that one bad batch does not spoil the replica and, through it, its peers.
+
+    Parameters
+    ----------
+    optimizers : sequence of Optimizer
+    buckets : sequence of Bucket or BufferBucket
+    parameters : sequence of Parameter
+        All of them, in the module's order.
+    clip_grad_norm : float or None
+    clip : str
+        "global" or "bucket".
+    scaler : SharedScaler or None
+    rank : int
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        buckets: Sequence[AnyBucket],
+        parameters: Sequence[nn.Parameter],
+        *,
+        clip_grad_norm: float | None,
+        clip: str,
+        scaler: SharedScaler | None,
+        rank: int,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.scaler = scaler
+        self._buckets = buckets
+        self._parameters = parameters
+        self._clip_grad_norm = clip_grad_norm
+        self._clips_buckets = clip == "bucket"
+        self._rank = rank
+        self._by_bucket = [
+            [BucketOptimizer(optimizer, bucket.parameters) for optimizer in optimizers] for bucket in buckets
+        ]
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether no bucket can be updated before the last gradient has come."""
+        return self.scaler is not None or (self._clip_grad_norm is not None and not self._clips_buckets)
+
+    def update_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> None:
+        """Apply the optimizers to one bucket's gradients, and drop them."""
+        gradients = [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
+        if not gradients:
+            return
+        with _timed(meter):
+            norm = _norm(gradients)
+            meter.gradient_norms.append(norm)
+            if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
+                if self._clip_grad_norm is not None:
+                    _clip_(bucket.parameters, self._clip_grad_norm, norm)
+                for each in self._by_bucket[bucket.index]:
+                    each.step()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def update_all(self, step: int, meter: Meter) -> None:
+        """Apply the optimizers to all gradients, and drop them."""
+        with _timed(meter):
+            overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            if gradients and not overflowed:
+                norm = _norm(gradients)
+                meter.gradient_norms.append(norm)
+                if self._is_finite(norm, gradients, f"step {step}", meter):
+                    self._clip_all_(norm)
+                    for optimizer in self.optimizers:
+                        optimizer.step()
+            for parameter in self._parameters:
+                parameter.grad = None
+            if self.scaler is not None:
+                self.scaler.settle(self.optimizers, overflowed)
+                self.scaler.scaler.update()
+
+    def update_by(self, optimizer: Optimizer, closure: Callable[[], float] | None, step: int, meter: Meter) -> Any:
+        """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
+        with _timed(meter):
+            if closure is not None:
+                return type(optimizer).step(optimizer, closure)
+            if _undo_scale_(optimizer):
+                return None
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            gradients = [p.grad for p in self._parameters if id(p) in held and p.grad is not None]
+            if gradients:
+                norm = _norm(gradients)
+                meter.gradient_norms.append(norm)
+                if not self._is_finite(norm, gradients, f"step {step}", meter):
+                    return None
+            return type(optimizer).step(optimizer)
+
+    def _clip_all_(self, norm: torch.Tensor) -> None:
+        if self._clip_grad_norm is None:
+            return
+        if self._clips_buckets:
+            for bucket in self._buckets:
+                gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+                if gradients:
+                    _clip_(bucket.parameters, self._clip_grad_norm, _norm(gradients))
+        else:
+            _clip_(self._parameters, self._clip_grad_norm, norm)
+
+    def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:
+        if not norm.is_cpu:  # reading it would hold the host until the device is done
+            return True
+        value = float(norm)
+        if value - value == 0.0 or all(bool(_values(gradient).isfinite().all()) for gradient in gradients):
+            return True
+        meter.num_skipped += 1
+        logger.warning("rank {}: {}: a gradient is not finite; the update is skipped", self._rank, where)
+        return False
+
+
+@contextmanager
+def _timed(meter: Meter) -> Iterator[None]:
+    start = time.perf_counter()
+    with record_function("gossip::update"):
+        yield
+    meter.update_s += time.perf_counter() - start
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return get_total_norm([_values(gradient) for gradient in gradients])
+
+
+def _clip_(parameters: Sequence[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    clip_grads_with_norm_([parameter for parameter in parameters if parameter.grad is not None], max_norm, norm)
+
+
+def _undo_scale_(optimizer: Any) -> bool:
+    """Do what a GradScaler leaves to an optimizer that handles scales; whether its gradients overflowed."""
+    scale, found = optimizer.__dict__.get("grad_scale"), optimizer.__dict__.get("found_inf")
+    if found is None:
+        return False
+    optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
+    if bool(found):
+        return True
+    if scale is not None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / float(scale))
+    return False
