@@ -1,0 +1,229 @@
+"""Every way of making steps against the dense recursion and against each other, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import topology_cases
+from torch import nn
+from torch.nn.utils import vector_to_parameters
+
+from gossip import AdaptThenCombine, AdaptWhileCommunicating, GossipDataParallel, launch
+
+NUM_STEPS = 8
+LR = 0.1
+TINY_BUCKETS = 200 / 2**20
+ALGORITHMS = {
+    "while": AdaptWhileCommunicating,
+    "then": AdaptThenCombine,
+    "while, gamma": functools.partial(AdaptWhileCommunicating, 0.5),
+    "then, gamma by round": functools.partial(AdaptThenCombine, lambda t: 1 / (1 + t)),
+}
+MODES = {
+    "in backward": {},
+    "clip global": {"clip_grad_norm": math.inf},
+    "clip bucket": {"clip_grad_norm": math.inf, "clip": "bucket"},
+    "outside": {"step_in_backward": False},
+}
+TOPOLOGIES = ("one_peer_exponential()", "complete()", "ring()", "random_matching(seed=3)", "directed_ring()")
+WORLD_SIZES = (1, 3, 4)
+
+
+class Attending(nn.Module):
+    """Reads parameters that it does not own, and has a branch, tied weights and a layer that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.sometimes = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = nn.Parameter(self.embed.weight.detach().t().clone())
+        self.extra = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        hidden = self.embed(x)
+        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
+        if step % 3 == 1:
+            hidden = self.sometimes(hidden)
+        return nn.functional.linear(hidden * self.extra, self.head.weight)
+
+
+def make_module() -> nn.Module:
+    torch.manual_seed(0)
+    return Attending().double()
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return module(torch.randn(3, 2, 5, generator=generator, dtype=torch.float64), step).square().mean()
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def train(model: GossipDataParallel) -> np.ndarray:
+    for step in range(NUM_STEPS):
+        loss_of(model, model.rank, step).backward()
+        if not model._arguments.step_in_backward:
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+    model.state_dict()  # adapt-then-combine is awaited before it
+    return flat(model).numpy()
+
+
+def train_all(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
+    results = {}
+    for label, algorithm, mode in itertools.product(TOPOLOGIES, ALGORITHMS, MODES):
+        topology = topology_cases(world_size)[label]
+        with GossipDataParallel(
+            make_module(),
+            functools.partial(torch.optim.SGD, lr=LR),
+            topology,
+            algorithm=ALGORITHMS[algorithm](),
+            bucket_cap_mb=TINY_BUCKETS,
+            **MODES[mode],
+        ) as model:
+            results[label, algorithm, mode] = train(model)
+    return results
+
+
+@functools.cache
+def results_of(world_size: int) -> list[dict[tuple[str, str, str], np.ndarray]]:
+    return launch(train_all, world_size, world_size=world_size)
+
+
+@functools.cache
+def expected(world_size: int, label: str, algorithm: str) -> np.ndarray:
+    """The recursion, densely: x <- (1 - gamma) x + gamma W x before or after u."""
+    module, topology = make_module(), topology_cases(world_size)[label]
+    factor = ALGORITHMS[algorithm]().gamma
+
+    def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
+        vector_to_parameters(torch.from_numpy(x), module.parameters())
+        module.zero_grad(set_to_none=False)
+        loss_of(module, rank, step).backward()
+        none = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+        return torch.cat([each.flatten() for each in none]).numpy()
+
+    def mix(t: int, x: np.ndarray) -> np.ndarray:
+        gamma = factor(t) if callable(factor) else factor
+        return (1 - gamma) * x + gamma * (topology.round(t).matrix() @ x)
+
+    x = np.tile(flat(module).numpy(), (world_size, 1))
+    for step in range(NUM_STEPS):
+        update = -LR * np.stack([gradient(rank, step, x[rank]) for rank in range(world_size)])
+        if algorithm.startswith("then"):
+            x = mix(step, x + update)
+        else:
+            x = (x if step == 0 else mix(step - 1, x)) + update
+    return x
+
+
+GROUPED = [pytest.param(size, marks=pytest.mark.xdist_group(f"modes{size}")) for size in WORLD_SIZES]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("label", TOPOLOGIES)
+@pytest.mark.parametrize("world_size", GROUPED)
+def test_every_algorithm_equals_its_recursion(world_size: int, label: str, algorithm: str) -> None:
+    actual = np.stack([results[label, algorithm, "in backward"] for results in results_of(world_size)])
+    wanted = expected(world_size, label, algorithm)
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "in backward"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", GROUPED)
+def test_every_mode_gives_the_same_bits(world_size: int, algorithm: str, mode: str) -> None:
+    for label, results in itertools.product(TOPOLOGIES, results_of(world_size)):
+        np.testing.assert_array_equal(results[label, algorithm, mode], results[label, algorithm, "in backward"])
+
+
+def follow_all_reduce() -> None:
+    module, reference = make_module(), make_module()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
+    model = GossipDataParallel(
+        module, functools.partial(torch.optim.SGD, lr=LR), "complete", algorithm="adapt_then_combine"
+    )
+    for step in range(NUM_STEPS):
+        loss_of(model, model.rank, step).backward()
+        torch.stack([loss_of(reference, rank, step) for rank in range(model.world_size)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        actual, wanted = model.state_dict(), reference.state_dict()
+        for key in wanted:
+            torch.testing.assert_close(actual[key], wanted[key], rtol=0, atol=1e-12)
+    model.close()
+
+
+def test_adapt_then_combine_on_the_complete_graph_is_all_reduce() -> None:
+    launch(follow_all_reduce, world_size=3)
+
+
+def await_points() -> dict[str, list[int]]:
+    """Which buckets each module of the model awaits, once a training forward has been seen."""
+    module = make_module()
+    model = GossipDataParallel(
+        module,
+        functools.partial(torch.optim.SGD, lr=LR),
+        "ring",
+        algorithm="adapt_then_combine",
+        bucket_cap_mb=1 / 2**20,
+    )
+    loss_of(model, model.rank, 0).backward()
+    awaited: dict[str, list[int]] = {}
+    for name, each in module.named_modules():
+        for hook in each._forward_pre_hooks.values():
+            for index in hook._buckets:
+                awaited.setdefault(model._buckets[index].names[0], []).append(name)
+    model.close()
+    return awaited
+
+
+def test_buckets_are_awaited_by_the_lowest_module_that_holds_every_user() -> None:
+    for awaited in launch(await_points, world_size=2):
+        assert awaited["attention.out_proj.weight"] == ["attention", "attention.out_proj"]
+        assert awaited["norm.weight"] == ["norm"]
+        assert awaited["embed.weight"] == ["embed"]
+        assert awaited["extra"] == [""]
+        assert awaited["head.weight"] == ["", "head"]  # read by the model itself
+        assert awaited["sometimes.weight"] == ["", "sometimes"]  # not seen in the first forward
+
+
+class ReadLate(nn.Module):
+    """From step 2 on reads a layer's parameter before the layer is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.peeks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.layer.weight if self.peeks else self.layer(x)
+
+
+def read_before_combined() -> str:
+    module = ReadLate()
+    optimizer = functools.partial(torch.optim.SGD, lr=LR)
+    model = GossipDataParallel(module, optimizer, "ring", algorithm="adapt_then_combine")
+    for step in range(4):
+        module.peeks = step == 2
+        with pytest.raises(Exception, match="was read before") if step == 2 else contextlib.nullcontext() as caught:
+            model(torch.ones(2, 3)).sum().backward()
+        if caught:
+            return str(caught.value)
+    return "not noticed"
+
+
+def test_parameter_read_before_it_is_combined_is_refused_by_name() -> None:
+    for text in launch(read_before_combined, world_size=2):
+        assert "step 2, bucket 0: parameter 'layer.weight' was read before its exchange was combined" in text
