@@ -253,8 +253,8 @@ class StepEngine:
                         "step all of them, or none"
                     )
                 self._combine_for_step()
+                self.updater.idle()
                 self._send_all()
-                self._settle_scale()
             self._finish_step()
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
@@ -286,15 +286,10 @@ class StepEngine:
                 self._begin_step()
                 self._places.check()
                 self._combine_for_step()
-            scaled = optimizer.__dict__.get("found_inf") is not None
-            if scaled and self.updater.scaler is None:
-                raise GossipError(
-                    f"rank {self.rank}: step {self.step}: a GradScaler steps the optimizer, but the model does not "
-                    "know it, and the ranks' scales would drift apart; pass scaler=... to GossipDataParallel"
-                )
             result = self.updater.update_by(optimizer, closure, self.step, progress.meter)
             progress.stepped.append(optimizer)
             if len(progress.stepped) == len(self.updater.optimizers):
+                self.updater.settle_scale()
                 self._send_all()
                 self._finish_step()
             return result
@@ -366,14 +361,6 @@ class StepEngine:
                 f"rank {self.rank}: step {self.step - 1}: in {self._num_bad_steps} steps in a row gradients or "
                 "messages were not finite; start again from a checkpoint, with a smaller learning rate"
             )
-
-    def _settle_scale(self) -> None:
-        """The user's loop does not touch the scaler in an idle step, so it is done for it."""
-        scaler = self.updater.scaler
-        if scaler is not None:
-            scaler.unscale_(())
-            scaler.settle(self.updater.optimizers, overflowed=False)
-            scaler.scaler.update()
 
     # ------------------------------------------------------------------ between steps
 

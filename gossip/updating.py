@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from gossip.bucket_optimizer import BucketOptimizer
+from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
 from gossip.scaling import SharedScaler
 from gossip.stats import Meter
@@ -57,6 +58,7 @@ class Updater:
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
         self._rank = rank
+        self._has_overflowed = False
         self._by_bucket = [
             [BucketOptimizer(optimizer, bucket.parameters) for optimizer in optimizers] for bucket in buckets
         ]
@@ -105,7 +107,7 @@ class Updater:
         with _timed(meter):
             if closure is not None:
                 return type(optimizer).step(optimizer, closure)
-            if _undo_scale_(optimizer):
+            if self._overflowed_(optimizer):
                 return None
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             gradients = [p.grad for p in self._parameters if id(p) in held and p.grad is not None]
@@ -115,6 +117,45 @@ class Updater:
                 if not self._is_finite(norm, gradients, f"step {step}", meter):
                     return None
             return type(optimizer).step(optimizer)
+
+    def idle(self) -> None:
+        """Do for the scaler what the owner of an optimizer that is not stepped in this step leaves out."""
+        if self.scaler is not None:
+            self.scaler.unscale_(())
+            self.settle_scale()
+            self.scaler.scaler.update()
+
+    def settle_scale(self) -> None:
+        """Once all optimizers were stepped: agree with the other ranks on what the scaler's update() will do."""
+        if self.scaler is not None:
+            self.scaler.settle(self.optimizers, self._has_overflowed)
+            self._has_overflowed = False
+
+    def _overflowed_(self, optimizer: Any) -> bool:
+        """Do what a GradScaler leaves to an optimizer that handles scales; whether its gradients overflowed."""
+        scale, found = optimizer.__dict__.get("grad_scale"), optimizer.__dict__.get("found_inf")
+        if (found is None) != (self.scaler is None):
+            raise GossipError(
+                f"rank {self._rank}: the optimizer is stepped "
+                + (
+                    "without the scaler, by gradients that are still scaled; call scaler.step(model.optimizer)"
+                    if found is None
+                    else "by a GradScaler that the model does not know, and the ranks' scales would drift apart; pass "
+                    "scaler=... to GossipDataParallel"
+                )
+            )
+        if found is None:
+            return False
+        optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
+        if bool(found):
+            self._has_overflowed = True
+            return True
+        if scale is not None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.0 / float(scale))
+        return False
 
     def _clip_all_(self, norm: torch.Tensor) -> None:
         if self._clip_grad_norm is None:
@@ -156,19 +197,3 @@ def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _clip_(parameters: Sequence[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
     clip_grads_with_norm_([parameter for parameter in parameters if parameter.grad is not None], max_norm, norm)
-
-
-def _undo_scale_(optimizer: Any) -> bool:
-    """Do what a GradScaler leaves to an optimizer that handles scales; whether its gradients overflowed."""
-    scale, found = optimizer.__dict__.get("grad_scale"), optimizer.__dict__.get("found_inf")
-    if found is None:
-        return False
-    optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
-    if bool(found):
-        return True
-    if scale is not None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / float(scale))
-    return False

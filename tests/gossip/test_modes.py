@@ -121,10 +121,8 @@ def expected(world_size: int, label: str, algorithm: str) -> np.ndarray:
     x = np.tile(flat(module).numpy(), (world_size, 1))
     for step in range(NUM_STEPS):
         update = -LR * np.stack([gradient(rank, step, x[rank]) for rank in range(world_size)])
-        if algorithm.startswith("then"):
-            x = mix(step, x + update)
-        else:
-            x = (x if step == 0 else mix(step - 1, x)) + update
+        combined_first = x if step == 0 else mix(step - 1, x)
+        x = mix(step, x + update) if algorithm.startswith("then") else combined_first + update
     return x
 
 

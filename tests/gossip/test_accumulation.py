@@ -1,0 +1,237 @@
+"""Several forwards and backwards to a step, and none at all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gossip import GossipDataParallel, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+MODES = {"in backward": {}, "all at once": {"clip_grad_norm": 1e9}, "outside": {"step_in_backward": False}}
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+
+
+def wrap(module: nn.Module, mode: str) -> GossipDataParallel:
+    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+
+
+def finish(model: GossipDataParallel) -> None:
+    if not model._arguments.step_in_backward:
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulation_equals_one_large_batch(mode: str) -> None:
+    module = make_module().eval()  # batch norm would see the micro-batches
+    plain, model = copy.deepcopy(module), wrap(module, mode)
+    optimizer = SGD(plain.parameters())
+    for step in range(3):
+        batch = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        *first, last = batch.split(4)
+        with model.no_sync():
+            for each in first:
+                (model(each).square().mean() / 3).backward()
+        (model(last).square().mean() / 3).backward()
+        finish(model)
+    assert model.step == 3
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_pipeline_schedule_runs_backwards_in_any_order(mode: str, order: tuple[int, ...]) -> None:
+    module = make_module()
+    plain, model = copy.deepcopy(module), wrap(module, mode)
+    batches = torch.randn(3, 5, 4, dtype=torch.float64)
+    for each in batches:
+        plain(each).square().mean().backward()
+    SGD(plain.parameters()).step()
+    losses = [model(each).square().mean() for each in batches]
+    for position, index in enumerate(order):
+        if position < 2:
+            with model.no_sync():
+                losses[index].backward()
+        else:
+            losses[index].backward()
+    finish(model)
+    assert model.step == 1
+    assert_same(model, plain)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for part in chosen:
+            x = torch.tanh(self.parts[part](x))
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_from_no_sync_alone_are_applied_and_nothing_leaks(mode: str) -> None:
+    """A part that is used only in the first micro-batch, and parts that are used in some steps only."""
+    plain, model = Branches(), wrap(Branches(), mode)
+    optimizer = SGD(plain.parameters())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for first, last in [((0,), (1,)), ((2, 1), (2,)), ((1,), (0, 2)), ((0, 1), (0,))]:
+        for module in (plain, model):
+            with model.no_sync():
+                module(x, first).sum().backward()
+            module(x, last).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        finish(model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_networks_with_two_losses(mode: str) -> None:
+    """As in a GAN: the output of one feeds the other, and both forwards come before any backward."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"generator": nn.Linear(3, 4), "critic": nn.Linear(4, 1)}).double()
+
+    class Both(nn.Module):
+        def __init__(self, parts: nn.ModuleDict) -> None:
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, noise: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            fake = torch.tanh(self.parts["generator"](noise))
+            return self.parts["critic"](fake), self.parts["critic"](real)
+
+    module = Both(plain)
+    reference = copy.deepcopy(module)
+    model = wrap(module, mode)
+    optimizer = SGD(reference.parameters())
+    for step in range(3):
+        noise = torch.full((2, 3), 1.0 + step, dtype=torch.float64)
+        real = torch.full((2, 4), 0.5, dtype=torch.float64)
+        for each in (reference, model):
+            on_fake, on_real = each(noise, real)
+            again, _ = each(noise + 1, real)
+            with model.no_sync():
+                (on_fake.mean() - on_real.mean()).backward()
+            (again.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        finish(model)
+    assert_same(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_frozen_batch_norm_and_checkpointing_train(mode: str, use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make_module(), nn.Linear(3, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=use_reentrant)
+            return self.second(hidden)
+
+    module = Checkpointed()
+    module.first[2].eval()  # in a model in train mode
+    plain, model = copy.deepcopy(module), wrap(module, mode)
+    optimizer = SGD(plain.parameters())
+    for step in range(3):
+        for each in (plain, model):
+            each(torch.full((4, 4), 0.1 * step, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        finish(model)
+    assert model.step == 3
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_freezing_and_unfreezing_in_mid_training(mode: str) -> None:
+    module = make_module().eval()
+    module[0].requires_grad_(False)
+    plain, model = copy.deepcopy(module), wrap(module, mode)
+    optimizer = SGD(plain.parameters())
+    for step in range(6):
+        for each in (plain, model.module):
+            each[0].weight.requires_grad_(step >= 2)  # late unfrozen, then frozen again
+            each[0].bias.requires_grad_(step == 3)
+            each[3].requires_grad_(step not in (3, 4))
+            if step == 4:
+                each[0].weight.requires_grad_(False)
+                each[3].bias.requires_grad_(True)
+        for each in (plain, model):
+            each(torch.full((4, 4), 0.1 * step, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        finish(model)
+    assert model.step == 6
+    assert_same(model, plain)
+
+
+def unfreeze_with_peers() -> list[list[float]]:
+    module = make_module()
+    module.requires_grad_(False)
+    module[3].bias.requires_grad_(True)
+    model = GossipDataParallel(module, SGD, "complete", bucket_cap_mb=TINY_BUCKETS)
+    for step in range(4):
+        if step == 2:
+            module[3].bias.requires_grad_(False)
+            module[0].weight.requires_grad_(True)  # now the only one, in a bucket that was frozen
+        generator = torch.Generator().manual_seed(10 * model.rank + step)
+        model(torch.randn(4, 4, generator=generator, dtype=torch.float64)).square().mean().backward()
+    assert model.step == 4
+    model.global_avg()
+    values = [parameter.flatten().tolist() for parameter in model.parameters()]
+    model.close()
+    return values
+
+
+def test_every_parameter_is_mixed_whatever_is_frozen() -> None:
+    first, second = launch(unfreeze_with_peers, world_size=2)
+    assert first == second
+    start = [parameter.flatten().tolist() for parameter in make_module().parameters()]
+    assert first[0] != start[0]  # 0.weight
+    assert first[-1] != start[-1]  # 3.bias
+    assert first[1] == start[1]  # 0.bias never trained
+
+
+def test_forwards_under_inference_mode_in_train_mode_change_nothing() -> None:
+    module = make_module()
+    plain, model = copy.deepcopy(module), GossipDataParallel(module, SGD)
+    with torch.inference_mode():
+        model.eval()(torch.ones(2, 4, dtype=torch.float64))
+    model.train()
+    with torch.no_grad():
+        model(torch.zeros(3, 4, dtype=torch.float64))
+        plain(torch.zeros(3, 4, dtype=torch.float64))
+    for each in (plain, model):
+        each(torch.ones(3, 4, dtype=torch.float64)).square().mean().backward()
+    SGD(plain.parameters()).step()
+    assert model.step == 1
+    assert_same(model, plain)
+    torch.testing.assert_close(model.module[2].running_mean, plain[2].running_mean)

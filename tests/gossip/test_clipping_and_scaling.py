@@ -1,0 +1,298 @@
+"""Gradient norms, clipping, loss scales, and values that are not finite."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from replicas import gathered
+from torch import nn
+
+from gossip import GossipDataParallel, GossipError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(step: int, rank: int = 0) -> torch.Tensor:
+    return 10 * torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [TINY_BUCKETS, 25])
+@pytest.mark.parametrize("max_norm", [0.05, 1.0, 1e9])
+def test_global_clipping_is_torch_s_own(bucket_cap_mb: float, max_norm: float) -> None:
+    plain = make_module()
+    optimizer = SGD(plain.parameters())
+    model = GossipDataParallel(make_module(), SGD, bucket_cap_mb=bucket_cap_mb, clip_grad_norm=max_norm)
+    for step in range(4):
+        plain(batch(step)).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        assert model.grad_norm == norm.item()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_clipping_by_bucket_clips_each_bucket_and_reports_the_whole_norm() -> None:
+    module = make_module()
+    model = GossipDataParallel(module, SGD, bucket_cap_mb=TINY_BUCKETS, clip_grad_norm=0.01, clip="bucket")
+    plain = make_module()
+    optimizer = SGD(plain.parameters())
+    names = dict(plain.named_parameters())
+    for step in range(3):
+        plain(batch(step)).square().mean().backward()
+        whole = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+        for bucket in model._buckets:
+            torch.nn.utils.clip_grad_norm_([names[name] for name in bucket.names], 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        assert model.grad_norm == pytest.approx(whole, rel=1e-6)
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_gradient_norm_is_there_without_clipping() -> None:
+    model, plain = GossipDataParallel(make_module(), SGD, bucket_cap_mb=TINY_BUCKETS), make_module()
+    assert model.grad_norm is None
+    for each in (model, plain):
+        each(batch(0)).square().mean().backward()
+    whole = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    assert model.grad_norm == pytest.approx(whole, rel=1e-6)
+    model.idle_step()
+    assert model.grad_norm is None
+
+
+def test_clip_grad_norm_in_fused_mode_says_what_to_do() -> None:
+    model = GossipDataParallel(make_module(), SGD)
+    model(batch(0)).sum().backward()
+    with pytest.raises(GossipError, match=r"pass clip_grad_norm=1 to GossipDataParallel, or step_in_backward=False"):
+        model.clip_grad_norm_(1.0)
+
+
+def test_usual_loop_clips_outside_backward() -> None:
+    plain = make_module()
+    optimizer = SGD(plain.parameters())
+    model = GossipDataParallel(make_module(), SGD, step_in_backward=False)
+    for step in range(3):
+        for module, each in ((plain, optimizer), (model, model.optimizer)):
+            each.zero_grad()
+            module(batch(step)).square().mean().backward()
+            if module is plain:
+                wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            else:
+                assert model.clip_grad_norm_(0.05) == wanted
+            each.step()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"clip_grad_norm": 0.0}, ValueError, "clip_grad_norm must be a positive norm, got 0.0"),
+        ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm must be a positive norm, got nan"),
+        ({"clip_grad_norm": True}, TypeError, "clip_grad_norm must be a norm, got True"),
+        ({"clip_grad_norm": 1.0, "clip": "all"}, ValueError, """clip must be "global" or "bucket", got 'all'"""),
+        ({"clip_grad_norm": 1.0, "step_in_backward": False}, ValueError, "call model.clip_grad_norm_"),
+        ({"buffers": "mean"}, ValueError, """buffers must be "local" or "average", got 'mean'"""),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments: dict, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        GossipDataParallel(make_module(), SGD, **arguments)
+    assert text in str(caught.value)
+
+
+# ------------------------------------------------------------------ loss scaling
+
+
+@pytest.mark.parametrize("fused_optimizer", [False, True])
+@pytest.mark.parametrize("mode", ["in backward", "outside", "outside, unscaled"])
+def test_scaled_training_equals_plain_scaled_training(mode: str, fused_optimizer: bool) -> None:
+    """At world size 1, but for the scale's growth, which comes one step later."""
+    factory = functools.partial(torch.optim.AdamW, lr=0.01, fused=fused_optimizer)
+    plain, module = make_module(), make_module()
+    optimizer = factory(plain.parameters())
+    reference = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    outside = mode != "in backward"
+    clip = {} if outside else {"clip_grad_norm": 0.05}
+    model = GossipDataParallel(module, factory, step_in_backward=not outside, scaler=scaler, **clip)
+    for step in range(6):
+        reference.scale(plain(batch(step)).square().mean()).backward()
+        if mode != "outside":
+            reference.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        reference.step(optimizer)
+        reference.update()
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        if outside:
+            if mode == "outside, unscaled":
+                scaler.unscale_(model.optimizer)
+                model.clip_grad_norm_(0.05)
+            scaler.step(model.optimizer)
+            scaler.update()
+            model.optimizer.zero_grad()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-7)
+    assert scaler.get_scale() == 2.0**12
+
+
+def overflow_on_one_rank(outside: bool) -> list[tuple[float, list[float]]]:
+    """Rank 1 overflows in step 2, is idle in step 4; each step's scale and parameters."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    module = nn.Linear(4, 1, bias=False)
+    model = GossipDataParallel(module, optimizer, "complete", scaler=scaler, step_in_backward=not outside)
+    seen = []
+    for step in range(7):
+        if step == 4 and model.rank == 1:
+            model.idle_step()
+        else:
+            model.optimizer.zero_grad()
+            loss = model(batch(step, model.rank)).square().mean()
+            if step == 2 and model.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if outside:
+                scaler.step(model.optimizer)
+                scaler.update()
+        assert model.step == step + 1
+        seen.append((scaler.get_scale(), module.weight.flatten().tolist()))
+    model.global_avg()
+    assert torch.equal(gathered(module.weight)[0], module.weight)
+    model.close()
+    return seen
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_overflow_on_one_rank_keeps_scales_equal_and_nobody_waiting(outside: bool) -> None:
+    first, second = launch(overflow_on_one_rank, outside, world_size=2)
+    scales = [scale for scale, _ in first]
+    assert scales == [scale for scale, _ in second]
+    assert scales == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
+    assert all(math.isfinite(value) for _, values in first + second for value in values)
+    # The rank that overflowed was mixed in the step, but not updated: what was in flight is the peers' mean.
+    mean = [(a + b) / 2 for a, b in zip(first[1][1], second[1][1], strict=True)]
+    assert second[2][1] == pytest.approx(mean, rel=1e-6)
+    assert first[2][1] != pytest.approx(mean, rel=1e-6)
+
+
+def test_scaler_that_the_model_does_not_know_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    model = GossipDataParallel(make_module(), SGD, step_in_backward=False)
+    scaler.scale(model(batch(0)).sum()).backward()
+    with pytest.raises(GossipError, match="pass scaler="):
+        scaler.step(model.optimizer)
+
+
+def test_step_that_passes_the_scaler_by_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    model = GossipDataParallel(make_module(), SGD, step_in_backward=False, scaler=scaler)
+    scaler.scale(model(batch(0)).sum()).backward()
+    with pytest.raises(GossipError, match=r"call scaler\.step\(model\.optimizer\)"):
+        model.optimizer.step()
+
+
+def test_scaler_with_half_precision_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scaler: parameter '0\.weight' is float16"):
+        GossipDataParallel(make_module().half(), SGD, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_scaler_that_is_disabled_changes_nothing() -> None:
+    model = GossipDataParallel(make_module(), SGD, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    model(batch(0)).sum().backward()
+    assert model.step == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_trains_as_plain_torch_does(dtype: torch.dtype) -> None:
+    plain, model = make_module(), GossipDataParallel(make_module(), SGD, bucket_cap_mb=TINY_BUCKETS)
+    optimizer = SGD(plain.parameters())
+    for step in range(3):
+        for module in (plain, model):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = module(batch(step)).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+# ------------------------------------------------------------------ not finite
+
+
+def spoil_one_gradient(mode: dict) -> tuple[list[int], bool]:
+    model = GossipDataParallel(make_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **mode)
+    skipped = []
+    for step in range(5):
+        before = copy.deepcopy(model.state_dict())
+        loss = model(batch(step, model.rank)).square().mean()
+        (loss * float("nan") if model.rank == 0 and step in (0, 3) else loss).backward()
+        if not model._arguments.step_in_backward:
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+        skipped.append(model.stats().num_skipped)
+        if model.rank == 0 and step == 0:
+            assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    model.close()
+    return skipped, finite
+
+
+@pytest.mark.parametrize("mode", [{}, {"clip_grad_norm": 1.0}, {"step_in_backward": False}])
+def test_gradient_that_is_not_finite_stays_on_its_rank(mode: dict) -> None:
+    (spoilt, finite), *others = launch(spoil_one_gradient, mode, world_size=4)
+    assert finite
+    assert [bool(count) for count in spoilt] == [True, False, False, True, False]
+    assert others == [([0] * 5, True)] * 3
+
+
+def spoil_parameters() -> str:
+    model = GossipDataParallel(make_module(), SGD, "ring")
+    for step in range(4):
+        if model.rank == 1 and step == 1:
+            with torch.no_grad():
+                model.module[0].weight[0, 0] = float("nan")  # a user's edit
+        try:
+            model(batch(step, model.rank)).square().mean().backward()
+        except GossipError as error:
+            return str(error)
+        if model.rank != 1:
+            assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+            if model.stats().num_refused:
+                return "refused"
+    return "unnoticed"
+
+
+def test_message_that_is_not_finite_is_refused_by_its_peers() -> None:
+    found = launch(spoil_parameters, world_size=3)
+    assert found[0] == found[2] == "refused"
+    assert "what this rank sent in round 1 is not finite" in found[1]
+
+
+def test_many_steps_that_are_not_finite_end_the_training() -> None:
+    model = GossipDataParallel(make_module(), SGD)
+    for _ in range(15):
+        (model(batch(0)).sum() * float("nan")).backward()
+    with pytest.raises(GossipError, match="in 16 steps in a row gradients or messages were not finite"):
+        (model(batch(0)).sum() * float("nan")).backward()
+
+
+def test_large_gradients_whose_norm_overflows_are_applied() -> None:
+    model = GossipDataParallel(nn.Linear(4, 1, bias=False), functools.partial(torch.optim.SGD, lr=1e-30))
+    (model(torch.ones(1, 4)).sum() * 1e30).backward()
+    assert model.stats().num_skipped == 0
