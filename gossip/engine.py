@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -110,7 +109,6 @@ class StepEngine:
             hook = module.register_state_dict_pre_hook(AwaitHook(self._combine, everything))
             self._hooks.append(hook)
             self._place_await_hooks(None)
-        _open_engines.add(self)
 
     # ------------------------------------------------------------------ around a forward pass
 
@@ -121,10 +119,15 @@ class StepEngine:
         elif self.synchronise:
             # The whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost.
             self._queue_callback()
-        self._places.check()
+        self.check_places()
         if self._without_hook:
             self._hook_parameters()
         self._forward_began = time.perf_counter()
+
+    def check_places(self) -> None:
+        """Take over parameters that were replaced in the module, or raise."""
+        with self.fatal():
+            self._places.check()
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Around the forward pass itself: the first one that trains shows who reads which parameters."""
@@ -284,7 +287,7 @@ class StepEngine:
                 )
             if not progress.stepped:
                 self._begin_step()
-                self._places.check()
+                self.check_places()
                 self._combine_for_step()
             result = self.updater.update_by(optimizer, closure, self.step, progress.meter)
             progress.stepped.append(optimizer)
@@ -471,28 +474,9 @@ class StepEngine:
             handle.remove()
         self._hooks.clear()
         self._await_hooks.clear()
-        _open_engines.discard(self)
+        self._places.close()
         self.mixer.in_flight = [None] * len(self.buckets)
         self.error = self.error or GossipError("this GossipDataParallel has been closed")
-
-
-_open_engines: weakref.WeakSet[StepEngine] = weakref.WeakSet()
-
-
-def check_not_wrapped(module: nn.Module) -> None:
-    """Refuse a module whose parameters some model trains already.
-
-    Raises
-    ------
-    ValueError
-        Names the parameter.
-    """
-    taken = {id(p) for engine in _open_engines for bucket in engine.buckets for p in bucket.parameters}
-    for name, parameter in module.named_parameters():
-        if id(parameter) in taken:
-            raise ValueError(
-                f"parameter {name!r} belongs to a GossipDataParallel already; wrap a module once, or close() the other"
-            )
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -76,9 +76,15 @@ def first_difference(manifests: Sequence[Manifest]) -> str:
 
 
 def _describe_topology(topology: Topology) -> str:
-    if topology.registered or topology.period is not None:
-        return topology.to_json()
-    return f"{topology!r} {json.dumps([topology.round(step).to_dict() for step in range(_NUM_SAMPLED_ROUNDS)])}"
+    texts = []
+    for phase in topology.phases:
+        part = phase.topology
+        if part.registered or part.period is not None:
+            text = part.to_json()
+        else:
+            text = f"{part!r} {json.dumps([part.round(step).to_dict() for step in range(_NUM_SAMPLED_ROUNDS)])}"
+        texts.append(text if topology is part else f"from round {phase.start}, every {phase.every}: {text}")
+    return "; ".join(texts)
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

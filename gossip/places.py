@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -24,6 +26,11 @@ class ParameterPlaces:
         self._module = module
         self._known = {id(parameter) for parameter in module.parameters()}
         self._remember()
+        _open_places.add(self)
+
+    def close(self) -> None:
+        """The module may be wrapped again. Local."""
+        _open_places.discard(self)
 
     def _remember(self) -> None:
         owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
@@ -77,6 +84,25 @@ class ParameterPlaces:
                     "model and wrap the module again"
                 )
         self._remember()
+
+
+_open_places: weakref.WeakSet[ParameterPlaces] = weakref.WeakSet()
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Refuse a module whose parameters some model trains already.
+
+    Raises
+    ------
+    ValueError
+        Names the parameter.
+    """
+    taken = {parameter for places in _open_places for parameter in places._known}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in taken:
+            raise ValueError(
+                f"parameter {name!r} belongs to a GossipDataParallel already; wrap a module once, or close() the other"
+            )
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from gossip.courier import Ticket, Works
 from gossip.errors import ExchangeError
 from gossip.world import World, accumulation_dtype, named
-from topologies import Round, Topology
+from topologies import Phase, Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
@@ -62,8 +63,9 @@ class DistributedTransport:
     """Exchange over ``torch.distributed``.
 
     Ranks that average uniformly in disjoint groups run one small all-reduce in each, over communicators that are made
-    here, once, for all rounds of the period. Every other round (unequal or directed weights), every schedule
-    without a period, and every schedule that would need more than 16 communicators on some rank goes point-to-point.
+    here, once, for all rounds of the period and of a warm-up. All else goes point-to-point: unequal or directed
+    weights, phases of the schedule without a period, and phases that would bring some rank to more than 16
+    communicators.
 
     Parameters
     ----------
@@ -89,8 +91,9 @@ class DistributedTransport:
 
     def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
         rank = self._world.rank
-        if self._groups and round_.uniform_groups is not None:
-            ranks = next(ranks for ranks in round_.uniform_groups if rank in ranks)
+        # The members of a group decide alike, and the groups of a round are disjoint.
+        ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
+        if ranks in self._groups:
             return self._start_all_reduce(message, ranks, step, bucket)
         return self._start_point_to_point(message, round_, step, bucket)
 
@@ -208,18 +211,22 @@ class DistributedExchange:
 
 
 def _shared_groups(topology: Topology) -> list[tuple[int, ...]]:
-    """The groups of two and more ranks in order of their first round; none if they are not to be used."""
-    if topology.period is None:
-        return []
+    """The groups of two and more ranks that get a communicator, in order of their first round."""
     groups: dict[tuple[int, ...], None] = {}
-    memberships = [0] * topology.world_size
-    for step in range(topology.period):
-        for ranks in topology.round(step).uniform_groups or ():
-            if len(ranks) == 1 or ranks in groups:
-                continue
-            groups[ranks] = None
-            for rank in ranks:
-                memberships[rank] += 1
-        if max(memberships) > _MAX_GROUPS_PER_RANK:
-            return []
+    for phase in topology.phases:
+        groups |= _groups_of(phase, groups)
     return list(groups)
+
+
+def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None]) -> dict[tuple[int, ...], None]:
+    """The groups of a phase besides the known ones; none if some rank would be in too many with them."""
+    memberships = Counter(rank for ranks in known for rank in ranks)
+    groups: dict[tuple[int, ...], None] = {}
+    for exchange in range(phase.num_distinct(sampled=0)):
+        for ranks in phase.topology.round(exchange).uniform_groups or ():
+            if len(ranks) > 1 and ranks not in known and ranks not in groups:
+                groups[ranks] = None
+                memberships.update(ranks)
+        if max(memberships.values(), default=0) > _MAX_GROUPS_PER_RANK:
+            return {}
+    return groups

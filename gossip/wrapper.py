@@ -26,11 +26,13 @@ from gossip.bucket_optimizer import (
 )
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import make_buffer_buckets
-from gossip.engine import StepEngine, check_not_wrapped
+from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.flags import AgreedFlag
 from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
 from gossip.mixing import AnyBucket, Mixer
+from gossip.module_face import ModuleFace
+from gossip.places import check_not_wrapped
 from gossip.scaling import SharedScaler
 from gossip.stats import StepStats
 from gossip.transports import DistributedTransport, Transport
@@ -41,7 +43,7 @@ from topologies import Topology
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-class GossipDataParallel(nn.Module):
+class GossipDataParallel(ModuleFace):
     r"""Train one replica per rank; mix it with a few peers' after every step, inside ``backward()``.
 
     Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
@@ -244,7 +246,6 @@ class GossipDataParallel(nn.Module):
         )
         for each in optimizers:
             replace_step(each, self._engine.step_optimizer, by_bucket=by_bucket)
-        self.register_load_state_dict_pre_hook(_rename_nested_keys)  # type: ignore[no-untyped-call]
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
         # through that. The hooks do not know the wrapper, so that its end can end them.
         self._finalizer = weakref.finalize(self, _give_back, self._engine, world, optimizers)
@@ -315,6 +316,7 @@ class GossipDataParallel(nn.Module):
         """
         engine = self._live()
         engine.check_usable()
+        engine.check_places()
         engine.end_step()
 
     @contextlib.contextmanager
@@ -428,37 +430,7 @@ class GossipDataParallel(nn.Module):
         with engine.fatal():
             return consensus_distance(self._buckets, self._world)
 
-    # ------------------------------------------------------------------ the module's own face
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "module" not in self._modules:
-                raise
-            return getattr(self.module, name)
-
-    @property
-    def training(self) -> bool:
-        """The module's own mode."""
-        return self.module.training if "module" in self.__dict__.get("_modules", {}) else True
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "module" in self.__dict__.get("_modules", {}):
-            self.module.training = mode
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, with its own names. Local."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's own, with its own names. Local."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own, with its own keys. Local."""
-        return self.module.state_dict(*args, **kwargs)
+    # ------------------------------------------------------------------ copies
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the module. Local: load the same on every rank.
@@ -466,20 +438,18 @@ class GossipDataParallel(nn.Module):
         Keys that all begin with ``module.``, as DistributedDataParallel writes them, are taken too. With ``assign``
         the values are copied all the same: the parameters go on living in the buckets.
         """
-        if state_dict and all(key.startswith("module.") for key in state_dict):
-            own = self.module.state_dict().keys()
-            if not any(key in own for key in state_dict):
-                state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
-        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        result = super().load_state_dict(state_dict, strict, assign)
         if assign and self._engine is not None:
             self._engine.settle()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None and self._engine.error is None:
+            self._engine.settle()
         return {"module": self.module, "topology": self.topology, "step": self.step}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.module = state["module"]
         with torch.no_grad():
             for parameter in self.module.parameters():  # out of the bucket that they were copied with
@@ -550,12 +520,6 @@ def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ..
     world.close()
     for optimizer in optimizers:
         restore_step(optimizer)
-
-
-def _rename_nested_keys(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
-    """In a larger module's state_dict the wrapped module's keys stand without ``module.``, as they were written."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 def _size(num_bytes: int) -> str:

@@ -17,12 +17,14 @@ from topologies.registry import build as build
 from topologies.registry import family as family
 from topologies.registry import register as register
 from topologies.round import Round as Round
+from topologies.schedules import Phase as Phase
 from topologies.topology import Topology as Topology
 from topologies.validation import Stochasticity as Stochasticity
 from topologies.weights import weighted_round as weighted_round
 
 __all__ = [
     "Description",
+    "Phase",
     "Round",
     "Stochasticity",
     "Topology",

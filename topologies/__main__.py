@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from topologies.drawing import draw
 from topologies.registry import available, build, family
+from topologies.topology import Topology
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     drawing = commands.add_parser("draw", help="a picture of its rounds")
     _add_topology(drawing)
     drawing.add_argument("--output", required=True, metavar="PATH", help="where to write, .svg or .png")
-    drawing.add_argument("--rounds", type=int, metavar="K", help="how many rounds (default: one period, at most 8)")
+    drawing.add_argument("--rounds", type=int, metavar="K", help="how many rounds (default: a period, at most 8)")
     drawing.set_defaults(run=_draw)
     return parser
 
@@ -67,6 +68,8 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of the family, such as local_size=4, factors=2,3 or graph=net.graphml; repeatable",
     )
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="exchange in every K-th round only")
+    parser.add_argument("--warmup-rounds", type=int, default=0, metavar="W", help="complete for the first W rounds")
 
 
 def _list(_: argparse.Namespace) -> str:
@@ -85,14 +88,18 @@ def _list(_: argparse.Namespace) -> str:
 
 
 def _describe(parsed: argparse.Namespace) -> str:
-    description = build(parsed.name, parsed.world_size, **_options(parsed.option)).describe()
+    description = _topology(parsed).describe()
     return json.dumps(description.to_dict(), indent=2) if parsed.json else str(description)
 
 
 def _draw(parsed: argparse.Namespace) -> str:
-    topology = build(parsed.name, parsed.world_size, **_options(parsed.option))
-    draw(topology, parsed.output, parsed.rounds)
+    draw(_topology(parsed), parsed.output, parsed.rounds)
     return f"wrote {parsed.output}"
+
+
+def _topology(parsed: argparse.Namespace) -> Topology:
+    topology = build(parsed.name, parsed.world_size, **_options(parsed.option)).every(parsed.every)
+    return build("complete", parsed.world_size).then(topology, after=parsed.warmup_rounds)
 
 
 def _options(pairs: Sequence[str]) -> dict[str, Any]:

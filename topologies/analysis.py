@@ -48,9 +48,9 @@ def slem(matrix: FloatArray) -> float:
 
 
 def exact_after(topology: Topology) -> int | None:
-    """Return the smallest k for which the product of rounds 0 .. k-1 is J, or ``None`` if there is none.
+    """Return the smallest k for which the product of k rounds after the warm-up is J, or ``None`` if there is none.
 
-    Searched up to one period and ceil(log2 n) rounds more. A product that only comes ever closer to J is not
+    Searched up to one period and ceil(log2 n) exchanges more. A product that only comes ever closer to J is not
     exact: once it is within 1e-6 it counts only if the very next round brings it there.
 
     Raises
@@ -60,12 +60,15 @@ def exact_after(topology: Topology) -> int | None:
     """
     if topology.period is None:
         raise ValueError(f"topology {topology.name!r} has no period; exactness is a property of a repeated schedule")
+    last = topology.phases[-1]
+    repeated = last.topology
+    assert repeated.period is not None
     mixed = np.eye(topology.world_size)
-    for t in range(topology.period + (topology.world_size - 1).bit_length()):
-        mixed = topology.round(t).matrix() @ mixed
+    for exchange in range(repeated.period + (topology.world_size - 1).bit_length()):
+        mixed = repeated.round(exchange).matrix() @ mixed
         distance = float(np.abs(mixed - 1.0 / topology.world_size).max())
         if distance <= _EXACT:
-            return t + 1
+            return (exchange + 1) * last.every
         if distance <= 1e-6:
             return None
     return None

@@ -31,8 +31,13 @@ class Description:
 
     Attributes
     ----------
+    warmup
+        Rounds before the part that repeats. They count for ``max_sends``, ``max_receives``, ``largest_deviation``,
+        ``symmetric`` and ``uniform_groups``; all else is about what comes after them.
+    period
+        Rounds before that part repeats.
     num_rounds
-        Rounds measured: one period, or the first 16 of a schedule without one.
+        Rounds measured after the warm-up: one period, or those of the first 16 exchanges of a schedule without one.
     max_sends, max_receives
         Most messages of one rank in one round.
     mean_messages
@@ -52,6 +57,7 @@ class Description:
     name: str
     options: dict[str, Any]
     world_size: int
+    warmup: int
     period: int | None
     num_rounds: int
     max_sends: int
@@ -79,6 +85,10 @@ class Description:
 
     def _lines(self) -> list[tuple[str, str]]:
         measured = "one period" if self.period else f"the first {self.num_rounds} rounds"
+        period = _count(self.period, "round") if self.period else "none"
+        if self.warmup:
+            measured += " after the warm-up; degree, groups, sums and symmetry over both"
+            period += f", after a warm-up of {_count(self.warmup, 'round')}"
         large = self.world_size > MAX_DENSE_WORLD_SIZE
         unmeasured = f"not measured above {MAX_DENSE_WORLD_SIZE} ranks"
         no_slem = unmeasured if large else "only defined for period 1"
@@ -91,7 +101,7 @@ class Description:
         return [
             ("topology", self.name + (f" ({brief_options(self.options)})" if self.options else "")),
             ("world size", str(self.world_size)),
-            ("period", _count(self.period, "round") if self.period else "none"),
+            ("period", period),
             ("measured over", measured),
             (
                 "degree",
@@ -111,28 +121,33 @@ class Description:
 
 
 def describe(topology: Topology) -> Description:
-    """Measure a topology over one period, or over its first 16 rounds if it has none."""
-    num_rounds = topology.period or SAMPLED_ROUNDS
-    rounds = [topology.round(t) for t in range(num_rounds)]
+    """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none."""
+    parts = [
+        [phase.topology.round(exchange) for exchange in range(phase.num_distinct(sampled=SAMPLED_ROUNDS))]
+        for phase in topology.phases
+    ]
+    last = topology.phases[-1]
+    rounds, repeated = [round_ for part in parts for round_ in part], parts[-1]
     dense = topology.world_size <= MAX_DENSE_WORLD_SIZE
-    slem = analysis.slem(rounds[0].matrix()) if dense and topology.period == 1 else None
+    slem = analysis.slem(repeated[0].matrix()) if dense and topology.period == 1 else None
     return Description(
         name=topology.name,
         options=dict(topology.options),
         world_size=topology.world_size,
+        warmup=topology.warmup,
         period=topology.period,
-        num_rounds=num_rounds,
+        num_rounds=len(repeated) * last.every,
         max_sends=max(int(round_.num_targets().max()) for round_ in rounds),
         max_receives=max(int(round_.num_sources().max()) for round_ in rounds),
-        mean_messages=float(np.mean([round_.num_targets().mean() for round_ in rounds])),
+        mean_messages=float(np.mean([round_.num_targets().mean() for round_ in repeated])) / last.every,
         uniform_groups=all(round_.uniform_groups is not None for round_ in rounds),
-        connected=_connected(topology.world_size, rounds),
+        connected=_connected(topology.world_size, repeated),
         stochasticity=topology.stochasticity,
         largest_deviation=_largest_deviation(rounds, topology.stochasticity),
         symmetric=all(round_.is_symmetric for round_ in rounds),
         slem=slem,
         spectral_gap=None if slem is None else 1.0 - slem,
-        beta=analysis.beta(analysis.product(topology, num_rounds)) if dense else None,
+        beta=analysis.beta(analysis.product(last.topology, len(repeated))) if dense else None,
         exact_after=topology.exact_after,
     )
 

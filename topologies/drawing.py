@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 MAX_DRAWN_WORLD_SIZE = 128
 
 _MAX_COLUMNS = 4
+_TITLE_CHARACTERS_PER_INCH = 11
 _MAX_ROUNDS = 8
 _APERIODIC_ROUNDS = 4
 _COLOURS = ("#3366aa", "#dd7722", "#2a9d5c", "#c0392b", "#7d5ba6", "#8c6239", "#d667a5", "#1f9aa8")
@@ -27,7 +30,7 @@ _Point = tuple[float, float]
 
 
 def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = None) -> None:
-    """Write a picture of the first rounds of a topology.
+    """Write a picture of rounds of a topology.
 
     Ranks stand clockwise on a circle, rank 0 on top. Every group has a colour, a rank that is alone is grey; the
     width of a line is its weight. An arrow points to the rank that reads; a line without one has the same weight in
@@ -40,7 +43,8 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     path
         Where to write; the suffix .svg or .png decides the format.
     rounds
-        How many rounds; by default one period, but at most 8, and 4 without a period.
+        How many, from round 0 on; by default one period, but at most 8, and 4 without a period. Of a topology made
+        by :meth:`Topology.every` or :meth:`Topology.then` by default the exchanges, those of the warm-up included.
 
     Raises
     ------
@@ -57,35 +61,49 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
             f"a picture shows at most {MAX_DRAWN_WORLD_SIZE} ranks, the topology has {topology.world_size}; draw "
             f"the same family with fewer"
         )
-    if rounds is None:
-        num_rounds = min(topology.period or _APERIODIC_ROUNDS, _MAX_ROUNDS)
-    else:
-        num_rounds = check_integer("rounds", rounds, minimum=1)
+    numbers = _exchanges(topology) if rounds is None else range(check_integer("rounds", rounds, minimum=1))
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('drawing needs matplotlib; install it with pip install "gossip-training[plot]"') from error
 
-    num_columns = min(num_rounds, _MAX_COLUMNS)
-    num_lines = math.ceil(num_rounds / num_columns)
+    num_columns = min(len(numbers), _MAX_COLUMNS)
+    num_lines = math.ceil(len(numbers) / num_columns)
     side = 2.6 if topology.world_size <= 16 else 3.4 if topology.world_size <= 32 else 4.8
     # The hash salt and the missing date make the file the same every time.
     with matplotlib.rc_context({"svg.hashsalt": "topologies", "font.family": "DejaVu Sans"}):
-        figure = Figure(figsize=(max(side * num_columns, 3.6), (side + 0.35) * num_lines + 0.5), layout="constrained")
-        figure.suptitle(_title(topology, num_rounds), fontsize=11)
+        width = max(side * num_columns, 3.6)
+        title = textwrap.fill(_title(topology, numbers), int(width * _TITLE_CHARACTERS_PER_INCH))
+        height = (side + 0.35) * num_lines + 0.3 + 0.2 * len(title.splitlines())
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.suptitle(title, fontsize=11)
         panels = figure.subplots(num_lines, num_columns, squeeze=False).flat
-        for t, axes in enumerate(panels):
+        for t, axes in itertools.zip_longest(numbers, panels):
             axes.set_axis_off()
-            if t < num_rounds:
+            if t is not None:
                 _draw_round(axes, topology.round(t), t)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def _title(topology: Topology, num_rounds: int) -> str:
+def _exchanges(topology: Topology) -> list[int]:
+    """Return the numbers of the first rounds in which something new is exchanged, some of every phase."""
+    at_most = max(1, _MAX_ROUNDS // len(topology.phases))
+    numbers = [
+        phase.number_of(exchange)
+        for phase in topology.phases
+        for exchange in range(min(phase.num_distinct(sampled=_APERIODIC_ROUNDS), at_most))
+    ]
+    return numbers[:_MAX_ROUNDS]
+
+
+def _title(topology: Topology, numbers: Sequence[int]) -> str:
     ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
-    if topology.period is None:
+    num_rounds = numbers[-1] + 1
+    if topology.warmup:
+        shown = f"{f'period {topology.period}' if topology.period else 'no period'} after {topology.warmup} rounds"
+    elif topology.period is None:
         shown = f"first {num_rounds} rounds"
     elif num_rounds < topology.period:
         shown = f"first {num_rounds} of {topology.period} rounds"

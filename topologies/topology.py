@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from topologies import analysis
+from topologies import analysis, schedules
 from topologies.files import read_graph
 from topologies.round import Round
+from topologies.schedules import Composition, Phase
 from topologies.validation import (
     Stochasticity,
     check_integer,
@@ -48,10 +49,10 @@ class Topology:
     world_size
         Number of ranks n.
     make_round
-        Builds round t, for ``0 <= t < period`` (any t >= 0 if there is no period). Its result must depend on t
-        alone. What it returns is checked when it is first used.
+        Builds round t, for ``0 <= t < warmup + period`` (any t >= 0 if there is no period). Its result must depend
+        on t alone. What it returns is checked when it is first used.
     period
-        Number of rounds before the schedule repeats; ``None`` if it never does.
+        Number of rounds before the schedule repeats, once the warm-up is over; ``None`` if it never does.
     stochasticity
         "doubly": rows and columns of every W sum to 1, so the mean over ranks is kept. "row" or "column": only
         these do.
@@ -60,7 +61,7 @@ class Topology:
         must be promised to be believed.
     promised_exact_after
         If given, the promise that from a period boundary on the product of this many rounds is exactly
-        J = 11^T / n.
+        J = 11^T / n. A period begins at round ``warmup`` and every ``period`` rounds later.
     name
         The registered name, or one of your choice.
     options
@@ -201,8 +202,8 @@ class Topology:
             If t is negative, or round t is of another size or its matrix breaks the declared stochasticity.
         """
         number = check_integer("t", t, minimum=0)
-        if self.period is not None:
-            number %= self.period
+        if self.period is not None and number >= self.warmup:
+            number = self.warmup + (number - self.warmup) % self.period
         round_ = self._cache.get(number)
         if round_ is None:
             round_ = self.make_round(number)
@@ -211,6 +212,74 @@ class Topology:
                 self._cache.clear()
             self._cache[number] = round_
         return round_
+
+    def every(self, k: int) -> Topology:
+        """Return the schedule with k - 1 local steps before each exchange.
+
+        Round s of this topology is round ``k (s + 1) - 1`` of the result: rounds k - 1, 2 k - 1, ... exchange, all
+        others are the identity. Warm-up, period and the rounds until all is exact are k times as long. For k = 1,
+        and for a single rank, it is the topology itself.
+
+        Parameters
+        ----------
+        k
+            Exchange in every k-th round only; at least 1.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If k is not an integer of at least 1.
+
+        Examples
+        --------
+        >>> import topologies
+        >>> local_sgd = topologies.build("complete", 4).every(3)
+        >>> [local_sgd.round(t).is_identity for t in range(6)]
+        [True, True, False, True, True, False]
+        """
+        return schedules.every(self, k)
+
+    def then(self, other: Topology, *, after: int) -> Topology:
+        """Return the schedule of this topology for some rounds, and of another one from then on.
+
+        Round t is round t of this topology for ``t < after``, and round ``t - after`` of ``other`` from there on.
+        The first ``after`` rounds are a warm-up: period and exactness are those of ``other``. For ``after=0``, and
+        for a single rank, it is ``other`` itself.
+
+        Parameters
+        ----------
+        other
+            A topology of as many ranks.
+        after
+            How many rounds this topology runs; at least 0.
+
+        Raises
+        ------
+        ValueError
+            If ``after`` is negative, the world sizes differ, or one of the two is row- and the other one
+            column-stochastic.
+        TypeError
+            If ``other`` is no topology or ``after`` no integer.
+
+        Examples
+        --------
+        All-reduce for 100 rounds, then a ring:
+
+        >>> import topologies
+        >>> topologies.build("complete", 8).then(topologies.build("ring", 8), after=100)
+        Topology('complete.then(ring, after=100)', world_size=8, warmup=100, period=1)
+        """
+        return schedules.then(self, other, after)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The topologies that run one after the other: only itself, unless made by :meth:`every` or :meth:`then`."""
+        return self.make_round.phases if isinstance(self.make_round, Composition) else (Phase(self),)
+
+    @property
+    def warmup(self) -> int:
+        """Number of rounds before the part that repeats begins; 0 unless the topology was made by :meth:`then`."""
+        return self.phases[-1].start if self._is_composed else 0
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -222,6 +291,8 @@ class Topology:
         """Whether every W is symmetric. Without a period: only if that was promised."""
         if self.promised_symmetric is not None:
             return self.promised_symmetric
+        if self._is_composed:
+            return all(phase.symmetric for phase in self.phases)
         return self.period is not None and all(self.round(t).is_symmetric for t in range(self.period))
 
     @property
@@ -232,6 +303,10 @@ class Topology:
         """
         if self.promised_exact_after is not None:
             return self.promised_exact_after
+        if self._is_composed:
+            last = self.phases[-1]
+            exchanges = last.topology.exact_after  # which may be a promise
+            return None if exchanges is None else exchanges * last.every
         if self.period is None or self.world_size > MAX_DENSE_WORLD_SIZE:
             return None
         return analysis.exact_after(self)
@@ -243,24 +318,16 @@ class Topology:
         return describe(self)
 
     def to_json(self) -> str:
-        """Return the topology as JSON: name, size and options of a registered one, else its rounds.
+        """Return the topology as JSON: name, size and options of a registered one, the phases of a composed one.
+
+        Any other is written as its rounds.
 
         Raises
         ------
         ValueError
             For a schedule from a function without a period: it has no end to write down.
         """
-        data: dict[str, Any] = {"name": self.name, "world_size": self.world_size}
-        if self.registered:
-            return json.dumps(data | {"options": dict(self.options)})
-        if self.period is None:
-            raise ValueError(
-                f"topology {self.name!r} computes its rounds by a function without a period, so JSON cannot hold "
-                f"it; register the function as a family with topologies.register, or give it a period"
-            )
-        data["stochasticity"] = self.stochasticity
-        data["rounds"] = [self.round(t).to_dict() for t in range(self.period)]
-        return json.dumps(data)
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -271,21 +338,44 @@ class Topology:
         ValueError
             If the text is not such JSON, or the family is not registered.
         """
-        from topologies.registry import build  # as in from_graph
-
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"text is not JSON ({error}); pass what Topology.to_json() returned") from None
-        keys = set(data) if isinstance(data, dict) else set()
+        return cls.from_dict(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what :meth:`to_json` writes, as plain JSON types."""
+        if self._is_composed:
+            return {"phases": schedules.to_dicts(self.phases)}
+        data: dict[str, Any] = {"name": self.name, "world_size": self.world_size}
+        if self.registered:
+            return data | {"options": dict(self.options)}
+        if self.period is None:
+            raise ValueError(
+                f"topology {self.name!r} computes its rounds by a function without a period, so JSON cannot hold "
+                f"it; register the function as a family with topologies.register, or give it a period"
+            )
+        data["stochasticity"] = self.stochasticity
+        data["rounds"] = [self.round(t).to_dict() for t in range(self.period)]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
+        """Return the topology that :meth:`to_dict` wrote."""
+        from topologies.registry import build  # as in from_graph
+
+        keys = set(data) if isinstance(data, Mapping) else set()
         if keys == {"name", "world_size", "options"}:
             return build(data["name"], data["world_size"], **data["options"])
         if keys == {"name", "world_size", "stochasticity", "rounds"}:
             rounds = [Round.from_dict(item) for item in data["rounds"]]
             return cls.from_rounds(rounds, stochasticity=data["stochasticity"], name=data["name"])
+        if keys == {"phases"}:
+            return schedules.from_dicts(data["phases"])
         raise ValueError(
-            f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; got "
-            f"{sorted(keys)}; pass what Topology.to_json() returned"
+            f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; or only "
+            f"phases; got {sorted(keys)}; pass what Topology.to_json() returned"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -299,6 +389,8 @@ class Topology:
             return False
         if self.registered and other.registered:
             return True
+        if self._is_composed or other._is_composed:
+            return self.phases == other.phases
         return self.period is not None and all(self.round(t) == other.round(t) for t in range(self.period))
 
     def __hash__(self) -> int:
@@ -306,10 +398,11 @@ class Topology:
 
     def __repr__(self) -> str:
         options = f"{brief_options(self.options)}, " if self.options else ""
-        return f"Topology({self.name!r}, world_size={self.world_size}, {options}period={self.period})"
+        warmup = f"warmup={self.warmup}, " if self.warmup else ""
+        return f"Topology({self.name!r}, world_size={self.world_size}, {options}{warmup}period={self.period})"
 
     def __reduce__(self) -> tuple[Callable[..., Topology], tuple[Any, ...]]:
-        """Pickle a registered topology by name and options, one of rounds by its rounds."""
+        """Pickle a registered topology by name and options, one of rounds by its rounds, a composed one by phases."""
         if self.registered:
             return _rebuild, (self.name, self.world_size, dict(self.options))
         fields: dict[str, Any] = {
@@ -323,6 +416,10 @@ class Topology:
             "options": dict(self.options),
         }
         return functools.partial(Topology, **fields), ()
+
+    @property
+    def _is_composed(self) -> bool:
+        return isinstance(self.make_round, Composition)
 
     def _identity(self) -> tuple[Any, ...]:
         options = dict(self.options) if self.registered else {}

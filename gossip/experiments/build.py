@@ -18,7 +18,7 @@ from gossip.experiments.batches import Shards
 from gossip.experiments.data import Data
 from gossip.experiments.loggers import Logger
 from gossip.experiments.partition import partition
-from gossip.experiments.settings import ConfigurationError, Settings
+from gossip.experiments.settings import ConfigurationError, Settings, value_of
 from topologies import Topology
 
 _NEEDED_AT_THE_END = ("matplotlib", "rich", "safetensors")  # too late to find out then
@@ -102,8 +102,9 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
     """
     if settings.method != "gossip":
         return None
-    name, options = config["topology"]["name"], config["topology"].get("options") or {}
-    topology = topologies.build(name, settings.world_size, **options)
+    name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}
+    topology = topologies.build(name, settings.world_size, **options).every(settings.exchange_every)
+    topology = topologies.build("complete", settings.world_size).then(topology, after=settings.warmup_rounds)
     if topology.stochasticity != "doubly":
         raise ConfigurationError(
             f"topology {name} is only {topology.stochasticity}-stochastic: averages would be biased; choose doubly "

@@ -27,6 +27,10 @@ class Settings:
         Of the partition, the initial values and the order of the samples.
     bucket_cap_mb : float
         Size of a bucket of parameters in MiB.
+    exchange_every : int
+        Steps per exchange; all but the last one of them are local.
+    warmup_rounds : int
+        Rounds of the complete topology before the chosen one begins.
     epochs : int
     batch_size : int
         Samples per rank and step.
@@ -47,6 +51,8 @@ class Settings:
     method: str
     seed: int
     bucket_cap_mb: float
+    exchange_every: int
+    warmup_rounds: int
     epochs: int
     batch_size: int
     evaluate_every_epochs: int
@@ -66,9 +72,11 @@ class Settings:
             A value is missing, of the wrong type or out of range.
         """
         return cls(
-            method=_method(_get(config, "method")),
+            method=_method(value_of(config, "method")),
             seed=_integer(config, "seed", minimum=0),
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
+            exchange_every=_integer(config, "topology.every", minimum=1),
+            warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
             epochs=_integer(config, "training.epochs", minimum=1),
             batch_size=_integer(config, "training.batch_size", minimum=1),
             evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
@@ -86,15 +94,14 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def _method(name: object) -> str:
-    if name not in METHODS:
-        raise ConfigurationError(
-            f"there is no method={name}{nearest(str(name), METHODS)} Available: {', '.join(METHODS)}"
-        )
-    return str(name)
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key with dots.
 
-
-def _get(config: Mapping[str, Any], key: str) -> Any:
+    Raises
+    ------
+    ConfigurationError
+        There is no such key.
+    """
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -103,8 +110,16 @@ def _get(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def _method(name: object) -> str:
+    if name not in METHODS:
+        raise ConfigurationError(
+            f"there is no method={name}{nearest(str(name), METHODS)} Available: {', '.join(METHODS)}"
+        )
+    return str(name)
+
+
 def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int:
-    value = _get(config, key)
+    value = value_of(config, key)
     allowed = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum and value > maximum):
         raise ConfigurationError(f"{key} must be an integer {allowed}, got {value!r}")
@@ -112,11 +127,11 @@ def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int 
 
 
 def _optional_integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int | None:
-    return None if _get(config, key) is None else _integer(config, key, minimum=minimum, maximum=maximum)
+    return None if value_of(config, key) is None else _integer(config, key, minimum=minimum, maximum=maximum)
 
 
 def _positive(config: Mapping[str, Any], key: str) -> float:
-    value = _get(config, key)
+    value = value_of(config, key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise ConfigurationError(f"{key} must be a positive number, got {value!r}")
     return float(value)

@@ -21,8 +21,8 @@ OPTIONS = {
 
 
 def topology_cases(world_size: int) -> dict[str, Topology]:
-    """Every family that serves ``world_size``, with each of its options that do, by a readable name."""
-    cases = {}
+    """Every family that serves ``world_size``, with each of its options that do, and compositions, by name."""
+    cases = {topology.name: topology for topology in compositions(world_size)}
     for name in topologies.available():
         graph = nx.relabel_nodes(nx.wheel_graph(world_size), str) if world_size > 3 else nx.path_graph(world_size)
         options = ({"graph": graph},) if name == "graph" else OPTIONS.get(name, ({},))
@@ -34,3 +34,15 @@ def topology_cases(world_size: int) -> dict[str, Topology]:
             label = "" if name == "graph" else ",".join(f"{key}={value}" for key, value in chosen.items())
             cases[f"{name}({label})"] = topology
     return cases
+
+
+def compositions(world_size: int) -> tuple[Topology, ...]:
+    """Schedules with local steps and warm-ups: over communicators, point-to-point, and both in turn."""
+    complete, ring, exponential, matching = (
+        topologies.build(name, world_size) for name in ("complete", "ring", "one_peer_exponential", "random_matching")
+    )
+    return (
+        exponential.every(3),
+        complete.then(ring.every(2), after=4),
+        matching.every(2).then(complete.then(exponential, after=2), after=5),
+    )

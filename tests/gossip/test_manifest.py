@@ -13,14 +13,27 @@ from replicas import (
 )
 from torch import nn
 
+import topologies
 from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, World, launch
+from topologies import Round, Topology
+
+
+def three_phases(odd: bool) -> Topology:
+    """A composition with a function that has no end to compare; on the odd rank it gives another round 7."""
+
+    def pair(t: int) -> Round:
+        return Round.from_groups(3, [(0, 1) if odd and t == 7 else (1, 2)])
+
+    warm_up = topologies.build("complete", 3).then(Topology.from_function(pair, name="own"), after=50)
+    return warm_up.then(topologies.build("ring", 3).every(2), after=100)
 
 
 def odd_one_out(what: str) -> str:
     """What every rank is told when rank 2 differs."""
     odd = dist.get_rank() == 2
     module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    topology, bucket_cap_mb, optimizer = "ring", 25.0, SGD
+    topology: Topology | str = "ring"
+    bucket_cap_mb, optimizer = 25.0, SGD
     if odd and what == "shape":
         module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     if odd and what == "dtype":
@@ -33,6 +46,8 @@ def odd_one_out(what: str) -> str:
         module[0].weight.requires_grad_(False)
     if odd and what == "topology":
         topology = "complete"
+    if what == "phases":
+        topology = three_phases(odd)
     if odd and what == "bucket_cap_mb":
         bucket_cap_mb = 1.0
     if odd and what == "optimizer":
@@ -53,6 +68,7 @@ def odd_one_out(what: str) -> str:
         ("buffer", ["buffer 1 is nothing on rank 0, but 'mean' float32 [2]"]),
         ("frozen", ["parameter 1 is '0.weight'", "frozen on rank 2"]),
         ("topology", ["topology is", "ring", "on rank 0, but", "complete"]),
+        ("phases", ["topology is from round 0, every 1: {", "from round 50, every 1: Topology('own'", "[[0, 1]]"]),
         ("bucket_cap_mb", ["bucket_cap_mb is 25 on rank 0, but 1 on rank 2"]),
         ("optimizer", ["optimizer 1 is SGD on rank 0, but AdamW on rank 2"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import topologies
-from gossip import DistributedTransport, Transport, World, launch
+from gossip import DistributedTransport, GossipDataParallel, Transport, World, launch
 from gossip.transports import _shared_groups
 from topologies import Topology
 
@@ -22,6 +23,11 @@ TOPOLOGIES = {
     name: topologies.build(name, WORLD_SIZE)
     for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
 } | {"random_matching": topologies.build("random_matching", WORLD_SIZE, seed=1)}
+TOPOLOGIES["complete.then"] = TOPOLOGIES["complete"].then(TOPOLOGIES["random_matching"], after=1)
+SCHEDULES = {
+    "every": TOPOLOGIES["ring"].every(3),
+    "then": TOPOLOGIES["complete"].then(TOPOLOGIES["one_peer_ring"].every(2), after=3),
+}
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 SIZES = (1, 7, 100_003)
 NUM_STEPS = 3
@@ -137,6 +143,58 @@ def test_communicators_are_made_once_for_all_rounds_of_the_period() -> None:
     assert len(groups) == len(set(groups)) == 12
     assert _shared_groups(topologies.build("ring", 8)) == []
     assert _shared_groups(topologies.build("random_matching", 8)) == []
+
+
+def test_communicators_of_a_warm_up_are_made_as_well() -> None:
+    everyone, pairs = tuple(range(8)), _shared_groups(topologies.build("one_peer_hypercube", 8))
+    complete, hypercube, matching, ring = (
+        topologies.build(name, 8) for name in ("complete", "one_peer_hypercube", "random_matching", "ring")
+    )
+    assert _shared_groups(complete.then(ring, after=10**9)) == [everyone]
+    assert _shared_groups(complete.then(matching, after=100)) == [everyone]
+    assert _shared_groups(matching.then(complete, after=10**9)) == [everyone]
+    assert _shared_groups(complete.then(hypercube.every(10**9), after=5)) == [everyone, *pairs]
+    assert _shared_groups(hypercube.then(complete, after=5)) == [*pairs, everyone]
+    assert _shared_groups(hypercube.then(ring, after=1)) == pairs[:4]
+    assert _shared_groups(hypercube.every(5).then(ring, after=4)) == []
+
+
+def test_phases_that_need_many_communicators_go_point_to_point_alone() -> None:
+    pairs = [topologies.Round.from_groups(40, [(0, hop)]) for hop in range(1, 18)]
+    everyone = topologies.build("complete", 40)
+    few, many = Topology.from_rounds(pairs[:15]), Topology.from_rounds(pairs[:16])
+    assert len(_shared_groups(everyone.then(few, after=3))) == 16
+    assert _shared_groups(everyone.then(many, after=3)) == [tuple(range(40))]
+    assert len(_shared_groups(many.then(everyone, after=16))) == 16
+    assert len(_shared_groups(many.then(everyone, after=15))) == 16
+    assert _shared_groups(Topology.from_rounds(pairs).then(everyone, after=17)) == [tuple(range(40))]
+
+
+def bytes_of_each_step() -> dict[str, list[int]]:
+    """What this rank hands to the transport and to its communicators, step by step."""
+    sent = {}
+    for label, topology in SCHEDULES.items():
+        model = GossipDataParallel(torch.nn.Linear(3, 1), functools.partial(torch.optim.SGD, lr=0.1), topology)
+        started = []
+        start = model._engine.mixer._transport.start
+        model._engine.mixer._transport.start = lambda *arguments, start=start, started=started, **names: (
+            started.append(names["step"]),
+            start(*arguments, **names),
+        )[1]
+        sent[label] = []
+        for step in range(6):
+            model(torch.ones(1, 3)).sum().backward()
+            sent[label].append(model.stats().bytes_sent)
+            assert (step in started) == (sent[label][-1] > 0)
+        model.close()
+    return sent
+
+
+def test_identity_rounds_send_nothing() -> None:
+    block = 32  # bytes of the only bucket
+    for sent in launch(bytes_of_each_step, world_size=WORLD_SIZE):
+        assert sent["every"] == [0, 0, 2 * block, 0, 0, 2 * block]
+        assert sent["then"] == [*[2 * block * 3 // 4] * 3, 0, block, 0]
 
 
 def test_schedules_that_need_many_communicators_go_point_to_point() -> None:

@@ -49,6 +49,16 @@ def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text().startswith("<?xml")
 
 
+def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["ring", "--world-size", "8", "--every", "4", "--warmup-rounds", "10"]
+    assert main(["describe", *arguments]) == 0
+    complete, ring = topologies.build("complete", 8), topologies.build("ring", 8)
+    assert capsys.readouterr().out == f"{complete.then(ring.every(4), after=10).describe()}\n"
+    path = tmp_path / "ring.svg"
+    assert main(["draw", *arguments, "--output", str(path)]) == 0
+    assert "<!-- round 13: " in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,6 +68,8 @@ def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["describe", "rong", "--world-size", "4"], "Did you mean 'ring'?"),
         (["describe", "ring", "--world-size", "0"], "world_size must be at least 1"),
         (["describe", "ring", "--world-size", "4", "--option", "seed=1"], "it has no options"),
+        (["describe", "ring", "--world-size", "4", "--every", "0"], "k must be at least 1, got 0"),
+        (["describe", "ring", "--world-size", "4", "--warmup-rounds", "-1"], "after must be at least 0, got -1"),
         (["describe", "hypercube", "--world-size", "6"], "the nearest are 4 and 8"),
         (["describe", "random_matching", "--world-size", "6", "--option", "seed"], "takes KEY=VALUE, got 'seed'"),
         (["describe", "random_matching", "--world-size", "6", "--option", "seed="], "seed must be an integer"),

@@ -61,3 +61,14 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
 
 def test_configs_random_matching_follows_the_seed() -> None:
     assert composed("topology=random_matching", "seed=7")["topology"]["options"] == {"seed": 7}
+
+
+def test_configs_topology_local_steps_and_warm_up() -> None:
+    complete, ring = topologies.build("complete", 4), topologies.build("ring", 4)
+    for overrides, wanted in (
+        ((), ring),
+        (("topology.every=4",), ring.every(4)),
+        (("topology.warmup_rounds=100",), complete.then(ring, after=100)),
+        (("topology.every=4", "topology.warmup_rounds=100"), complete.then(ring.every(4), after=100)),
+    ):
+        assert build(composed("topology=ring", *overrides)).topology == wanted

@@ -68,7 +68,11 @@ def command(
         (["model._target_=null"], "error: model has no _target_"),
         (["optimizer.lr=-1"], "error: Invalid learning rate: -1"),
         (["data.partition.alpha=1"], "error: alpha=1 means nothing for scheme 'iid'"),
-        (["~topology"], "error: the configuration has no key 'topology'"),
+        (["~topology"], "error: the configuration has no key topology.name; set topology.name=..."),
+        (["topology.every=2.5"], "error: topology.every must be an integer of at least 1, got 2.5"),
+        (["topology.every=0"], "error: topology.every must be an integer of at least 1, got 0"),
+        (["topology.evry=2"], "error: the configuration has no key topology.evry; did you mean topology.every?"),
+        (["topology.warmup_rounds=-1"], "error: topology.warmup_rounds must be an integer of at least 0, got -1"),
         (["seed=["], "error: "),
     ],
 )

@@ -1,0 +1,329 @@
+"""What users do to a model between steps: edits, copies, pickles, compilation, other wrappers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from gossip import AdaptThenCombine, GossipDataParallel, GossipError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+ALGORITHMS = ["adapt_while_communicating", "adapt_then_combine"]
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch(step: int, rank: int = 0) -> torch.Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train(model: nn.Module, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        model(batch(step, rank)).square().mean().backward()
+
+
+def wrap(**arguments: object) -> GossipDataParallel:
+    return GossipDataParallel(make_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments)
+
+
+def assert_equal(actual: nn.Module, wanted: nn.Module) -> None:
+    for (name, one), other in zip(actual.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+# ------------------------------------------------------------------ edits, with what is in flight
+
+
+def load(model: GossipDataParallel, values: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(values)
+
+
+def load_assigning(model: GossipDataParallel, values: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(copy.deepcopy(values), assign=True)
+
+
+def load_the_bare_module_assigning(model: GossipDataParallel, values: dict[str, torch.Tensor]) -> None:
+    model.state_dict()  # as in all other ways, what must be combined first is
+    model.module.load_state_dict(copy.deepcopy(values), assign=True)
+
+
+def replace_data(model: GossipDataParallel, values: dict[str, torch.Tensor]) -> None:
+    model.state_dict()
+    for name, parameter in model.named_parameters():
+        parameter.data = values[name].clone()
+
+
+def replace_parameters(model: GossipDataParallel, values: dict[str, torch.Tensor]) -> None:
+    model.state_dict()
+    for name, _ in list(model.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        setattr(model.module.get_submodule(owner), key, nn.Parameter(values[name].clone()))
+
+
+EDITS = [load, load_assigning, load_the_bare_module_assigning, replace_data, replace_parameters]
+
+
+def edit_between_steps(algorithm: str) -> None:
+    """Each way to write values is the same as an in-place write, and is not undone by what was in flight."""
+    results = []
+    for edit in (None, *EDITS):
+        model = wrap(algorithm=algorithm)
+        train(model, range(2), model.rank)
+        values = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+        values["1.num_batches_tracked"] = torch.tensor(7)
+        if edit is None:
+            with torch.no_grad():
+                for name, value in model.state_dict().items():
+                    value.copy_(values[name])
+        else:
+            edit(model, values)
+            if edit in (replace_data, replace_parameters):
+                with torch.no_grad():
+                    for name, buffer in model.named_buffers():
+                        buffer.copy_(values[name])
+        train(model, range(2, 4), model.rank)
+        assert len(list(model.module.parameters())) == 6
+        results.append(copy.deepcopy(model.state_dict()))
+        model.close()
+    for other, edit in zip(results[1:], EDITS, strict=True):
+        for name, value in results[0].items():
+            assert torch.equal(other[name], value), f"{edit.__name__}: {name}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_way_to_write_values_survives(algorithm: str) -> None:
+    launch(edit_between_steps, algorithm, world_size=2)
+
+
+def clamp_and_swap() -> None:
+    """Clamping and an EMA swap against the same done to the dense recursion's rows."""
+    model = wrap()
+    clamped = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(4):
+        model(batch(step, model.rank)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+            clamped = [parameter.detach().clone() for parameter in model.parameters()]
+        assert all(parameter.abs().max() <= 0.2 for parameter in clamped)
+    kept = copy.deepcopy(model.state_dict())
+    ema = {name: value * 0.5 if value.is_floating_point() else value for name, value in kept.items()}
+    model.load_state_dict(ema)
+    with torch.no_grad():
+        model(batch(0))
+    model.load_state_dict(kept)
+    swapped = copy.deepcopy(model.state_dict())
+    train(model, range(4, 5), model.rank)
+    again = wrap()
+    assert all(torch.equal(swapped[name], value) for name, value in kept.items())
+    model.close()
+    again.close()
+
+
+def test_clamping_and_ema_swaps_survive() -> None:
+    launch(clamp_and_swap, world_size=2)
+
+
+def test_parametrization_that_writes_is_kept() -> None:
+    class Symmetric(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.triu() + x.triu(1).mT
+
+        def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+            return x.triu()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3)
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+        return layer
+
+    plain, module = make(), make()
+    model = GossipDataParallel(module, SGD)
+    optimizer = SGD(plain.parameters())
+    for step in range(4):
+        if step == 2:
+            for each in (plain, module):
+                each.weight = torch.eye(3)  # set_() on the parameter: its data are elsewhere now
+        for each in (plain, model):
+            each(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda module: module.half(), "has left its bucket: it is now float16"),
+        (
+            lambda module: setattr(module[3], "weight", nn.Parameter(torch.zeros(2, 5))),
+            "'3.weight' was replaced by one",
+        ),
+        (lambda module: delattr(module[3], "bias"), "parameter '3.bias' was removed"),
+        (lambda module: setattr(module[3], "extra", nn.Parameter(torch.zeros(1))), "'3.extra' was added"),
+    ],
+)
+def test_edit_that_cannot_be_taken_over_is_refused_by_name(edit: object, text: str) -> None:
+    model = wrap()
+    train(model, range(1))
+    edit(model.module)
+    with pytest.raises(GossipError) as caught:
+        model.idle_step()
+    assert text in str(caught.value)
+
+
+# ------------------------------------------------------------------ copies
+
+
+def copy_and_go_on(algorithm: str) -> None:
+    model, undisturbed = wrap(algorithm=algorithm), wrap(algorithm=algorithm)
+    train(model, range(2), model.rank)
+    train(undisturbed, range(2), model.rank)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        copy.deepcopy(model.module),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(saved, weights_only=False),
+    ]
+    for each in copies:
+        assert_equal(each, model)
+        each(batch(5)).sum().backward()  # plain: no step, gradients stay
+        assert all(parameter.grad is not None for parameter in each.parameters())
+        blocks = {parameter.untyped_storage().data_ptr() for parameter in each.parameters()}
+        assert len(blocks) == 6
+    assert model.step == 2
+    train(model, range(2, 4), model.rank)
+    train(undisturbed, range(2, 4), model.rank)
+    assert_equal(model, undisturbed)
+    detached = copies[0]
+    assert detached.step == 2
+    assert detached.optimizer is None
+    for call in (detached.global_avg, detached.idle_step, detached.consensus_distance, detached.stats):
+        with pytest.raises(GossipError, match="detached copy"):
+            call()
+    detached.close()
+    model.close()
+    undisturbed.close()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_copies_are_detached_and_the_model_trains_on(algorithm: str) -> None:
+    launch(copy_and_go_on, algorithm, world_size=2)
+
+
+def test_averaged_model_of_torch_follows_the_training() -> None:
+    model, plain = wrap(), make_module()
+    optimizer = SGD(plain.parameters())
+    ours = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    theirs = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    for step in range(3):
+        for each in (model, plain):
+            each(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ours.update_parameters(model)
+        theirs.update_parameters(plain)
+    for actual, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(actual, wanted)
+    assert torch.equal(ours(batch(9)), theirs(batch(9)))
+
+
+# ------------------------------------------------------------------ the module's face
+
+
+def test_model_looks_like_its_module() -> None:
+    module = make_module()
+    module.hidden_size = 4
+    model = GossipDataParallel(module, SGD)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in module.named_buffers()]
+    assert model.hidden_size == 4
+    assert model.get_submodule("module.3") is module[3]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = model.no_such_thing
+    for change in (model.eval, module.train, module.eval, model.train):
+        change()
+        assert model.training == module.training == module[1].training
+
+
+def test_state_dict_of_a_larger_module_and_of_ddp_load() -> None:
+    torch.manual_seed(1)
+    larger = nn.ModuleDict({"inner": wrap(), "other": nn.Linear(2, 2)})
+    state = copy.deepcopy(larger.state_dict())
+    assert "inner.0.weight" in state
+    with torch.no_grad():
+        for parameter in larger.parameters():
+            parameter.zero_()
+    larger.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in larger.state_dict().items())
+    model = wrap()
+    values = {f"module.{name}": torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    model.load_state_dict(values)
+    assert all(bool((value == 2).all()) for value in model.state_dict().values())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"module.nothing": torch.zeros(1)})
+
+
+# ------------------------------------------------------------------ compilation
+
+COMPILED = {
+    "the module": lambda module, **arguments: GossipDataParallel(
+        torch.compile(module, backend="aot_eager"), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments
+    ),
+    "the module in place": lambda module, **arguments: GossipDataParallel(
+        (module.compile(backend="aot_eager"), module)[1], SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments
+    ),
+    "the wrapper": lambda module, **arguments: torch.compile(
+        GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments), backend="aot_eager"
+    ),
+}
+
+
+def train_compiled(what: str) -> None:
+    for algorithm in ALGORITHMS:
+        eager, compiled = wrap(algorithm=algorithm), COMPILED[what](make_module(), algorithm=algorithm)
+        for step in range(4):
+            for each in (eager, compiled):
+                each(batch(step, eager.rank)).square().mean().backward()
+        assert compiled.step == 4
+        for actual, wanted in zip(compiled.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(actual, wanted)
+        eager.close()
+        compiled.close()
+
+
+@pytest.mark.parametrize("what", COMPILED)
+def test_compiled_model_trains_as_the_eager_one(what: str) -> None:
+    launch(train_compiled, what, world_size=2)
+
+
+def test_compiled_part_of_a_model_is_awaited_before_the_whole() -> None:
+    launch(train_compiled_part, world_size=2)
+
+
+def train_compiled_part() -> None:
+    eager, module = wrap(algorithm=AdaptThenCombine()), make_module()
+    module[3].compile(backend="aot_eager")
+    model = GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=AdaptThenCombine())
+    train(eager, range(3), eager.rank)
+    train(model, range(3), eager.rank)
+    for actual, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    eager.close()
+    model.close()

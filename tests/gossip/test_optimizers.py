@@ -1,0 +1,351 @@
+"""The optimizers that people bring: several, third-party ones, with closures, hooks and schedulers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from gossip import GossipDataParallel, GossipError, UsesExchange, launch
+from topologies import Round, build
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+MODES = {"in backward": {}, "all at once": {"clip_grad_norm": 1e9}, "outside": {"step_in_backward": False}}
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+
+
+def step_all(model: GossipDataParallel) -> None:
+    if not model._arguments.step_in_backward:
+        optimizers = model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def assert_equal(model: nn.Module, plain: nn.Module) -> None:
+    for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, wanted), name
+
+
+def no_decay_on_biases_and_norms(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
+    matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
+    others = [parameter for _, parameter in named if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weight_decay_spares_biases_and_norms_if_the_groups_say_so(mode: str) -> None:
+    module = make_module()
+    before = copy.deepcopy(module.state_dict())
+    model = GossipDataParallel(module, no_decay_on_biases_and_norms, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    (model(batch(0)) * 0).sum().backward()  # gradients of zero: only the decay acts
+    step_all(model)
+    for name, parameter in module.named_parameters():
+        wanted = before[name] * (1 - 0.01 * 0.5) if parameter.ndim >= 2 else before[name]
+        torch.testing.assert_close(parameter, wanted)
+
+
+class Sharpened(torch.optim.Optimizer):
+    """A third-party optimizer: its own state per parameter, its own constants, no closure argument."""
+
+    def __init__(self, params: object, lr: float, power: float = 2.0) -> None:
+        super().__init__(params, {"lr": lr, "power": power})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    size = parameter.grad.abs() ** group["power"] / state["count"]
+                    parameter.sub_(group["lr"] * parameter.grad.sign() * size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_third_party_optimizer(mode: str) -> None:
+    factory = functools.partial(Sharpened, lr=0.1)
+    plain = make_module()
+    optimizer = factory(plain.parameters())
+    model = GossipDataParallel(make_module(), factory, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    for step in range(4):
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        model(batch(step)).square().mean().backward()
+        step_all(model)
+    assert_equal(model, plain)
+
+
+def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in module.parameters() if parameter.ndim != 2]
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("mode", MODES)
+def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str) -> None:
+    plain, module = make_module(), make_module()
+    optimizers = muon_and_adamw(plain)
+    model = GossipDataParallel(module, muon_and_adamw(module), bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    ours = [lr_scheduler.ExponentialLR(each, 0.9) for each in model.optimizer]
+    theirs = [lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            plain(batch(step)).square().mean().backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            model(batch(step)).square().mean().backward()
+            step_all(model)
+            for each in (*ours, *theirs):
+                each.step()
+    assert model.step == 4
+    assert_equal(model, plain)
+
+
+def test_optimizers_that_share_a_parameter_are_refused_by_name() -> None:
+    module = make_module()
+    with pytest.raises(ValueError, match=r"parameter '3\.weight' is held by two optimizers"):
+        GossipDataParallel(module, (SGD(module.parameters()), SGD([module[3].weight])))
+
+
+def test_one_of_two_optimizers_stepped_twice_is_refused() -> None:
+    module = make_module()
+    model = GossipDataParallel(
+        module, (SGD(module[0].parameters()), SGD(module[3].parameters())), step_in_backward=False
+    )
+    model(batch(0)).sum().backward()
+    model.optimizer[0].step()
+    assert model.step == 0
+    with pytest.raises(GossipError, match=r"SGD\.step\(\) was called twice, but not every optimizer once"):
+        model.optimizer[0].step()
+
+
+def test_closure_optimizer_works_outside_backward_and_is_refused_inside() -> None:
+    factory = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+
+    def fit(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(batch(0)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    plain = make_module()
+    fit(plain, factory(plain.parameters()))
+
+    def unnamed(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return factory([parameter for _, parameter in named])
+
+    model = GossipDataParallel(make_module(), unnamed, step_in_backward=False)
+    fit(model, model.optimizer)
+    assert model.step == 3
+    assert_equal(model, plain)
+    with pytest.raises(ValueError, match=r"LBFGS evaluates a closure several times a step.*step_in_backward=False"):
+        GossipDataParallel(make_module(), unnamed)
+
+
+class CountingInGroup(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + group.setdefault("count", 0))
+            group["count"] += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("mode", ["all at once", "outside"])
+def test_optimizer_that_counts_in_its_groups_works_where_it_is_stepped_at_once(mode: str) -> None:
+    factory = functools.partial(CountingInGroup, lr=0.1)
+    plain = make_module()
+    optimizer = factory(plain.parameters())
+    model = GossipDataParallel(make_module(), factory, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    for step in range(4):
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        step_all(model)
+    assert_equal(model, plain)
+    assert model.optimizer.param_groups[0]["count"] == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step_hooks_fire_once_per_step(mode: str) -> None:
+    model = GossipDataParallel(make_module(), SGD, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    calls: list[str] = []
+    model.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    if mode == "in backward":
+        with pytest.raises(ValueError, match=r"register_step_pre_hook cannot work here.*step_in_backward=False"):
+            model.optimizer.register_step_pre_hook(lambda *_: None)
+    else:
+        seen = lambda optimizer, *_: calls.append(  # noqa: E731
+            "pre" if all(p.grad is not None for p in optimizer.param_groups[0]["params"]) else "pre without gradients"
+        )
+        model.optimizer.register_step_pre_hook(seen)
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        step_all(model)
+        if model._arguments.step_in_backward:
+            model.optimizer.step()  # what a loop may still do
+    assert calls == (["post"] if mode == "in backward" else ["pre", "post"]) * 3
+
+
+def test_optimizer_with_pre_hooks_is_refused_where_they_would_see_nothing() -> None:
+    module = make_module()
+    optimizer = SGD(module.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="SGD has step pre-hooks"):
+        GossipDataParallel(module, optimizer)
+    assert GossipDataParallel(module, optimizer, step_in_backward=False).step == 0
+
+
+def test_step_outside_backward_needs_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="step_in_backward=False needs an optimizer"):
+        GossipDataParallel(make_module(), step_in_backward=False)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_works_as_ever(name: str, mode: str) -> None:
+    plain, model = make_module(), GossipDataParallel(make_module(), SGD, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    optimizer = SGD(plain.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The epoch parameter in", UserWarning)  # SequentialLR calls it itself
+        ours, theirs = SCHEDULERS[name](model.optimizer), SCHEDULERS[name](optimizer)
+        for step in range(5):
+            plain(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            step_all(model)
+            for each in (ours, theirs):
+                each.step(1.0) if name == "ReduceLROnPlateau" else each.step()
+    assert_equal(model, plain)
+
+
+def test_schedulers_of_torch_are_all_in_the_table() -> None:
+    bases = {"LRScheduler"}
+    known = {name for name in lr_scheduler.__all__ if name not in bases}
+    assert known == set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_dict_goes_to_the_bare_optimizer_and_back(mode: str) -> None:
+    factory = functools.partial(torch.optim.AdamW, lr=0.01)
+    module = make_module()
+    model = GossipDataParallel(module, factory, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    plain = make_module()
+    optimizer = factory(list(plain.named_parameters()))
+
+    def train(each: nn.Module, steps: range) -> None:
+        for step in steps:
+            each(batch(step)).square().mean().backward()
+            if each is plain:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                step_all(each)
+
+    train(model, range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(model.optimizer.state_dict()))
+    train(plain, range(2, 4))
+    model.load_state_dict(plain.state_dict())
+    model.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, range(4, 6))
+    train(plain, range(4, 6))
+    assert_equal(model, plain)
+
+
+class Watching(torch.optim.SGD):
+    """Notes what it is shown of every exchange."""
+
+    def __init__(self, params: object, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.seen: list[tuple[int, Round, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def pre_average_hook(
+        self,
+        parameters: Sequence[nn.Parameter],
+        sent: Sequence[torch.Tensor],
+        mixed: Sequence[torch.Tensor],
+        round_: Round,
+        round_index: int,
+    ) -> None:
+        assert [p.shape for p in parameters] == [s.shape for s in sent] == [m.shape for m in mixed]
+        self.seen.append((round_index, round_, [s.clone() for s in sent], [m.clone() for m in mixed]))
+
+
+def watch(algorithm: str) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    module = make_module()
+    optimizer = Watching(module.parameters(), lr=0.1)
+    assert isinstance(optimizer, UsesExchange)
+    topology = build("one_peer_exponential", 4)
+    model = GossipDataParallel(module, optimizer, topology, algorithm=algorithm)
+    for step in range(4):
+        model(batch(10 * model.rank + step)).square().mean().backward()
+    assert all(round_ == topology.round(index) for index, round_, _, _ in optimizer.seen)
+    model.close()
+    return [(index, sent, mixed) for index, _, sent, mixed in optimizer.seen]
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+def test_pre_average_hook_sees_every_exchange_with_its_own_round(algorithm: str) -> None:
+    seen = launch(watch, algorithm, world_size=4)
+    topology = build("one_peer_exponential", 4)
+    num_rounds = 4 if algorithm == "adapt_then_combine" else 3  # the last one is combined by close(), or dropped
+    for mine in seen:
+        assert [index for index, _, _ in mine] == list(range(num_rounds))
+    for place in range(num_rounds):
+        matrix = torch.from_numpy(topology.round(place).matrix()).float()
+        for tensor in range(len(seen[0][place][1])):
+            sent = torch.stack([mine[place][1][tensor] for mine in seen])
+            mixed = torch.stack([mine[place][2][tensor] for mine in seen])
+            torch.testing.assert_close(mixed, torch.einsum("ij,j...->i...", matrix, sent))
