@@ -1,0 +1,157 @@
+"""Buffers: where they start, how they are mixed, averaged and estimated anew."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from replicas import gathered
+from torch import nn
+
+from gossip import GossipDataParallel, GossipError, launch
+from topologies import build
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "of_")
+
+
+class Counting(nn.Module):
+    """Buffers of many dtypes, one replaced and one written in place in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        for dtype in FLOATS:
+            self.register_buffer(name_of(dtype), torch.zeros(2, 3, dtype=dtype).t())
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1 + dist.get_rank()
+        for dtype in FLOATS:
+            name = name_of(dtype)
+            if dtype == torch.float32:
+                self.of_float32 = self.of_float32 + dist.get_rank()
+            else:
+                getattr(self, name).add_(dist.get_rank())
+        return self.layer(x)
+
+
+def mix_buffers(algorithm: str) -> dict[str, torch.Tensor]:
+    model = GossipDataParallel(Counting(), SGD, "ring", buffers="average", algorithm=algorithm)
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+    model.state_dict()
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.close()
+    return values
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+def test_buffers_are_mixed_in_every_step_if_so_wished(algorithm: str) -> None:
+    by_rank = launch(mix_buffers, algorithm, world_size=4)
+    matrix = torch.from_numpy(build("ring", 4).round(0).matrix())
+    x = torch.zeros(4, dtype=torch.float64)
+    added = torch.arange(4, dtype=torch.float64)
+    for step in range(3):
+        combined_first = x if step == 0 else matrix @ x  # sent after the forward pass, combined a step later
+        x = matrix @ (x + added) if algorithm == "adapt_then_combine" else combined_first + added
+    for dtype in FLOATS:
+        for rank, values in enumerate(by_rank):
+            buffer = values[name_of(dtype)]
+            tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+            torch.testing.assert_close(
+                buffer.real.double(), torch.full((3, 2), x[rank].item(), dtype=torch.float64), rtol=tolerance, atol=1e-6
+            )
+            assert buffer.dtype == dtype
+    assert [values["calls"].item() for values in by_rank] == [3, 6, 9, 12]  # integers are never mixed
+
+
+def local_then_average() -> None:
+    model = GossipDataParallel(Counting(), SGD, "ring")
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+    assert model.module.of_float64[0, 0].item() == 2 * model.rank
+    before = copy.deepcopy(model.state_dict())
+    with model.averaged():
+        assert model.module.of_bfloat16[0, 0].item() == 3.0  # 2 (0 + 1 + 2 + 3) / 4
+        assert model.module.of_complex64[0, 0].item() == 3.0
+        assert model.module.calls.item() == 2  # rank 0's
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.close()
+
+
+def test_buffers_stay_local_until_the_average() -> None:
+    launch(local_then_average, world_size=4)
+
+
+def lose_a_buffer(how: str) -> str:
+    model = GossipDataParallel(Counting(), SGD, "ring", buffers="average")
+    model(torch.ones(1, 3)).sum().backward()
+    if how == "gone":
+        del model.module.of_float64
+    else:
+        model.module.of_float64 = torch.zeros(7, dtype=torch.float64)
+    with pytest.raises(GossipError) as caught:
+        model.idle_step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("gone", "buffer 'of_float64' is gone"), ("size", "is now torch.float64 [7]")]
+)
+def test_mixed_buffer_that_changed_is_named(how: str, text: str) -> None:
+    for found in launch(lose_a_buffer, how, world_size=2):
+        assert text in found
+
+
+# ------------------------------------------------------------------ batch norm
+
+
+def make_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    """A different number on each rank; rank 2 has none."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(8, 3, generator=generator) * (1 + rank) + rank for _ in range((2, 3, 0)[rank])]
+
+
+def recalibrate() -> None:
+    model = GossipDataParallel(make_norm(), SGD, "complete")
+    for step in range(3):
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(50 + model.rank + step))).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    model.train()
+    with model.averaged(recalibrate=[(batch, "label") for batch in batches(model.rank)]):
+        reference = copy.deepcopy(model.module).eval()
+        norm = reference[2]
+        seen = [reference[0](batch) for rank in range(3) for batch in batches(rank)]
+        mean = torch.stack([each.mean(0) for each in seen]).mean(0)
+        variance = torch.stack([each.var(0) for each in seen]).mean(0)
+        torch.testing.assert_close(norm.running_mean, mean)
+        torch.testing.assert_close(norm.running_var, variance)
+        assert torch.equal(gathered(norm.running_var)[0], norm.running_var)
+        assert model.training
+        assert model.module[2].momentum == 0.1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with pytest.raises(ValueError, match="recalibrate has no batch on any rank"), model.averaged(recalibrate=[]):
+        pass
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    model(torch.ones(4, 3)).sum().backward()
+    model.close()
+
+
+def test_statistics_are_estimated_for_the_average_from_all_ranks_batches() -> None:
+    launch(recalibrate, world_size=3)
