@@ -8,6 +8,11 @@ workers on this machine.
 from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms import Algorithm as Algorithm
+from gossip.checkpoints import Checkpoint as Checkpoint
+from gossip.checkpoints import export as export
+from gossip.checkpoints import load as load
+from gossip.checkpoints import save as save
+from gossip.errors import CheckpointError as CheckpointError
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
 from gossip.errors import LaunchError as LaunchError
@@ -25,6 +30,8 @@ __all__ = [
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",
+    "Checkpoint",
+    "CheckpointError",
     "DistributedTransport",
     "Exchange",
     "ExchangeError",
@@ -36,6 +43,9 @@ __all__ = [
     "Transport",
     "UsesExchange",
     "World",
+    "export",
     "launch",
+    "load",
+    "save",
 ]
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class GossipError(RuntimeError):
-    """Base of every error that is about communication between ranks."""
+    """Base of every error that is about what several ranks do together."""
 
 
 class ManifestError(GossipError):
@@ -16,6 +16,10 @@ class ManifestError(GossipError):
 
 class ExchangeError(GossipError):
     """An exchange with peers failed or timed out; names rank, step, bucket and peers."""
+
+
+class CheckpointError(GossipError):
+    """A checkpoint could not be written, or is not one that can be loaded; raised on every rank, the ranks in step."""
 
 
 class LaunchError(GossipError):

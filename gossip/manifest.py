@@ -35,7 +35,7 @@ def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str,
         "torch version": torch.__version__,
         "byte order": sys.byteorder,
         "module": type(module).__name__,
-        "topology": _describe_topology(topology),
+        "topology": describe_topology(topology),
         **settings,
     }
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
@@ -75,7 +75,8 @@ def first_difference(manifests: Sequence[Manifest]) -> str:
     raise AssertionError("the manifests are equal")
 
 
-def _describe_topology(topology: Topology) -> str:
+def describe_topology(topology: Topology) -> str:
+    """The topology as text: two that differ are told apart (by their first rounds, if they have no end)."""
     texts = []
     for phase in topology.phases:
         part = phase.topology

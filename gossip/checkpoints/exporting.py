@@ -1,0 +1,157 @@
+"""The averaged model as one file that needs nothing of this package to be read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gossip.checkpoints.files import sync_folder
+from gossip.checkpoints.layout import describe_tensor, persistent_buffers
+from gossip.checkpoints.together import compare, engine_of, together
+from gossip.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gossip.world import World
+    from gossip.wrapper import GossipDataParallel
+
+_CHUNK_BYTES = 16 * 2**20
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
+    """Write the average of the replicas as a safetensors file, with the bare module's names. Collective.
+
+    ``safetensors.torch.load_model(module, path)`` reads it. The model is not changed, and training goes on bit for bit.
+    The mean over ranks of parameters and float buffers, summed in float32 or wider; rank 0's integer buffers; tied
+    weights once. Rank 0 holds the result, the others 16 MiB of it at a time.
+
+    Parameters
+    ----------
+    model : GossipDataParallel
+        Between two steps, inside or outside of ``averaged()``. Replicas that are equal already, as after
+        ``global_avg()``, are written as they are.
+    path : path
+        Of the file, on a disk that rank 0 sees; replaced by one rename once the new one is complete.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    ImportError
+        safetensors is not installed.
+    CheckpointError
+        Rank 0 could not write; raised on every rank. A file that was there before is intact.
+    ManifestError
+        The ranks' buffers differ in shape.
+    ExchangeError
+        A rank did not take part within the model's ``timeout``.
+
+    Examples
+    --------
+    >>> gossip.export(model, "model.safetensors")  # doctest: +SKIP
+    PosixPath('model.safetensors')
+    """
+    engine_of(model).check_alive()
+    path = Path(path)
+    module, world = model.module, model._world
+    replicas = together(model, "gossip.export", lambda: _begin(module, path, world.rank))
+    entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in _exported(module)}
+    compare(model, entries, "comparing what is exported")
+    tensors: dict[str, torch.Tensor] = {}
+    are_equal = len(set(replicas)) == 1
+    with model._engine.fatal():
+        for name, tensor in _exported(module):
+            if are_equal or not _is_averaged(tensor):
+                average = tensor.cpu() if world.rank == 0 else None
+            else:
+                average = _average(tensor, world, f"averaging {name!r}")
+            if average is not None:
+                tensors[name] = average.contiguous()
+    together(model, f"exporting to {path}", lambda: _write(module, tensors, path) if world.rank == 0 else None)
+    return path
+
+
+def _begin(module: nn.Module, path: Path, rank: int) -> str:
+    """Whether rank 0 can write at all; and this replica's hash."""
+    if rank == 0:
+        if importlib.util.find_spec("safetensors") is None:
+            raise CheckpointError("gossip.export needs safetensors: pip install gossip-training[experiments]")
+        if not path.parent.is_dir():
+            raise CheckpointError(f"{path.parent} is not a folder; make it first")
+    digest = hashlib.sha256()
+    for _, tensor in _exported(module):
+        if _is_averaged(tensor):
+            for chunk in _chunks(tensor):
+                digest.update(chunk.cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _exported(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach()
+    for name, buffer in persistent_buffers(module):
+        yield name, buffer.detach()
+
+
+def _is_averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _average(tensor: torch.Tensor, world: World, what: str) -> torch.Tensor | None:
+    """The mean over ranks, on the CPU of rank 0; in chunks."""
+    result = torch.empty(tensor.numel(), dtype=tensor.dtype) if world.rank == 0 else None
+    place = 0
+    for chunk in _chunks(tensor):
+        wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
+        world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, what)
+        if result is not None:
+            result[place : place + len(chunk)].copy_(wide)
+        place += len(chunk)
+    if result is None:
+        return None
+    order = _memory_order(tensor)
+    inverse = sorted(range(tensor.dim()), key=order.__getitem__)
+    return result.view([tensor.shape[dim] for dim in order]).permute(inverse)
+
+
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Flat, in the order of the elements in memory: only a tensor with gaps is copied for it."""
+    flat = tensor.permute(_memory_order(tensor)).reshape(-1)
+    chunks: Sequence[torch.Tensor] = flat.split(max(1, _CHUNK_BYTES // tensor.element_size()))
+    return chunks
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+
+
+def _write(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    import safetensors.torch
+
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    tied = {
+        name: names[id(parameter)]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if names[id(parameter)] != name
+    }
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        # The metadata is what safetensors' own save_model leaves about tied weights.
+        safetensors.torch.save_file(tensors, partial, metadata={"format": "pt", **tied})
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,156 @@
+"""Files that are on the disk as they were meant, or not at all; read only if they are what was written.
+
+``torch.save`` onto a full disk destroys the file that it overwrites and hides the reason; ``torch.load`` takes one
+flipped byte for other weights. So every file is hashed while it is written, and checked before it is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from gossip.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be.
+
+    Attributes
+    ----------
+    size : int
+        In bytes.
+    sha256 : str
+        In hexadecimal digits.
+    """
+
+    size: int
+    sha256: str
+
+
+class HashingFile:
+    """A new file under construction; only ever written from its beginning to its end.
+
+    Attributes
+    ----------
+    error : OSError or None
+        The first that writing raised: torch's own writer hides it behind one of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self.error: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            try:
+                rest = view
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError as error:
+                self.error = OSError(error.errno, error.strerror, str(self._path))
+        if self.error is not None:
+            raise self.error
+        self._hash.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def finish(self) -> FileRecord:
+        """Wait until the disk has it."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        return FileRecord(self._size, self._hash.hexdigest())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def write_file(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
+    """Create ``path`` with what ``write`` writes, all the way to the disk. Local.
+
+    Raises
+    ------
+    OSError
+        It exists, or cannot be written; with its path. What has been written is still there.
+    """
+    file = HashingFile(path)
+    try:
+        write(file)
+        return file.finish()
+    except Exception as error:
+        if file.error is not None and error is not file.error:
+            raise file.error from error
+        raise
+    finally:
+        file.close()
+
+
+def write_tensors(path: Path, content: Any) -> FileRecord:
+    """Create ``path`` by ``torch.save``; see :func:`write_file`."""
+    return write_file(path, lambda file: torch.save(content, cast(IO[bytes], file)))
+
+
+def read_tensors(path: Path, record: FileRecord) -> Any:
+    """What :func:`write_tensors` wrote, on the CPU; nothing is unpickled before size and hash have been checked. Local.
+
+    Raises
+    ------
+    CheckpointError
+        The file is missing, is not the one that was recorded, or holds more than tensors and plain data.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                raise CheckpointError(f"{path} has {size} bytes instead of {record.size}: it was truncated or replaced")
+            if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                raise CheckpointError(f"{path} is not what was written: its SHA-256 differs from the manifest's")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} holds something else than tensors and plain data: {_unpickling(error)}"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the folder's entries."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: BaseException) -> str:
+    """One line: why something went wrong, with errno and path where it was the system that refused."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror} (errno {error.errno}){where}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CheckpointError | TypeError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _unpickling(error: Exception) -> str:
+    found = re.search(r"(?i)(unsupported [^\n]*?)\.?(\n|$)", str(error))
+    return found[1] if found else reason(error)[:200]

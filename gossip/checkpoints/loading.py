@@ -1,0 +1,266 @@
+"""Go on from a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from loguru import logger
+
+from gossip.checkpoints.files import read_tensors
+from gossip.checkpoints.folder import (
+    age_key,
+    check_sizes,
+    find_checkpoints,
+    is_step_folder,
+    rank_file,
+    read_manifest,
+    records,
+)
+from gossip.checkpoints.layout import describe, first_difference
+from gossip.checkpoints.resize import mean_state
+from gossip.checkpoints.state import Stateful, check_sections, is_stateful, restore
+from gossip.checkpoints.together import engine_of, together
+from gossip.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gossip.wrapper import GossipDataParallel
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded.
+
+    Attributes
+    ----------
+    step : int
+        The step at which it was saved, and at which the model is now.
+    path : Path
+        Its folder.
+    world_size : int
+        The number of ranks that saved it.
+    data : dict
+        The plain data that were given to :func:`gossip.save` by name, those of this rank.
+    """
+
+    step: int
+    path: Path
+    world_size: int
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What this rank needs of a checkpoint, verified and read."""
+
+    path: Path
+    manifest: dict[str, Any]
+    state: dict[str, Any]
+
+
+@torch.inference_mode(False)
+def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) -> Checkpoint:
+    """Restore a checkpoint into ``model`` and ``parts``, in place. Collective.
+
+    With the same number of ranks, buckets and topology as when it was saved, the run goes on bit for bit as if it had
+    never stopped. Otherwise it goes on from:
+
+    - other buckets or another topology: every rank's own state, without the messages that were in flight;
+    - another number of ranks: on every rank the mean over the old ranks of parameters, float buffers and the
+      optimizer's float tensors, everything else as on old rank 0, and random numbers of its own;
+
+    and a warning says so.
+
+    Parameters
+    ----------
+    model : GossipDataParallel
+    path : path
+        A folder of checkpoints, whose newest valid one is taken (a warning names every newer one and what is wrong with
+        it), or one checkpoint.
+    **parts
+        The objects whose states were given to :func:`gossip.save`, by the same names.
+
+    Returns
+    -------
+    Checkpoint
+        Its ``data`` holds what was saved as plain data.
+
+    Raises
+    ------
+    CheckpointError
+        There is no valid checkpoint, or it is one of another module, optimizer or other parts; raised on every rank,
+        before anything has been changed.
+    TypeError
+        A part cannot take a state; raised before anything has been changed.
+    ExchangeError
+        A rank did not take part within the model's ``timeout``.
+
+    Notes
+    -----
+    Every file's size and SHA-256 are checked before it is unpickled, and unpickling makes tensors and plain data only.
+
+    Examples
+    --------
+    >>> checkpoint = gossip.load(model, "checkpoints", scheduler=scheduler)  # doctest: +SKIP
+    >>> checkpoint.step, checkpoint.data["batch"]  # doctest: +SKIP
+    (123, 17)
+    """
+    engine_of(model).check_usable()
+    path = Path(path)
+    kinds = together(model, f"gossip.load from {path}", lambda: _check_call(path, parts))
+    contents = _read_one(model, path) if any(kinds) else _read_newest(model, path)
+    manifest = contents.manifest
+
+    together(model, f"{contents.path} does not fit", lambda: _check_fit(model, contents, parts))
+    changes = _changes(model, manifest)
+    engine_state = contents.state["engine"]
+    if changes:
+        engine_state = {"step": manifest["step"], "in_flight": None}
+    left_out = together(
+        model,
+        f"restoring {contents.path} (the model is partly loaded; load again, or construct it anew)",
+        lambda: restore(model, contents.state, engine_state, parts),
+    )
+    if model.rank == 0:
+        _report(contents, changes + left_out[0], parts)
+    return Checkpoint(manifest["step"], contents.path, manifest["world_size"], contents.state["data"])
+
+
+def _check_call(path: Path, parts: Mapping[str, Any]) -> bool:
+    for name, part in parts.items():
+        if not is_stateful(part):
+            raise TypeError(
+                f"{name} is a {type(part).__name__}, which has no load_state_dict(); plain data come back in the "
+                "result's data: leave it out"
+            )
+    return is_step_folder(path)
+
+
+# ---------------------------------------------------------------------- which one
+
+
+def _read_one(model: GossipDataParallel, path: Path) -> _Contents:
+    contents: list[_Contents] = []
+
+    def read() -> str:
+        contents.append(_read(path, model.rank, model.world_size))
+        return _digest(contents[0])
+
+    digests = together(model, "this checkpoint cannot be loaded", read)
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"the ranks see different checkpoints under {path}; it must be one that all ranks share")
+    return contents[0]
+
+
+def _read_newest(model: GossipDataParallel, path: Path) -> _Contents:
+    """The newest checkpoint that is valid on all ranks: they go through them together, the newest first."""
+    names: list[str] = []
+    rejected: list[str] = []
+    together(model, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
+    while True:
+        proposals = together(model, f"choosing from {path}", lambda: names[0] if names else None)
+        if not any(proposals):
+            found = "; ".join(rejected) or "there is none in it"
+            raise CheckpointError(f"no valid checkpoint in {path}: {found}")
+        name = max((proposal for proposal in proposals if proposal), key=age_key)
+        if names and names[0] == name:
+            names.pop(0)
+        contents: list[_Contents] = []
+        findings = together(model, f"reading {path / name}", lambda: _find(path / name, model, contents))  # noqa: B023
+        reasons = list(dict.fromkeys(finding["reason"] for finding in findings if finding["reason"]))
+        if not reasons and len({finding["digest"] for finding in findings}) > 1:
+            reasons = [f"the ranks see different checkpoints under {path / name}"]
+        if not reasons:
+            return contents[0]
+        rejected.append("; ".join(reasons))
+        if model.rank == 0:
+            logger.warning("checkpoint {} is left out: {}", name, rejected[-1])
+
+
+def _find(path: Path, model: GossipDataParallel, contents: list[_Contents]) -> dict[str, str | None]:
+    """What is wrong with it, or which one it is."""
+    try:
+        contents.append(_read(path, model.rank, model.world_size))
+        saved_at = contents[0].manifest["step"]
+        if age_key(path.name)[0] != saved_at:
+            raise CheckpointError(f"{path} was renamed: it is of step {saved_at}")
+    except CheckpointError as error:
+        return {"reason": f"rank {model.rank}: {error}" if model.world_size > 1 else str(error), "digest": None}
+    return {"reason": None, "digest": _digest(contents[0])}
+
+
+def _digest(contents: _Contents) -> str:
+    return hashlib.sha256(json.dumps(contents.manifest, sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _read(path: Path, rank: int, world_size: int) -> _Contents:
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    if manifest["world_size"] == world_size:
+        state = _read_rank(path, manifest, rank)
+    else:
+        state = mean_state(_read_rank(path, manifest, old_rank) for old_rank in range(manifest["world_size"]))
+    return _Contents(path, manifest, state)
+
+
+def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    file = path / rank_file(rank)
+    state = read_tensors(file, records(manifest)[rank])
+    check_sections(state, manifest, str(file))
+    checked: dict[str, Any] = state
+    return checked
+
+
+# ---------------------------------------------------------------------- does it fit
+
+
+def _check_fit(model: GossipDataParallel, contents: _Contents, parts: Mapping[str, Any]) -> None:
+    here = describe(model)
+    for section in ("module", "optimizers"):
+        difference = first_difference(contents.manifest[section], here[section])
+        if difference is not None:
+            raise CheckpointError(f"{difference}; build the model as it was when it was saved")
+    saved = contents.state["stateful"]
+    for name in parts:
+        if name not in saved:
+            raise CheckpointError(
+                f"it holds no state of {name!r}, but of {', '.join(map(repr, saved)) or 'no part at all'}; leave it out"
+            )
+
+
+def _changes(model: GossipDataParallel, manifest: Mapping[str, Any]) -> list[str]:
+    """What the run loses by what is different now, in words."""
+    if manifest["world_size"] != model.world_size:
+        return [
+            f"the ranks' own replicas: they were {manifest['world_size']} and are {model.world_size} now, and all "
+            "start from the mean of parameters, float buffers and optimizer state",
+            "the states of the random number generators, and data and parts of all ranks but 0",
+            "what was in flight, and accumulated gradients",
+        ]
+    here = describe(model)
+    if manifest["buckets"] != here["buckets"]:
+        return ["what was in flight: the buckets are others"]
+    if manifest["topology"] != here["topology"]:
+        return ["what was in flight: the topology is another"]
+    return []
+
+
+def _report(contents: _Contents, left_out: list[str], parts: Mapping[str, Stateful]) -> None:
+    left_out = left_out + [
+        f"the state of {name!r}: it was not asked for" for name in contents.state["stateful"].keys() - parts
+    ]
+    if left_out:
+        logger.warning(
+            "step {} is restored from {}, but not: {}", contents.manifest["step"], contents.path, "; ".join(left_out)
+        )
+    else:
+        logger.info("step {} is restored from {}", contents.manifest["step"], contents.path)

@@ -1,0 +1,58 @@
+"""Which data a checkpoint may hold: what torch reads back with ``weights_only=True``, that is without running code."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple, set)
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` with its containers copied and its tensors compact; NumPy's numbers become Python's. Local.
+
+    Parameters
+    ----------
+    value : object
+        Numbers, strings, bytes, None, dtypes, devices, tensors, and lists, tuples, sets and dicts of those. Of exactly
+        these types: a pickled subclass is refused when it is read.
+    where : str
+        What the value is called, for the error.
+
+    Raises
+    ------
+    TypeError
+        Names the place of what cannot be saved.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if kind in (torch.Tensor, nn.Parameter):
+        return compact(value, where)
+    if kind in _MAPPINGS:
+        items = {plain(key, f"a key of {where}"): plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return kind(items)
+    if kind in _SEQUENCES:
+        return kind(plain(each, f"{where}[{index}]") for index, each in enumerate(value))
+    hint = "; torch.from_numpy makes a tensor of it" if kind is np.ndarray else ""
+    raise TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give numbers, strings, "
+        f"tensors, lists and dicts, or an object with state_dict() and load_state_dict() that give and take those{hint}"
+    )
+
+
+def compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """The tensor alone: torch would save the whole memory that a view looks at."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise TypeError(f"{where} is a tensor without values of its own (meta or sparse); give a dense one")
+    tensor = tensor.detach()
+    is_view = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_view else tensor

@@ -1,0 +1,158 @@
+"""Save what every rank needs to go on exactly where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from loguru import logger
+
+from gossip.checkpoints import folder as layout_on_disk
+from gossip.checkpoints.files import reason, sync_folder, write_tensors
+from gossip.checkpoints.layout import describe
+from gossip.checkpoints.rng import rng_states
+from gossip.checkpoints.state import is_stateful, module_state, optimizer_states, parts_state
+from gossip.checkpoints.together import compare, engine_of, together
+from gossip.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gossip.wrapper import GossipDataParallel
+
+
+@torch.inference_mode(False)
+def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int = 2, **parts: Any) -> Path:
+    """Write a checkpoint of all ranks into ``folder``. Collective; between any two steps.
+
+    Every rank writes one file with its parameters and buffers (under the bare module's names), optimizer, messages in
+    flight (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training goes on bit for
+    bit as if nothing had been saved, and a run that :func:`gossip.load` resumes does too.
+
+    Parameters
+    ----------
+    model : GossipDataParallel
+    folder : path
+        Shared by all ranks; made if it does not exist. The checkpoint is ``folder/step_0000000123``.
+    keep : int
+        How many complete checkpoints stay; older ones are removed once the new one is complete. (Complete by their
+        manifest and sizes: old files are not read again.) Checkpoints of later steps and all other files stay.
+    **parts
+        What else belongs to the run, by name: objects with ``state_dict()`` and ``load_state_dict()`` (scheduler,
+        GradScaler, sampler), or plain data (numbers, strings, tensors, lists, dicts: the position in the data).
+
+    Returns
+    -------
+    Path
+        Of the checkpoint.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument, or something in a part's state, cannot be saved; nothing has been written.
+    CheckpointError
+        Some rank could not write (disk full, no permission), or the ranks are at different steps; raised on every rank,
+        with rank, path and reason. What was saved before is intact, and training can go on.
+    ExchangeError
+        A rank did not take part within the model's ``timeout``.
+
+    Notes
+    -----
+    Between two steps and outside ``averaged()``. A checkpoint is written under another name (``.step_....partial``),
+    hashed meanwhile, brought to the disk, and renamed at the end: one that is not complete does not exist.
+
+    Examples
+    --------
+    >>> gossip.save(model, "checkpoints", scheduler=scheduler, batch=17)  # doctest: +SKIP
+    PosixPath('checkpoints/step_0000000123')
+    """
+    engine_of(model).check_usable()
+    path, step = Path(folder), model.step
+    state = _announce(model, path, keep, parts)
+    state["engine"] = model._engine.state_dict()
+    with ExitStack() as lock:
+        together(model, f"preparing to save into {path}", lambda: _prepare(model, path, step, lock))
+        try:
+            files = together(
+                model, f"saving step {step}", lambda: _write_rank(path, step, model.rank, state, model.module)
+            )
+            together(model, f"completing the checkpoint of step {step}", lambda: _complete(model, path, step, files))
+        except Exception:
+            if model.rank == 0:
+                layout_on_disk.abandon(path, step)
+            raise
+        if model.rank == 0:
+            _prune(path, step, keep)
+    return layout_on_disk.step_folder(path, step)
+
+
+def _announce(model: GossipDataParallel, path: Path, keep: int, parts: dict[str, Any]) -> dict[str, Any]:
+    """Check everything that can be checked before anything is written, here and between the ranks."""
+    state: dict[str, Any] = {}
+
+    def check() -> dict[str, Any]:
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
+        state.update(parts_state(parts))
+        state["optimizers"] = optimizer_states(model)
+        return {
+            "step": model.step,
+            "folder": os.path.abspath(path),
+            "parts": [f"{name} ({'stateful' if is_stateful(part) else 'data'})" for name, part in parts.items()],
+        }
+
+    announced = together(model, f"gossip.save at step {model.step}", check)
+    for rank, theirs in enumerate(announced):
+        for what, value in theirs.items():
+            if value != announced[0][what]:
+                raise CheckpointError(
+                    f"the ranks do not save the same thing: {what} is {announced[0][what]} on rank 0, but {value} on "
+                    f"rank {rank}; call gossip.save on every rank after the same number of steps, with the same "
+                    "arguments"
+                )
+    description = describe(model)
+    entries = description["module"] | description["optimizers"]
+    entries |= {f"bucket {index}": text for index, text in enumerate(description["buckets"])}
+    compare(model, entries, "comparing what is saved")
+    return state
+
+
+def _prepare(model: GossipDataParallel, path: Path, step: int, lock: ExitStack) -> None:
+    if model.rank == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.enter_context(layout_on_disk.locked(path))
+        layout_on_disk.begin(path, step)
+
+
+def _write_rank(path: Path, step: int, rank: int, state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    partial = layout_on_disk.partial_folder(path, step)
+    content = state | module_state(module) | {"rng": rng_states()}
+    record = write_tensors(partial / layout_on_disk.rank_file(rank), content)
+    sync_folder(partial)
+    return dataclasses.asdict(record)
+
+
+def _complete(model: GossipDataParallel, path: Path, step: int, files: Sequence[dict[str, Any]]) -> None:
+    if model.rank == 0:
+        from gossip import __version__  # the package imports this module: its version is there only afterwards
+
+        manifest = {
+            "gossip": __version__,
+            "torch": torch.__version__,
+            "step": step,
+            "world_size": model.world_size,
+            **describe(model),
+            "files": {layout_on_disk.rank_file(rank): file for rank, file in enumerate(files)},
+        }
+        layout_on_disk.commit(path, step, manifest)
+
+
+def _prune(path: Path, step: int, keep: int) -> None:
+    """The new checkpoint is complete: what goes wrong from here on is worth a warning only."""
+    try:
+        layout_on_disk.prune(path, step, keep)
+    except (OSError, CheckpointError) as error:
+        logger.warning("old checkpoints could not be removed: {}", reason(error))

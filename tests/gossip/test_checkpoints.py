@@ -1,0 +1,219 @@
+"""A run that is stopped at any step and resumed is, bit for bit, one that was not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpointing import ADAMW, assert_same, everything, log_of, make_model, names_in, one_step
+from replicas import SGD
+from torch import nn
+
+import gossip
+import topologies
+from gossip import launch
+
+COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=12)
+MULTI_STEP = functools.partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3])
+NADAM = functools.partial(torch.optim.NAdam, lr=0.01)
+
+RUNS = {
+    "ring": ({"topology": "ring"}, COSINE),
+    "matching": ({"topology": "random_matching", "optimizer": SGD}, COSINE),
+    "groups": ({"topology": ("local_global", {"local_size": 2}), "optimizer": SGD}, MULTI_STEP),
+    "one bucket": ({"topology": "directed_ring", "bucket_cap_mb": 25, "optimizer": NADAM}, MULTI_STEP),
+    "complete": ({"topology": "complete", "optimizer": functools.partial(ADAMW, fused=True)}, COSINE),
+}
+
+
+def start(name: str, seed: int = 0) -> tuple[gossip.GossipDataParallel, Any]:
+    options, schedule = RUNS[name]
+    options = dict(options)
+    if isinstance(options["topology"], tuple):
+        family, chosen = options["topology"]
+        options["topology"] = topologies.build(family, 4, **chosen)
+    model = make_model(seed, **options)
+    return model, schedule(model.optimizer)
+
+
+def run_with_and_without_saving(folder: str, names: Sequence[str], num_steps: int) -> None:
+    for name in names:
+        model, scheduler = start(name)
+        for _ in range(num_steps):
+            one_step(model, scheduler)
+        undisturbed = everything(model)
+        model.close()
+
+        model, scheduler = start(name)
+        for step in range(num_steps):
+            path = gossip.save(model, f"{folder}/{name}", keep=num_steps, scheduler=scheduler, position=step)
+            assert path == Path(folder) / name / f"step_{step:010d}"
+            one_step(model, scheduler)
+        assert_same(everything(model), undisturbed)
+        torch.save(undisturbed, f"{folder}/{name}.{model.rank}")
+        model.close()
+
+
+def resume_at_every_step(folder: str, names: Sequence[str], num_steps: int) -> None:
+    for name in names:
+        for step in range(num_steps):
+            model, scheduler = start(name, seed=step + 1)
+            if step % 2:  # whatever the model has done before
+                one_step(model, scheduler)
+            checkpoint = gossip.load(model, f"{folder}/{name}/step_{step:010d}", scheduler=scheduler)
+            assert (checkpoint.step, checkpoint.world_size, checkpoint.data) == (step, 4, {"position": step})
+            assert model.step == step
+            for _ in range(step, num_steps):
+                one_step(model, scheduler)
+            assert_same(everything(model), torch.load(f"{folder}/{name}.{model.rank}"))
+            model.close()
+
+
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    launch(run_with_and_without_saving, str(tmp_path), list(RUNS), 4, world_size=4)
+    launch(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)
+
+
+def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
+    """After averaging, inside accumulation, in a world that is not a power of two."""
+    model = make_model(topology="exponential")
+    for step in range(6):
+        if step == 2 and not resume:
+            model.global_avg()  # nothing is in flight
+            gossip.save(model, folder)
+        if step == 4 and not resume:
+            with model.averaged(), pytest.raises(gossip.GossipError, match="leave the block first"):
+                gossip.save(model, folder)
+        with model.no_sync():
+            one_step(model)
+            if step == 4 and not resume:
+                gossip.save(model, folder)
+                gossip.save(model, folder)  # the same step once more
+            if step == 4 and resume:
+                checkpoint = gossip.load(model, folder)
+                assert checkpoint == gossip.Checkpoint(4, Path(folder) / "step_0000000004", 3, {})
+        one_step(model)
+    state = everything(model)
+    model.close()
+    return state
+
+
+def resume_in_odd_places(folder: str) -> None:
+    wanted = odd_places(folder, resume=False)
+    assert names_in(folder) == ["step_0000000002", "step_0000000004"]
+    assert_same(odd_places(folder, resume=True), wanted)
+
+
+def test_save_between_backward_passes_after_averaging_and_twice(tmp_path: Path) -> None:
+    launch(resume_in_odd_places, str(tmp_path), world_size=3)
+
+
+def test_files_hold_each_value_once_under_bare_names(tmp_path: Path) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(300, 300, bias=False)
+            self.tied = nn.Linear(300, 300, bias=False)
+            self.tied.weight = self.first.weight
+            self.small = nn.Linear(300, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.small(self.tied(self.first(x)))
+
+    model = make_model(module=Wide, bucket_cap_mb=25, optimizer=SGD)
+    model(torch.ones(2, 300)).sum().backward()
+    path = gossip.save(model, tmp_path)
+    assert names_in(path) == ["manifest.json", "rank0.pt"]
+    content = torch.load(path / "rank0.pt", weights_only=True)
+    assert list(content["parameters"]) == ["first.weight", "small.weight", "small.bias"]
+    num_values = 300 * 300 + 300 * 3 + 3
+    assert 2 * 4 * num_values < (path / "rank0.pt").stat().st_size < 2 * 4 * num_values + 40_000
+    plain = Wide()
+    plain.load_state_dict(content["parameters"] | {"tied.weight": content["parameters"]["first.weight"]})
+    assert torch.equal(plain(torch.ones(2, 300)), model(torch.ones(2, 300)))
+
+
+def test_parts_keep_their_states_and_data(tmp_path: Path) -> None:
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=7.0)
+    data = {"epoch": 3, "order": torch.arange(4)[1:], "names": ["a", ("b", None)], "loss": np.float64(0.1)}
+    gossip.save(model, tmp_path, scaler=scaler, data=data, text="x")
+    scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    checkpoint = gossip.load(model, tmp_path, scaler=scaler)
+    assert scaler.state_dict()["scale"] == 7.0
+    assert checkpoint.data["text"] == "x"
+    loaded = checkpoint.data["data"]
+    assert loaded["order"].tolist() == [1, 2, 3]
+    assert (loaded["epoch"], loaded["names"], loaded["loss"]) == (3, ["a", ("b", None)], 0.1)
+    with log_of() as lines:
+        gossip.load(model, tmp_path)
+    assert "the state of 'scaler': it was not asked for" in lines[0]
+
+
+class Sampler:
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [1, {2: np.arange(3)}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "reason"),
+    [
+        ({"position": [1, lambda: 0]}, TypeError, r"^position\[\d\] is a builtins.function, which a checkpoint cannot"),
+        (
+            {"sampler": Sampler()},
+            TypeError,
+            r"sampler\.state_dict\(\)\['seen'\]\[1\]\[2\] is a numpy.ndarray.*from_numpy",
+        ),
+        ({"half": nn.Module}, TypeError, "half is a builtins.type"),
+        ({"lazy": torch.ones(2, device="meta")}, TypeError, "lazy is a tensor without values"),
+        ({"keep": 0}, ValueError, "keep must be a whole number of checkpoints, at least 1, got 0"),
+        ({"keep": 1.5}, ValueError, r"got 1\.5"),
+    ],
+)
+def test_save_refuses_by_name_before_anything_is_written(
+    parts: dict[str, Any], error: type, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=reason):
+        gossip.save(make_model(), tmp_path / "new", **parts)
+    assert not (tmp_path / "new").exists()
+
+
+def test_save_load_and_export_need_a_wrapped_model(tmp_path: Path) -> None:
+    for function in (gossip.save, gossip.load, gossip.export):
+        with pytest.raises(TypeError, match="model must be a GossipDataParallel, got Linear"):
+            function(nn.Linear(1, 1), tmp_path)
+
+
+def test_load_refuses_parts_that_cannot_take_a_state(tmp_path: Path) -> None:
+    model = make_model()
+    gossip.save(model, tmp_path, position=1)
+    with pytest.raises(TypeError, match="position is a int, which has no load_state_dict"):
+        gossip.load(model, tmp_path, position=1)
+    with pytest.raises(gossip.CheckpointError, match="holds no state of 'sampler', but of no part at all"):
+        gossip.load(model, tmp_path, sampler=Sampler())
+
+
+def test_wide_optimizer_state_of_narrow_parameters_keeps_its_dtype(tmp_path: Path) -> None:
+    class WideMomentum(torch.optim.Optimizer):
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32)).add_(parameter.grad)
+                    parameter.data.sub_(0.01 * state["momentum"])
+
+    optimizer = functools.partial(WideMomentum, defaults={})
+    model = make_model(optimizer=optimizer)
+    one_step(model)
+    one_step(model)
+    gossip.save(model, tmp_path)
+    resumed = make_model(1, optimizer=optimizer)
+    gossip.load(resumed, tmp_path)
+    assert_same(everything(resumed), everything(model))
