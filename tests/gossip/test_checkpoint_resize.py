@@ -14,6 +14,7 @@ from torch import nn
 
 import gossip
 from gossip import CheckpointError, launch
+from gossip.checkpoints.resize import mean_state
 
 STEP = 4
 
@@ -25,6 +26,9 @@ def save_some_steps(folder: str, world: int, options: dict[str, Any]) -> dict[st
     with torch.no_grad():
         model.module.mask.fill_(model.rank == 1)  # a boolean buffer: rank 0's counts
         model.module.level.fill_(model.rank)
+        for state in model.optimizer.state.values():
+            if "step" in state:  # a rank whose parameter had no gradient for a while
+                state["step"] += model.rank
     gossip.save(model, f"{folder}/{world}", rank=model.rank)
     return everything(model)
 
@@ -67,6 +71,42 @@ def test_another_world_size_starts_from_the_mean(old: int, new: int, tmp_path: P
     line = loaded[0][1][0]
     assert f"they were {old} and are {new} now, and all start from the mean" in line
     assert "random number generators" in line
+
+
+def half_a_state(step: int, momentum: float, numbers: tuple[int, ...]) -> dict[str, Any]:
+    entries = {
+        number: {
+            "step": torch.tensor(float(step)),
+            "count": torch.tensor([step]),
+            "nested": [torch.full((2,), momentum, dtype=torch.bfloat16), (torch.tensor(1j * momentum), "text")],
+        }
+        for number in numbers
+    }
+    groups = [{"params": [0, 1], "lr": torch.tensor(momentum)}]
+    return {
+        "parameters": {"step": torch.tensor(momentum)},  # a name like any other there
+        "buffers": {},
+        "optimizers": [{"state": entries, "param_groups": groups}],
+        "engine": {"step": step, "in_flight": [None]},
+    }
+
+
+def test_mean_goes_through_nested_state_and_state_that_some_ranks_lack() -> None:
+    mean = mean_state(iter([half_a_state(1, 1.0, (0,)), half_a_state(2, 3.0, (0, 1))]))
+    assert mean["parameters"]["step"] == 2
+    assert mean["engine"] == {"step": 1, "in_flight": None}
+    optimizer = mean["optimizers"][0]
+    assert optimizer["param_groups"][0]["lr"] == 1
+    for number, (step, momentum) in {0: (1, 2.0), 1: (2, 3.0)}.items():
+        entry = optimizer["state"][number]
+        assert (entry["step"], entry["count"]) == (step, step)
+        assert entry["nested"][0].dtype == torch.bfloat16
+        assert entry["nested"][0].tolist() == [momentum] * 2
+        assert (entry["nested"][1][0].item(), entry["nested"][1][1]) == (momentum * 1j, "text")
+    wrong = half_a_state(2, 3.0, (0,))
+    wrong["parameters"]["step"] = torch.ones(3)
+    with pytest.raises(CheckpointError, match=r"rank 1 does not fit rank 0's: shape \[3\] instead of \[\]"):
+        mean_state([half_a_state(1, 1.0, (0,)), wrong])
 
 
 def load_other_arrangement(folder: str) -> None:

@@ -127,7 +127,7 @@ def test_files_hold_each_value_once_under_bare_names(tmp_path: Path) -> None:
 
     model = make_model(module=Wide, bucket_cap_mb=25, optimizer=SGD)
     model(torch.ones(2, 300)).sum().backward()
-    path = gossip.save(model, tmp_path)
+    path = gossip.save(model, tmp_path, three=torch.zeros(10**6)[:3])
     assert names_in(path) == ["manifest.json", "rank0.pt"]
     content = torch.load(path / "rank0.pt", weights_only=True)
     assert list(content["parameters"]) == ["first.weight", "small.weight", "small.bias"]
