@@ -69,7 +69,7 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
     compare(model, entries, "comparing what is exported")
     tensors: dict[str, torch.Tensor] = {}
     are_equal = len(set(replicas)) == 1
-    with model._engine.fatal():
+    with model._live().fatal():
         for name, tensor in _exported(module):
             if are_equal or not _is_averaged(tensor):
                 average = tensor.cpu() if world.rank == 0 else None

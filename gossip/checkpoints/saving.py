@@ -72,7 +72,7 @@ def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int
     engine_of(model).check_usable()
     path, step = Path(folder), model.step
     state = _announce(model, path, keep, parts)
-    state["engine"] = model._engine.state_dict()
+    state["engine"] = model._live().state_dict()
     with ExitStack() as lock:
         together(model, f"preparing to save into {path}", lambda: _prepare(model, path, step, lock))
         try:

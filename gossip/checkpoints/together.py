@@ -46,7 +46,7 @@ def together(model: GossipDataParallel, what: str, action: Callable[[], Any]) ->
     except Exception as error:
         failure = error
     message = {"answer": answer, "error": None if failure is None else reason(failure)}
-    with model._engine.fatal():
+    with model._live().fatal():
         payloads = model._world.gather_bytes(json.dumps(message).encode(), what)
     messages = [json.loads(payload) for payload in payloads]
     ranks_by_reason: dict[str, list[int]] = {}
