@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -106,27 +104,31 @@ class RecordingGroup:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
-    def recv(self, _: list[torch.Tensor], rank: int, tag: int) -> Any:
+    def recv(self, _: list[torch.Tensor], rank: int, tag: int) -> None:
         self.calls.append(("recv", rank, tag))
-        return SimpleNamespace(wait=lambda: None)
 
-    def send(self, _: list[torch.Tensor], rank: int, tag: int) -> Any:
+    def send(self, _: list[torch.Tensor], rank: int, tag: int) -> None:
         self.calls.append(("send", rank, tag))
-        return SimpleNamespace(wait=lambda: None)
+
+
+def calls_of_two_buckets() -> list[tuple[str, int, int]]:
+    topology = TOPOLOGIES["exponential"]
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, topology)
+    group, world.group = world.group, RecordingGroup()
+    exchanges = [transport.start(torch.ones(5), topology.round(0), step=0, bucket=bucket) for bucket in range(2)]
+    for exchange in exchanges:
+        assert exchange.pending.wait(timedelta(seconds=60))
+    calls, world.group = world.group.calls, group
+    world.close()
+    return calls
 
 
 def test_receives_are_posted_before_sends() -> None:
     # gloo moves two large messages in turn, not both at once, if the sends are posted first.
-    group = RecordingGroup()
-    courier = SimpleNamespace(submit=lambda post: post())
-    world = SimpleNamespace(rank=0, world_size=WORLD_SIZE, group=group, courier=courier, timeout=timedelta(seconds=1))
-    topology = TOPOLOGIES["exponential"]
-    transport = DistributedTransport(world, topology)
-    transport.start(torch.ones(5), topology.round(0), step=0, bucket=0)
-    transport.start(torch.ones(5), topology.round(0), step=0, bucket=1)
-    kinds = [(kind, rank) for kind, rank, _ in group.calls]
-    assert kinds == [("recv", 1), ("recv", 2), ("send", 2), ("send", 3)] * 2
-    tags = [tag for _, _, tag in group.calls]
+    calls = launch(calls_of_two_buckets, world_size=WORLD_SIZE)[0]
+    assert [(kind, rank) for kind, rank, _ in calls] == [("recv", 1), ("recv", 2), ("send", 2), ("send", 3)] * 2
+    tags = [tag for _, _, tag in calls]
     assert len(set(tags[:4])) == len(set(tags[4:])) == 1
     assert tags[0] != tags[4]
 
