@@ -6,6 +6,7 @@ workers on this machine.
 """
 
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
+from gossip.debug_transport import DebugTransport as DebugTransport
 from gossip.engine import StepStats as StepStats
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
@@ -20,6 +21,7 @@ from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
     "AdaptWhileCommunicating",
+    "DebugTransport",
     "DistributedTransport",
     "Exchange",
     "ExchangeError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -152,31 +152,33 @@ class _Staged:
         return True
 
 
-def post_point_to_point(
-    group: Group, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor], tag: int
-) -> Works:
-    """Post receives from, and sends to, the ranks that are the keys.
+class Message(NamedTuple):
+    """What goes to a rank, or comes from it."""
+
+    peer: int
+    tensor: torch.Tensor
+    tag: int
+
+
+def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> Works:
+    """Post receives and sends.
 
     Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two ranks take
     turns, at half the speed of the link.
     """
-    device = next(iter((*receives.values(), *sends.values()))).device
-    if device.type != "cpu":
-        # One call for all: a device's operations between two ranks run in turn, and a receive before a send on both
-        # sides would never end.
-        group._start_coalescing(device)
-        for source, tensor in receives.items():
-            group.recv([tensor], source, tag)
-        for target, tensor in sends.items():
-            group.send([tensor], target, tag)
-        peers = sorted(receives.keys() | sends.keys())
-        return (
-            (
-                f"the messages of and to rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}",
-                group._end_coalescing(device),
-            ),
-        )
-    return [
-        *((f"the message of rank {source}", group.recv([tensor], source, tag)) for source, tensor in receives.items()),
-        *((f"rank {target} to take ours", group.send([tensor], target, tag)) for target, tensor in sends.items()),
-    ]
+    device = (*receives, *sends)[0].tensor.device
+    if device.type == "cpu":
+        return [
+            *((f"the message of rank {peer}", group.recv([tensor], peer, tag)) for peer, tensor, tag in receives),
+            *((f"rank {peer} to take ours", group.send([tensor], peer, tag)) for peer, tensor, tag in sends),
+        ]
+    # In one call: a device runs what two ranks have between them in turn, and a receive before a send on both sides
+    # would never end.
+    group._start_coalescing(device)
+    for peer, tensor, tag in receives:
+        group.recv([tensor], peer, tag)
+    for peer, tensor, tag in sends:
+        group.send([tensor], peer, tag)
+    peers = sorted({message.peer for message in (*receives, *sends)})
+    name = f"the exchange with rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+    return ((name, group._end_coalescing(device)),)

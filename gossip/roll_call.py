@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from gossip.errors import ExchangeError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_Answer = TypeVar("_Answer")
 _STORE_PATIENCE = timedelta(seconds=2)
 _STORE_IS_GONE = (
     "the key-value store does not answer: the process that holds it is gone (rank 0 where the group was made by env:// "
@@ -71,7 +73,9 @@ class RollCall:
         if self._store is None:
             return None
         arrivals = self._ask(lambda stop: self._poll(stop, timeout), timeout + _STORE_PATIENCE)
-        absent = [rank for rank, arrival in enumerate(arrivals) if arrival is None or arrival.gave_up]
+        absent = [rank for rank, arrival in enumerate(arrivals) if arrival is None]
+        if not absent:  # otherwise it is for their sake that somebody may have given up
+            absent = [rank for rank, arrival in enumerate(arrivals) if arrival is not None and arrival.gave_up]
         return None if not absent else self._name(absent, arrivals)
 
     def explain(self, patience: timedelta = timedelta(0)) -> str:
@@ -105,6 +109,23 @@ class RollCall:
         ahead = [rank for rank, arrival in enumerate(arrivals) if arrival and arrival.sequence > self._sequence]
         return self._name_elsewhere(ahead, arrivals) if ahead else ""
 
+    def note_progress(self, step: int, bucket: int) -> None:
+        """Tell the others which exchange this rank has announced. Local."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"progress{self._rank}", json.dumps([step, bucket]))
+
+    def progress(self, rank: int) -> tuple[int, int] | None:
+        """Step and bucket of the latest exchange that ``rank`` has announced; None if not known. Local."""
+        store, key = self._store, f"progress{rank}"
+        if store is None:
+            return None
+        try:
+            found = self._ask(lambda _: json.loads(store.get(key)) if store.check([key]) else None, _STORE_PATIENCE)
+        except ExchangeError:
+            return None
+        return None if found is None else (found[0], found[1])
+
     def close(self) -> None:
         """Give the connection to the store back."""
         self._store = None
@@ -114,11 +135,9 @@ class RollCall:
     def _write(self, *, gave_up: bool) -> None:
         if self._store is None:
             return
-        try:
+        # What is in the way of a note need not be in the way of training; who waits in vain will be told.
+        with contextlib.suppress(RuntimeError):
             self._store.set(self._keys[self._rank], json.dumps([self._sequence, self._what, gave_up]))
-        except RuntimeError:
-            # What is in the way of a note need not be in the way of training; who waits in vain will be told.
-            return
 
     def _poll(self, stop: threading.Event, timeout: timedelta) -> list[Arrival | None]:
         """All arrivals, once everybody has come as far as this rank, or ``timeout`` has passed."""
@@ -144,11 +163,9 @@ class RollCall:
             for key, there in zip(self._keys, present, strict=True)
         ]
 
-    def _ask(
-        self, question: Callable[[threading.Event], list[Arrival | None]], patience: timedelta
-    ) -> list[Arrival | None]:
+    def _ask(self, question: Callable[[threading.Event], _Answer], patience: timedelta) -> _Answer:
         """The answer of another thread: a store whose host has been cut off can hold its caller for hours."""
-        stop, answers, errors = threading.Event(), list[Any](), list[Exception]()
+        stop, answers, errors = threading.Event(), list[_Answer](), list[Exception]()
 
         def ask() -> None:
             try:
@@ -163,8 +180,7 @@ class RollCall:
         finally:
             stop.set()
         if answers:
-            found: list[Arrival | None] = answers[0]
-            return found
+            return answers[0]
         reason = f" ({str(errors[0]).splitlines()[0]})" if errors and str(errors[0]) else ""
         raise ExchangeError(f"{_STORE_IS_GONE}{reason}") from (errors[0] if errors else None)
 

@@ -10,7 +10,7 @@ import torch
 
 from gossip.courier import Works
 from gossip.errors import ExchangeError
-from gossip.lanes import Pending, Tensors, post_point_to_point
+from gossip.lanes import Message, Pending, Tensors, post_point_to_point
 from gossip.world import World, accumulation_dtype
 from topologies import Round, Topology
 
@@ -169,8 +169,11 @@ class DistributedTransport:
         tag = bucket * _TAG_STEPS + step % _TAG_STEPS  # two buckets between two ranks must never be swapped
 
         def post(sent: Tensors, received: Tensors) -> Works:
-            receives = dict(zip(sources, received, strict=True))
-            return post_point_to_point(group, receives, dict.fromkeys(targets, sent[0]), tag)
+            return post_point_to_point(
+                group,
+                [Message(source, row, tag) for source, row in zip(sources, received, strict=True)],
+                [Message(target, sent[0], tag) for target in targets],
+            )
 
         return DistributedExchange(
             pending=self._world.lanes.submit(post, [message], list(rows)),
@@ -210,7 +213,7 @@ class DistributedExchange:
         where = f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
         timeout = self.world.timeout
         if not self.pending.wait(timeout):
-            ahead = self.world.explain_ahead()
+            ahead = self.world.roll_call.explain_ahead()
             raise ExchangeError(
                 f"{where}: waited {timeout.total_seconds():g} s in vain for {self.pending.awaited}; that rank is "
                 f"stuck, gone, or has made fewer steps{f' ({ahead})' * bool(ahead)} (GossipDataParallel's timeout sets "

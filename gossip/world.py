@@ -44,6 +44,10 @@ class World:
         that nothing else uses; with another backend and ``process_group``, that group itself.
     courier : Courier or None
         Carries all communication of this world from and to the memory of the CPU, in one order.
+    lanes : Lanes or None
+        The ways of a device's tensors into a communicator.
+    roll_call : RollCall
+        Tells the others how far this rank has come.
 
     Raises
     ------
@@ -73,7 +77,7 @@ class World:
         self._communicators: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._registered: list[dist.ProcessGroup] = []
         self._store: dist.Store | None = None
-        self._roll_call = RollCall(None, 0, 1)
+        self.roll_call = RollCall(None, 0, 1)
         if dist.is_initialized():
             self.membership = Membership.of(process_group)
             self.rank, self.world_size = self.membership.rank, self.membership.world_size
@@ -96,16 +100,16 @@ class World:
         assert self.membership is not None
         self._store = self.membership.store()
         notes = None if self._store is None else own_connection(self._store)
-        self._roll_call = RollCall(notes, self.rank, self.world_size)
-        self._roll_call.note("constructing the model")
+        self.roll_call = RollCall(notes, self.rank, self.world_size)
+        self.roll_call.note("constructing the model")
         absent: str | None = "interrupted"
         try:
-            absent = self._roll_call.wait_for_all(self.timeout)
+            absent = self.roll_call.wait_for_all(self.timeout)
         except ExchangeError as error:
             raise ExchangeError(f"rank {self.rank}: constructing the model: {error}") from error
         finally:
             if absent is not None:
-                self._roll_call.note_giving_up()
+                self.roll_call.note_giving_up()
         if absent is not None:
             raise ExchangeError(
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
@@ -161,7 +165,7 @@ class World:
             reason = f" ({str(ticket.error).splitlines()[0]})" if ticket.error is not None else ""
             raise ExchangeError(
                 f"rank {self.rank}: making a communicator of ranks {list(ranks)}: not all of them took part within "
-                f"{self.timeout.total_seconds():g} s: {self._roll_call.explain()}{reason}"
+                f"{self.timeout.total_seconds():g} s: {self.roll_call.explain()}{reason}"
             ) from ticket.error
         return made[0]
 
@@ -192,10 +196,10 @@ class World:
         """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)"""
         if self.group is None:
             return [payload]
-        length = torch.tensor([len(payload)], device=self._control_device)
+        length = torch.tensor([len(payload)], device=self.control_device)
         sizes = [int(size) for size in self._all_gather(length, what)]
         padded = bytearray(payload.ljust(max(*sizes, 1), b"\0"))
-        everyone = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(self._control_device), what)
+        everyone = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(self.control_device), what)
         return [data.cpu().numpy().tobytes()[:size] for data, size in zip(everyone, sizes, strict=True)]
 
     def _all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
@@ -244,10 +248,6 @@ class World:
         if data is not tensor:
             tensor.copy_(data)
 
-    def explain_ahead(self) -> str:
-        """In words which ranks have called a collective that this rank has not called; empty if none. Local."""
-        return self._roll_call.explain_ahead()
-
     def close(self) -> None:
         """End the courier and give all communicators back, unless a peer that is stuck holds them. Local."""
         ended = self.courier is None or self.courier.close(_CLOSING_PATIENCE)
@@ -256,11 +256,11 @@ class World:
                 dist.destroy_process_group(group)
         self._registered.clear()
         self._communicators.clear()
-        self._roll_call.close()
+        self.roll_call.close()
         self.courier = self.lanes = self.group = self._store = None
 
     @property
-    def _control_device(self) -> torch.device:
+    def control_device(self) -> torch.device:
         """Where messages of this class's own must lie: on the CPU, if its backend goes there."""
         assert self.membership is not None
         if "cpu" in self.membership.backends:
@@ -271,7 +271,7 @@ class World:
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself, or a copy where a backend can take it."""
         assert self.lanes is not None
-        return tensor if self.lanes.serves(tensor.device) else tensor.to(self._control_device)
+        return tensor if self.lanes.serves(tensor.device) else tensor.to(self.control_device)
 
     def _open_group(self) -> Group:
         assert self.group is not None
@@ -285,25 +285,25 @@ class World:
 
     def _run(self, post: Callable[[Tensors, Tensors], Any], sent: Tensors, received: Tensors, what: str) -> None:
         assert self.lanes is not None
-        self._roll_call.note(what)
+        self.roll_call.note(what)
         deadline = time.monotonic() + self.timeout.total_seconds()
         pending = self.lanes.submit(lambda *tensors: (("all other ranks", post(*tensors)),), list(sent), list(received))
-        if not pending.wait(self.timeout) or not _has_ended(received[0].device, deadline):
-            self._roll_call.note_giving_up()
+        if not pending.wait(self.timeout) or not device_is_idle(received[0].device, deadline):
+            self.roll_call.note_giving_up()
             raise ExchangeError(
                 f"rank {self.rank}: {what}: not all of the {self.world_size} ranks took part within "
-                f"{self.timeout.total_seconds():g} s: {self._roll_call.explain()}; every rank{self._in_group()} must "
+                f"{self.timeout.total_seconds():g} s: {self.roll_call.explain()}; every rank{self._in_group()} must "
                 "call it, after the same number of steps"
             )
         if pending.error is not None:
             patience = min(_DEATH_PATIENCE, timedelta(seconds=max(0.0, deadline - time.monotonic())))
             raise ExchangeError(
-                f"rank {self.rank}: {what}: {pending.error}: {self._roll_call.explain(patience)}"
+                f"rank {self.rank}: {what}: {pending.error}: {self.roll_call.explain(patience)}"
             ) from pending.error
 
 
-def _has_ended(device: torch.device, deadline: float) -> bool:
-    """Whether the device has done all work of the current stream by then. Ctrl-C gets through."""
+def device_is_idle(device: torch.device, deadline: float) -> bool:
+    """Whether the device has done all work of the current stream by then; the CPU always has. Ctrl-C gets through."""
     if device.type == "cpu":
         return True
     event = torch.get_device_module(device.type).current_stream(device).record_event()

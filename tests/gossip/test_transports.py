@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import topologies
-from gossip import DistributedTransport, Transport, World, launch
+from gossip import DebugTransport, DistributedTransport, Transport, World, launch
 from gossip.transports import _shared_groups
-from topologies import Topology
+from topologies import Round, Topology
 
 WORLD_SIZE = 4
-TRANSPORTS = {"distributed": DistributedTransport}
+TRANSPORTS = {"distributed": DistributedTransport, "debug": lambda world, _: DebugTransport(world)}
 TOPOLOGIES = {
     name: topologies.build(name, WORLD_SIZE)
     for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
@@ -61,6 +61,29 @@ def exchange_everything(name: str) -> list[str]:
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
     assert launch(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
+
+
+def describe_transports() -> dict[str, str]:
+    lines = {}
+    complete, star = (TOPOLOGIES[name].round(0) for name in ("complete", "star"))
+    silent = Round.from_matrix(np.eye(WORLD_SIZE))
+    phases = Topology.from_rounds([complete, silent, star, silent, silent, complete])
+    for label, topology in (TOPOLOGIES | {"phases": phases}).items():
+        world = World(timedelta(seconds=60))
+        lines[label] = DistributedTransport(world, topology).describe()
+        world.close()
+    return lines
+
+
+def test_description_says_which_rounds_go_which_way() -> None:
+    lines = launch(describe_transports, world_size=WORLD_SIZE)[0]
+    assert lines["complete"] == "backend gloo, 2 communicators on rank 0; every round by all-reduce in groups"
+    assert lines["star"] == "backend gloo, 1 communicator on rank 0; every round point-to-point"
+    assert lines["random_matching"].endswith("every round point-to-point (the schedule has no period)")
+    assert lines["phases"] == (
+        "backend gloo, 2 communicators on rank 0; rounds of 6 by all-reduce in groups: 0, 5; silent: 1, 3-4; "
+        "point-to-point: 2"
+    )
 
 
 def bytes_of_each_topology() -> dict[str, int]:
@@ -142,8 +165,8 @@ def test_communicators_are_made_once_for_all_rounds_of_the_period() -> None:
 
 
 def test_schedules_that_need_many_communicators_go_point_to_point() -> None:
-    def pair_off(hop: int) -> topologies.Round:
-        return topologies.Round.from_groups(40, [(0, hop)])
+    def pair_off(hop: int) -> Round:
+        return Round.from_groups(40, [(0, hop)])
 
     few = Topology.from_rounds([pair_off(hop) for hop in range(1, 17)])
     many = Topology.from_rounds([pair_off(hop) for hop in range(1, 18)])
