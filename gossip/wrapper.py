@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ import topologies
 from gossip.averaging import average_module_, consensus_distance, saved_state
 from gossip.bucket_optimizer import OptimizerFactory, build_optimizer, make_step_passive
 from gossip.buckets import check_parameters, make_buckets
+from gossip.debug_transport import DebugTransport, check_debug
 from gossip.engine import StepEngine, StepStats, check_not_wrapped
 from gossip.errors import GossipError
 from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
@@ -55,6 +57,13 @@ class GossipDataParallel(nn.Module):
         How long any wait for other ranks may take before it raises.
     transport : Transport, optional
         How messages travel; by default over ``torch.distributed``.
+    process_group : ProcessGroup, optional
+        The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. ``rank`` and the
+        topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
+        it is, so that nothing else may use it meanwhile.
+    debug : {None, "detail"}
+        "detail" checks bucket, round, shape and digest of every message, and names the rank that is out of step: see
+        :class:`gossip.DebugTransport`. Slow.
 
     Attributes
     ----------
@@ -79,7 +88,7 @@ class GossipDataParallel(nn.Module):
 
     Notes
     -----
-    Collective: every rank of the default process group must construct it. Without a process group it is a world of one.
+    Collective: every rank of the process group must construct it. Without a process group it is a world of one.
 
     Between steps ``module`` holds x(t); what is in flight is not applied to it.
 
@@ -105,13 +114,15 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float = 25.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         transport: Transport | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        debug: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        world = World(timeout)
+        world = World(timeout, process_group)
         try:
-            self._construct(module, optimizer, topology, bucket_cap_mb, transport, world)
+            self._construct(module, optimizer, topology, bucket_cap_mb, transport, world, debug)
         except BaseException:
             world.close()
             raise
@@ -124,14 +135,16 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float,
         transport: Transport | None,
         world: World,
+        debug: str | None,
     ) -> None:
         try:
             topology = _resolve_topology(topology, world.world_size)
             cap_bytes = _bucket_cap_bytes(bucket_cap_mb)
+            check_debug(debug, transport)
             check_parameters(module)
             check_not_wrapped(module)
             optimizer = build_optimizer(optimizer, module)
-            manifest = build_manifest(module, topology, optimizer, cap_bytes)
+            manifest = build_manifest(module, topology, optimizer, cap_bytes) | {"debug": str(debug)}
         except Exception as error:
             # The other ranks are about to compare manifests: tell them, rather than let them wait.
             with contextlib.suppress(GossipError):
@@ -145,7 +158,7 @@ class GossipDataParallel(nn.Module):
         for name, buffer in module.named_buffers():
             world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
         if transport is None and world.world_size > 1:
-            transport = DistributedTransport(world, topology)
+            transport = DistributedTransport(world, topology) if debug is None else DebugTransport(world)
 
         self.module = module
         self.optimizer = optimizer
@@ -167,6 +180,8 @@ class GossipDataParallel(nn.Module):
                 topology.name,
                 ", ".join(_size(bucket.block.nbytes) for bucket in buckets) or "nothing",
             )
+            if isinstance(transport, DistributedTransport | DebugTransport):
+                logger.info("{}", transport.describe())
 
     @property
     def rank(self) -> int:
