@@ -157,7 +157,8 @@ class World:
 
         def connect() -> Works:
             made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
-            return ()
+            # A rank that closed at once would break the connections that others are still making.
+            return (("all its ranks", made[0].barrier()),)
 
         # In the back, because connecting cannot be interrupted.
         ticket = self.courier.submit(connect)
