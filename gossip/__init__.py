@@ -12,6 +12,7 @@ from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
 from gossip.checkpoints import save as save
+from gossip.debug_transport import DebugTransport as DebugTransport
 from gossip.errors import CheckpointError as CheckpointError
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
@@ -32,6 +33,7 @@ __all__ = [
     "Algorithm",
     "Checkpoint",
     "CheckpointError",
+    "DebugTransport",
     "DistributedTransport",
     "Exchange",
     "ExchangeError",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from gossip.courier import Courier, Ticket
+from gossip.courier import Courier
 from gossip.errors import ExchangeError
-from gossip.world import CLOSING_PATIENCE, World, named
+from gossip.lanes import Lanes, Pending
+from gossip.world import CLOSING_PATIENCE, World
 
 
 class AgreedFlag:
@@ -30,22 +30,25 @@ class AgreedFlag:
     def __init__(self, world: World, what: str) -> None:
         self._world = world
         self._what = what
-        self._pending: tuple[Ticket, torch.Tensor] | None = None
-        if world.world_size > 1:
-            self._group = world.new_group(range(world.world_size))
+        self._answer: bool | None = None
+        self._pending: tuple[Pending, torch.Tensor] | None = None
+        if world.group is not None:
+            assert world.membership is not None
+            self._group = world.communicator(range(world.world_size), what)
             self._courier = Courier(f"gossip-flag-{world.rank}")
+            self._lanes = Lanes(self._courier, world.membership.backends)
 
     def say(self, yes: bool) -> None:
         """Take part in the next agreement. Local."""
-        flag = torch.tensor([float(yes)])
-        if self._world.world_size == 1:
-            ticket = Ticket(tuple)
-            ticket.serve()
-        else:
-            ticket = self._courier.submit(
-                lambda: named("all other ranks", dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True))
-            )
-        self._pending = (ticket, flag)
+        if self._world.group is None:
+            self._answer = yes
+            return
+        flag = torch.tensor([float(yes)], device=self._world.control_device)
+        group = self._group
+        pending = self._lanes.submit(
+            lambda _, received: (("all other ranks", group.allreduce([received[0]])),), [flag], [flag]
+        )
+        self._pending = (pending, flag)
 
     def wait(self) -> bool | None:
         """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
@@ -56,28 +59,26 @@ class AgreedFlag:
             Not all ranks took part in time.
         """
         if self._pending is None:
-            return None
-        ticket, flag = self._pending
+            return self._answer
+        pending, flag = self._pending
         where = f"rank {self._world.rank}: {self._what}"
-        if not ticket.wait(self._world.timeout):
+        if not pending.wait(self._world.timeout):
             raise ExchangeError(
                 f"{where}: not all of the {self._world.world_size} ranks took part within "
                 f"{self._world.timeout.total_seconds():g} s; every rank must make the same steps"
             )
-        if ticket.error is not None:
-            raise ExchangeError(f"{where}: {ticket.error}") from ticket.error
-        return bool(flag.item())
+        if pending.error is not None:
+            raise ExchangeError(f"{where}: {pending.error}") from pending.error
+        self._pending = None
+        self._answer = bool(flag.item())
+        return self._answer
 
-    def restore(self, value: bool | None) -> None:
+    def restore(self, answer: bool | None) -> None:
         """Set what :meth:`wait` returns, from a checkpoint. Local."""
-        if value is None:
-            self._pending = None
-            return
-        ticket = Ticket(tuple)
-        ticket.serve()
-        self._pending = (ticket, torch.tensor([float(value)]))
+        self._pending = None
+        self._answer = answer
 
     def close(self) -> None:
         """End the threads. Local."""
-        if self._world.world_size > 1:
+        if hasattr(self, "_courier"):
             self._courier.close(CLOSING_PATIENCE)

@@ -89,7 +89,8 @@ def launch(
     world_size : int
         Number of workers, all on this machine.
     backend : str
-        torch.distributed's backend.
+        torch.distributed's backend, or one per type of device ("cpu:gloo,cuda:nccl"). A third party's must be
+        registered by what a worker imports for ``function``.
     port : int, optional
         Port of the store on 127.0.0.1; a free one by default.
     timeout : timedelta
@@ -107,7 +108,8 @@ def launch(
     Raises
     ------
     ValueError
-        ``world_size``, ``port`` or ``num_threads`` is out of range, or ``world_size`` differs from torchrun's.
+        ``world_size``, ``port`` or ``num_threads`` is out of range, ``world_size`` differs from torchrun's, or torch
+        was built without ``backend``.
     TypeError
         ``function`` or ``args`` cannot be pickled.
     RuntimeError
@@ -131,6 +133,7 @@ def launch(
                 traceback.print_exc()
                 _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     _check_arguments(function, args, world_size, port, num_threads)
+    _check_backend(backend)
 
     listener = _listen(port)
     port = listener.getsockname()[1]
@@ -224,6 +227,21 @@ def _check_arguments(
             f"function {function.__qualname__!r} was typed into an interpreter, where workers cannot import it; put it "
             "into a file"
         )
+
+
+def _check_backend(backend: str) -> None:
+    built = {
+        name: available()
+        for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+        if (available := getattr(dist, f"is_{name}_available", None)) is not None
+    }
+    for item in backend.lower().split(","):
+        name = item.rpartition(":")[2]
+        if not built.get(name, True):  # a name that is not listed may be registered in the workers
+            raise ValueError(
+                f"backend {name!r} is not built into this torch ({torch.__version__}); it has "
+                f"{', '.join(name for name, is_built in built.items() if is_built)}"
+            )
 
 
 def _listen(port: int | None) -> socket.socket:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from gossip.courier import Ticket, Works
+from gossip.courier import Works
 from gossip.errors import ExchangeError
-from gossip.world import World, accumulation_dtype, named
+from gossip.lanes import Message, Pending, Tensors, post_point_to_point
+from gossip.world import World, accumulation_dtype
 from topologies import Phase, Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
+_MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory on each
+_NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 
 
@@ -65,7 +66,7 @@ class DistributedTransport:
     Ranks that average uniformly in disjoint groups run one small all-reduce in each, over communicators that are made
     here, once, for all rounds of the period and of a warm-up. All else goes point-to-point: unequal or directed
     weights, phases of the schedule without a period, and phases that would bring some rank to more than 16
-    communicators.
+    communicators (4 with backends other than gloo, none but the group itself if such a group was given).
 
     Parameters
     ----------
@@ -78,44 +79,82 @@ class DistributedTransport:
     """
 
     def __init__(self, world: World, topology: Topology) -> None:
-        assert world.courier is not None
+        assert world.membership is not None
         self._world = world
-        self._courier = world.courier
+        self._topology = topology
         self._arrivals: dict[int, torch.Tensor] = {}
-        self._groups = {ranks: world.new_group(ranks) for ranks in _shared_groups(topology)}
+        self._shared = dict.fromkeys(
+            _shared_groups(topology, _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK)
+        )
+        if not world.can_split:  # the group that was given is the only one there is
+            self._shared = {ranks: None for ranks in self._shared if len(ranks) == world.world_size}
+        for ranks in self._shared:
+            if world.rank in ranks or not world.membership.is_gloo:
+                world.communicator(ranks, "mixing")
 
     @property
     def num_communicators(self) -> int:
         """How many communicators this rank is a member of, the one over all ranks included."""
-        return 1 + sum(self._world.rank in ranks for ranks in self._groups)
+        return len(
+            {id(self._world.group)}
+            | {id(self._world.communicator(ranks, "mixing")) for ranks in self._shared if self._world.rank in ranks}
+        )
+
+    def describe(self) -> str:
+        """One line for the log: the backend, the communicators, and which rounds go which way. Local."""
+        assert self._world.membership is not None
+        ways: dict[str, list[int]] = {}
+        for phase in self._topology.phases:
+            for exchange in range(phase.num_distinct(sampled=_NUM_SAMPLED_ROUNDS)):
+                ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
+        listed = ", ".join(ways)
+        number = self.num_communicators
+        return (
+            f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
+            f"{self._world.rank}; rounds {listed}"
+        )
+
+    def _way(self, round_: Round) -> str:
+        groups = [ranks for ranks in round_.uniform_groups or () if len(ranks) > 1]
+        if round_.uniform_groups is not None and not groups:
+            return "silent"
+        by_group = [ranks in self._shared for ranks in groups]
+        if groups and all(by_group):
+            return "by all-reduce in groups"
+        return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
 
     def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+        check_device(self._world, message, step, bucket)
         rank = self._world.rank
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
-        if ranks in self._groups:
+        if ranks in self._shared:
             return self._start_all_reduce(message, ranks, step, bucket)
         return self._start_point_to_point(message, round_, step, bucket)
 
     def _start_all_reduce(
         self, message: torch.Tensor, ranks: tuple[int, ...], step: int, bucket: int
     ) -> DistributedExchange:
+        assert self._world.lanes is not None
         rank = self._world.rank
         mixed = self._arrival(message, bucket, accumulation_dtype(message.dtype), 1)[0]
         mixed.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
-        group = self._groups[ranks]
+        group = self._world.communicator(ranks, "mixing")
         others = ", ".join(str(each) for each in ranks if each != rank)
         name = f"the all-reduce with rank{'s' * (len(ranks) > 2)} {others}"
+
+        def post(_: Tensors, received: Tensors) -> Works:
+            return ((name, group.allreduce([received[0]])),)
+
         return DistributedExchange(
-            ticket=self._courier.submit(lambda: named(name, dist.all_reduce(mixed, group=group, async_op=True))),
+            pending=self._world.lanes.submit(post, [mixed], [mixed]),
             message=message,
             received=mixed[None],
             weights=(1.0,),
             self_weight=0.0,
-            rank=rank,
+            world=self._world,
             step=step,
             bucket=bucket,
-            timeout=self._world.timeout,
             sources=tuple(each for each in ranks if each != rank),
             bytes_by_peer={each: 2 * mixed.nbytes // len(ranks) for each in ranks if each != rank},
         )
@@ -123,32 +162,29 @@ class DistributedTransport:
     def _start_point_to_point(
         self, message: torch.Tensor, round_: Round, step: int, bucket: int
     ) -> DistributedExchange:
+        assert self._world.lanes is not None
         rank, group = self._world.rank, self._world.group
-        assert group is not None
         sources = round_.neighbours(rank)
         targets = round_.targets(rank)
-        received = self._arrival(message, bucket, message.dtype, len(sources))
+        rows = self._arrival(message, bucket, message.dtype, len(sources))
         tag = bucket * _TAG_STEPS + step % _TAG_STEPS  # two buckets between two ranks must never be swapped
 
-        def post() -> Works:
-            # Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two
-            # ranks take turns, at half the speed of the link.
-            works = [
-                (f"the message of rank {source}", group.recv([row], source, tag))
-                for source, row in zip(sources, received, strict=True)
-            ]
-            return works + [(f"rank {target} to take ours", group.send([message], target, tag)) for target in targets]
+        def post(sent: Tensors, received: Tensors) -> Works:
+            return post_point_to_point(
+                group,
+                [Message(source, row, tag) for source, row in zip(sources, received, strict=True)],
+                [Message(target, sent[0], tag) for target in targets],
+            )
 
         return DistributedExchange(
-            ticket=self._courier.submit(post),
+            pending=self._world.lanes.submit(post, [message], list(rows)),
             message=message,
-            received=received,
+            received=rows,
             weights=tuple(sources.values()),
             self_weight=round_.self_weight(rank),
-            rank=rank,
+            world=self._world,
             step=step,
             bucket=bucket,
-            timeout=self._world.timeout,
             sources=tuple(sources),
             bytes_by_peer=dict.fromkeys(targets, message.nbytes),
         )
@@ -165,60 +201,50 @@ class DistributedTransport:
 class DistributedExchange:
     """A message under way over ``torch.distributed``; see :class:`Exchange`."""
 
-    ticket: Ticket
+    pending: Pending
     message: torch.Tensor
     received: torch.Tensor
     weights: tuple[float, ...]
     self_weight: float
-    rank: int
+    world: World
     step: int
     bucket: int
-    timeout: timedelta
     sources: tuple[int, ...]
     bytes_by_peer: Mapping[int, int]
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
-        times = self.ticket.finished_at
+        times = self.pending.finished_at
         if not self.weights or len(times) < len(self.received):
             return {}
         return {source: times[min(place, len(self.received) - 1)] for place, source in enumerate(self.sources)}
 
     def wait(self) -> torch.Tensor:
-        self._await()
-        if not self.weights:
-            return self.message.to(accumulation_dtype(self.message.dtype), copy=True).mul_(self.self_weight)
-        mixed = self.received[0].to(accumulation_dtype(self.message.dtype))
-        if self.weights[0] != 1.0:
-            mixed.mul_(self.weights[0])
-        for weight, row in zip(self.weights[1:], self.received[1:], strict=True):
-            mixed.add_(row, alpha=weight)
-        if self.self_weight != 0.0:
-            mixed.add_(self.message, alpha=self.self_weight)
-        return mixed
-
-    def _await(self) -> None:
-        where = f"rank {self.rank}: step {self.step}, bucket {self.bucket}"
-        if not self.ticket.wait(self.timeout):
+        where = f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
+        timeout = self.world.timeout
+        if not self.pending.wait(timeout):
+            ahead = self.world.roll_call.explain_ahead()
             raise ExchangeError(
-                f"{where}: waited {self.timeout.total_seconds():g} s in vain for {self.ticket.awaited}; that rank is "
-                "stuck, gone, or has made fewer steps (GossipDataParallel's timeout sets how long to wait)"
+                f"{where}: waited {timeout.total_seconds():g} s in vain for {self.pending.awaited}; that rank is "
+                f"stuck, gone, or has made fewer steps{f' ({ahead})' * bool(ahead)} (GossipDataParallel's timeout sets "
+                "how long to wait)"
             )
-        if self.ticket.error is not None:
+        if self.pending.error is not None:
             raise ExchangeError(
-                f"{where}: failed while waiting for {self.ticket.awaited}: {self.ticket.error}"
-            ) from self.ticket.error
+                f"{where}: failed while waiting for {self.pending.awaited}: {self.pending.error}"
+            ) from self.pending.error
+        return weighted_sum(self.message, self.received, self.weights, self.self_weight)
 
 
-def _shared_groups(topology: Topology) -> list[tuple[int, ...]]:
+def _shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:
     """The groups of two and more ranks that get a communicator, in order of their first round."""
     groups: dict[tuple[int, ...], None] = {}
     for phase in topology.phases:
-        groups |= _groups_of(phase, groups)
+        groups |= _groups_of(phase, groups, most_per_rank)
     return list(groups)
 
 
-def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None]) -> dict[tuple[int, ...], None]:
+def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None], most_per_rank: int) -> dict[tuple[int, ...], None]:
     """The groups of a phase besides the known ones; none if some rank would be in too many with them."""
     memberships = Counter(rank for ranks in known for rank in ranks)
     groups: dict[tuple[int, ...], None] = {}
@@ -227,6 +253,41 @@ def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None]) -> dict[tupl
             if len(ranks) > 1 and ranks not in known and ranks not in groups:
                 groups[ranks] = None
                 memberships.update(ranks)
-        if max(memberships.values(), default=0) > _MAX_GROUPS_PER_RANK:
+        if max(memberships.values(), default=0) > most_per_rank:
             return {}
     return groups
+
+
+def weighted_sum(
+    message: torch.Tensor, received: torch.Tensor, weights: Sequence[float], self_weight: float
+) -> torch.Tensor:
+    """The messages times their weights, in the dtype of accumulation; ``received`` may be used up."""
+    dtype = accumulation_dtype(message.dtype)
+    if not weights:
+        return message.to(dtype, copy=True).mul_(self_weight)
+    mixed = received[0].to(dtype)
+    if weights[0] != 1.0:
+        mixed.mul_(weights[0])
+    for weight, row in zip(weights[1:], received[1:], strict=True):
+        mixed.add_(row, alpha=weight)
+    if self_weight != 0.0:
+        mixed.add_(message, alpha=self_weight)
+    return mixed
+
+
+def check_device(world: World, message: torch.Tensor, step: int, bucket: int) -> None:
+    """Refuse a message that the backend cannot carry.
+
+    Raises
+    ------
+    ExchangeError
+        Names the devices that it serves.
+    """
+    assert world.lanes is not None
+    assert world.membership is not None
+    if not world.lanes.serves(message.device):
+        raise ExchangeError(
+            f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {message.device}, but the process "
+            f"group has a backend for {', '.join(world.membership.backends)} only; move the module there before "
+            'wrapping it, or initialise with backend="cpu:gloo,cuda:nccl"'
+        )

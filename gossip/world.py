@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gossip.courier import Courier, Works
 from gossip.errors import ExchangeError
+from gossip.lanes import Lanes, Tensors
+from gossip.membership import Group, Membership, gloo_group, own_connection, registered_group
+from gossip.roll_call import RollCall
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
 CLOSING_PATIENCE = timedelta(seconds=1)
 """How long the end of communication may take before what is stuck is left alone."""
+_DEATH_PATIENCE = timedelta(seconds=0.25)  # for the living to arrive too: who is absent then is the dead one
+_LONGEST_PAUSE_S = 0.005
 
 
 class World:
@@ -25,50 +33,149 @@ class World:
     ----------
     timeout : timedelta
         How long any wait may take before it raises.
+    process_group : ProcessGroup, optional
+        The ranks that gossip with each other; by default all. Ranks are counted inside it.
 
     Attributes
     ----------
     rank, world_size : int
-    group : ProcessGroup or None
-        A group of its own, so that nothing here meets the user's traffic; None in a world of one.
+    membership : Membership or None
+        Who they are in the default process group, and their backends; None without ``torch.distributed``.
+    group : ProcessGroup, ProcessGroupGloo or None
+        A communicator of all of them; None in a world of one. With gloo, and by default with other backends too, one
+        that nothing else uses; with another backend and ``process_group``, that group itself.
     courier : Courier or None
-        Carries all communication of this world, in one order.
+        Carries all communication of this world from and to the memory of the CPU, in one order.
+    lanes : Lanes or None
+        The ways of a device's tensors into a communicator.
+    roll_call : RollCall
+        Tells the others how far this rank has come.
 
     Raises
     ------
     ValueError
-        ``timeout`` is not positive.
+        ``timeout`` is not positive, or this rank is not a member of ``process_group``.
     RuntimeError
         The environment says that there are several processes, but ``torch.distributed`` is not initialised.
+    ExchangeError
+        Some rank did not take part in time.
 
     Notes
     -----
-    Collective: every rank of the default process group must construct it.
+    Collective: every rank of the process group must construct it.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, process_group: dist.ProcessGroup | None = None) -> None:
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)")
         if not timeout > timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.timeout = timeout
         self.rank, self.world_size = 0, 1
-        self.group: dist.ProcessGroup | None = None
-        self._groups: list[dist.ProcessGroup] = []
+        self.membership: Membership | None = None
+        self.group: Group | None = None
         self.courier: Courier | None = None
+        self.lanes: Lanes | None = None
+        self._communicators: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._registered: list[dist.ProcessGroup] = []
+        self._store: dist.Store | None = None
+        self.roll_call = RollCall(None, 0, 1)
         if dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self.membership = Membership.of(process_group)
+            self.rank, self.world_size = self.membership.rank, self.membership.world_size
+        elif process_group is not None:
+            raise ValueError("process_group was given, but torch.distributed is not initialised")
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RuntimeError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group first, or start the function with gossip.launch"
             )
         if self.world_size > 1:
-            self.group = self.new_group(range(self.world_size))
-            self.courier = Courier(f"gossip-{self.rank}")
+            try:
+                self._join()
+            except BaseException:
+                self.close()
+                raise
+
+    def _join(self) -> None:
+        """Call the roll, then connect: who is absent is named before anybody waits in a library's code."""
+        assert self.membership is not None
+        self._store = self.membership.store()
+        notes = None if self._store is None else own_connection(self._store)
+        self.roll_call = RollCall(notes, self.rank, self.world_size)
+        self.roll_call.note("constructing the model")
+        absent: str | None = "interrupted"
+        try:
+            absent = self.roll_call.wait_for_all(self.timeout)
+        except ExchangeError as error:
+            raise ExchangeError(f"rank {self.rank}: constructing the model: {error}") from error
+        finally:
+            if absent is not None:
+                self.roll_call.note_giving_up()
+        if absent is not None:
+            raise ExchangeError(
+                f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
+                f"{self.timeout.total_seconds():g} s: {absent}; every rank{self._in_group()} must construct it"
+            )
+        self.courier = Courier(f"gossip-{self.rank}")
+        self.lanes = Lanes(self.courier, self.membership.backends)
+        if self.membership.can_split:
+            self.group = self.communicator(range(self.world_size), "world")
+        else:
+            self.group = self.membership.group
+
+    @property
+    def can_split(self) -> bool:
+        """Whether there can be communicators of some of the ranks."""
+        return self.membership is not None and self.membership.can_split
+
+    def communicator(self, ranks: Sequence[int], purpose: str) -> Group:
+        """The communicator of ``ranks`` that serves ``purpose``; made when it is first asked for.
+
+        Then it is collective: with gloo for ``ranks``, which must include this one, with other backends for all.
+        :meth:`close` gives it back.
+
+        Raises
+        ------
+        ExchangeError
+            Some rank did not take part in time.
+        """
+        key = (purpose, tuple(ranks))
+        if key not in self._communicators:
+            self._communicators[key] = self._make_communicator(key[1], purpose)
+        return self._communicators[key]
+
+    def _make_communicator(self, ranks: tuple[int, ...], purpose: str) -> Group:
+        assert self.membership is not None
+        if not self.membership.is_gloo:
+            if len(ranks) == self.world_size and self.group is not None:
+                return self.group  # NCCL spends hundreds of MB on each
+            assert self.membership.can_split
+            return self.new_group(ranks)
+        assert self._store is not None
+        assert self.courier is not None
+        store, made = self._store, list[Group]()
+        patience = _GROUP_TIMEOUT_FACTOR * self.timeout
+
+        def connect() -> Works:
+            made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
+            # A rank that closed at once would break the connections that others are still making.
+            return (("all its ranks", made[0].barrier()),)
+
+        # In the back, because connecting cannot be interrupted.
+        ticket = self.courier.submit(connect)
+        if not ticket.wait(self.timeout) or ticket.error is not None:
+            reason = f" ({str(ticket.error).splitlines()[0]})" if ticket.error is not None else ""
+            raise ExchangeError(
+                f"rank {self.rank}: making a communicator of ranks {list(ranks)}: not all of them took part within "
+                f"{self.timeout.total_seconds():g} s: {self.roll_call.explain()}{reason}"
+            ) from ticket.error
+        return made[0]
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A communicator of ``ranks``, given back by :meth:`close`. Collective, also for ranks outside it.
+        """A group of ``ranks`` for torch's own classes, given back by :meth:`close`.
+
+        Collective over all processes of the default process group, also for ranks outside it.
 
         Raises
         ------
@@ -76,36 +183,42 @@ class World:
             Some rank did not take part in time.
         """
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
+        members = list(ranks) if self.membership is None else [self.membership.ranks[rank] for rank in ranks]
         try:
-            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=patience)
+            group = registered_group(members, patience)
         except RuntimeError as error:
             raise ExchangeError(
                 f"rank {self.rank}: making a communicator of ranks {list(ranks)}: not all of the {self.world_size} "
                 f"ranks took part within {patience.total_seconds():g} s; every rank must construct the model ({error})"
             ) from error
         if self.rank in ranks:
-            self._groups.append(group)
+            self._registered.append(group)
         return group
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)"""
         if self.group is None:
             return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self._run(lambda: dist.all_gather(sizes, torch.tensor([len(payload)]), self.group, async_op=True), what)
-        longest = max(int(size) for size in sizes)
-        mine = torch.frombuffer(bytearray(payload.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._run(lambda: dist.all_gather(everyone, mine, self.group, async_op=True), what)
-        return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes, strict=True)]
+        length = torch.tensor([len(payload)], device=self.control_device)
+        sizes = [int(size) for size in self._all_gather(length, what)]
+        padded = bytearray(payload.ljust(max(*sizes, 1), b"\0"))
+        everyone = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(self.control_device), what)
+        return [data.cpu().numpy().tobytes()[:size] for data, size in zip(everyone, sizes, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        group = self._open_group()
+        self._run(lambda sent, received: group.allgather([list(received)], list(sent)), [tensor], rows, what)
+        return rows
 
     def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
         """Rank 0's values into ``tensor``, of any dtype, in place. Collective."""
         if self.group is None or tensor.numel() == 0:
             return
         # As bytes: gloo knows some dtypes only, but it copies all alike.
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        self._run(lambda: dist.broadcast(data, 0, self.group, async_op=True), what)
+        data = self._on_wire(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        group = self._open_group()
+        self._run(lambda _, received: group.broadcast(received[0], 0), [data], [data], what)
         if data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
@@ -130,33 +243,84 @@ class World:
 
     def sum_(self, tensor: torch.Tensor, what: str) -> None:
         """The sum over ranks into ``tensor``, in place. Collective."""
-        if self.group is not None:
-            self._run(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
+        if self.group is None:
+            return
+        data = self._on_wire(tensor)
+        group = self._open_group()
+        self._run(lambda _, received: group.allreduce([received[0]]), [data], [data], what)
+        if data is not tensor:
+            tensor.copy_(data)
 
     def close(self) -> None:
         """End the courier and give all communicators back, unless a peer that is stuck holds them. Local."""
-        if self.courier is not None and self.courier.close(CLOSING_PATIENCE) and dist.is_initialized():
-            for group in self._groups:
+        ended = self.courier is None or self.courier.close(CLOSING_PATIENCE)
+        if ended and dist.is_initialized():
+            for group in self._registered:
                 dist.destroy_process_group(group)
-        self._groups.clear()
-        self.courier = self.group = None
+        if not ended:
+            for communicator in self._communicators.values():
+                # Its end would wait for what is stuck, also when the interpreter ends: it never gets one.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        self._registered.clear()
+        self._communicators.clear()
+        self.roll_call.close()
+        self.courier = self.lanes = self.group = self._store = None
 
-    def _run(self, post: Callable[[], dist.Work | None], what: str) -> None:
-        assert self.courier is not None
-        ticket = self.courier.submit(lambda: named("all other ranks", post()))
-        if not ticket.wait(self.timeout):
+    @property
+    def control_device(self) -> torch.device:
+        """Where messages of this class's own must lie: on the CPU, if its backend goes there."""
+        assert self.membership is not None
+        if "cpu" in self.membership.backends:
+            return torch.device("cpu")
+        kind = next(iter(self.membership.backends))
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself, or a copy where a backend can take it."""
+        assert self.lanes is not None
+        return tensor if self.lanes.serves(tensor.device) else tensor.to(self.control_device)
+
+    def _open_group(self) -> Group:
+        assert self.group is not None
+        return self.group
+
+    def _in_group(self) -> str:
+        assert self.membership is not None
+        if not self.membership.is_given:
+            return ""
+        return f" of process_group (ranks {list(self.membership.ranks)} of the default one)"
+
+    def _run(self, post: Callable[[Tensors, Tensors], Any], sent: Tensors, received: Tensors, what: str) -> None:
+        assert self.lanes is not None
+        self.roll_call.note(what)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        pending = self.lanes.submit(lambda *tensors: (("all other ranks", post(*tensors)),), list(sent), list(received))
+        if not pending.wait(self.timeout) or not device_is_idle(received[0].device, deadline):
+            self.roll_call.note_giving_up()
             raise ExchangeError(
                 f"rank {self.rank}: {what}: not all of the {self.world_size} ranks took part within "
-                f"{self.timeout.total_seconds():g} s; every rank must call it, after the same number of steps"
+                f"{self.timeout.total_seconds():g} s: {self.roll_call.explain()}; every rank{self._in_group()} must "
+                "call it, after the same number of steps"
             )
-        if ticket.error is not None:
-            raise ExchangeError(f"rank {self.rank}: {what}: {ticket.error}") from ticket.error
+        if pending.error is not None:
+            patience = min(_DEATH_PATIENCE, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+            raise ExchangeError(
+                f"rank {self.rank}: {what}: {pending.error}: {self.roll_call.explain(patience)}"
+            ) from pending.error
 
 
-def named(name: str, work: dist.Work | None) -> Works:
-    """One asynchronous operation's handle with the name of whom it waits for."""
-    assert work is not None, "every rank here is a member of the group"
-    return ((name, work),)
+def device_is_idle(device: torch.device, deadline: float) -> bool:
+    """Whether the device has done all work of the current stream by then; the CPU always has. Ctrl-C gets through."""
+    if device.type == "cpu":
+        return True
+    event = torch.get_device_module(device.type).current_stream(device).record_event()
+    pause_s = 0.0
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s + 0.0001, _LONGEST_PAUSE_S)
+    return True
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

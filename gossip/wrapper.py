@@ -9,12 +9,13 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from loguru import logger
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.announcement import announce
 from gossip.arguments import Arguments, check_arguments, resolve_topology
 from gossip.averaging import average_module_, consensus_distance, recalibrate_, saved_state
 from gossip.bucket_optimizer import (
@@ -26,6 +27,7 @@ from gossip.bucket_optimizer import (
 )
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import make_buffer_buckets
+from gossip.debug_transport import DebugTransport, check_debug
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.flags import AgreedFlag
@@ -88,6 +90,13 @@ class GossipDataParallel(ModuleFace):
         How long any wait for other ranks may take before it raises.
     transport : Transport, optional
         How messages travel; by default over ``torch.distributed``.
+    process_group : ProcessGroup, optional
+        The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. ``rank`` and the
+        topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
+        it is, so that nothing else may use it meanwhile.
+    debug : {None, "detail"}
+        "detail" checks bucket, round, shape and digest of every message, and names the rank that is out of step: see
+        :class:`gossip.DebugTransport`. Slow.
 
     Attributes
     ----------
@@ -114,8 +123,8 @@ class GossipDataParallel(ModuleFace):
 
     Notes
     -----
-    Collective: every rank must construct it. Without a process group it is a world of one. As a context manager it
-    closes itself.
+    Collective: every rank of the process group must construct it. Without a process group it is a world of one. As a
+    context manager it closes itself.
 
     Between steps ``module`` holds x(t); what is in flight is not applied to it. Edits between steps (in-place writes,
     ``load_state_dict``, ``p.data = ...``) are kept. A deep copy or an unpickled model is detached: it has the module,
@@ -154,6 +163,8 @@ class GossipDataParallel(ModuleFace):
         bucket_cap_mb: float = 25.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         transport: Transport | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        debug: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -166,9 +177,9 @@ class GossipDataParallel(ModuleFace):
             buffers=buffers,
             bucket_cap_mb=bucket_cap_mb,
         )
-        world = World(timeout)
+        world = World(timeout, process_group)
         try:
-            self._construct(module, optimizer, topology, algorithm, arguments, transport, world)
+            self._construct(module, optimizer, topology, algorithm, arguments, transport, world, debug)
         except BaseException:
             world.close()
             raise
@@ -182,11 +193,13 @@ class GossipDataParallel(ModuleFace):
         arguments: Arguments,
         transport: Transport | None,
         world: World,
+        debug: str | None,
     ) -> None:
         try:
             topology = resolve_topology(topology, world.world_size)
             algorithm = resolve_algorithm(algorithm)
             check_arguments(arguments, module)
+            check_debug(debug, transport)
             check_parameters(module)
             check_not_wrapped(module)
             by_bucket = arguments.updates_by_bucket
@@ -197,6 +210,7 @@ class GossipDataParallel(ModuleFace):
                 "algorithm": algorithm.describe(),
                 **arguments.describe(),
                 **describe_optimizers(optimizers),
+                "debug": str(debug),
             }
             manifest = build_manifest(module, topology, settings)
         except Exception as error:
@@ -212,7 +226,7 @@ class GossipDataParallel(ModuleFace):
         for name, buffer in module.named_buffers():
             world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
         if transport is None and world.world_size > 1:
-            transport = DistributedTransport(world, topology)
+            transport = DistributedTransport(world, topology) if debug is None else DebugTransport(world)
         shared_scaler = None
         if arguments.scaler is not None:
             shared_scaler = SharedScaler(arguments.scaler, AgreedFlag(world, "agreeing on the loss scale"))
@@ -251,7 +265,7 @@ class GossipDataParallel(ModuleFace):
         self._finalizer = weakref.finalize(self, _give_back, self._engine, world, optimizers)
         self._finalizer.atexit = False
         if world.rank == 0:
-            self._log_what_was_built()
+            announce(topology, algorithm, arguments, buckets, transport)
 
     # ------------------------------------------------------------------ what it is
 
@@ -499,19 +513,6 @@ class GossipDataParallel(ModuleFace):
             )
         return self._engine
 
-    def _log_what_was_built(self) -> None:
-        sizes = [
-            f"{_size(bucket.block.nbytes)} {str(bucket.block.dtype).removeprefix('torch.')}" for bucket in self._buckets
-        ]
-        logger.info(
-            "{} rank{}, topology {}, {}, buckets of {}",
-            self.world_size,
-            "" if self.world_size == 1 else "s",
-            self.topology.name,
-            self.algorithm.describe(),
-            ", ".join(sizes) or "nothing",
-        )
-
 
 def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
     engine.close()
@@ -520,7 +521,3 @@ def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ..
     world.close()
     for optimizer in optimizers:
         restore_step(optimizer)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.3g} KiB"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 import topologies
-from gossip import DistributedTransport, GossipDataParallel, Transport, World, launch
+from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
 from gossip.transports import _shared_groups
-from topologies import Topology
+from topologies import Round, Topology
 
 WORLD_SIZE = 4
-TRANSPORTS = {"distributed": DistributedTransport}
+TRANSPORTS = {"distributed": DistributedTransport, "debug": lambda world, _: DebugTransport(world)}
 TOPOLOGIES = {
     name: topologies.build(name, WORLD_SIZE)
     for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
@@ -71,6 +69,28 @@ def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
     assert launch(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
 
 
+def describe_transports() -> dict[str, str]:
+    lines = {}
+    complete, star = (TOPOLOGIES[name].round(0) for name in ("complete", "star"))
+    silent = Round.from_matrix(np.eye(WORLD_SIZE))
+    phases = Topology.from_rounds([complete, silent, star, silent, silent, complete])
+    for label, topology in (TOPOLOGIES | {"phases": phases}).items():
+        world = World(timedelta(seconds=60))
+        lines[label] = DistributedTransport(world, topology).describe()
+        world.close()
+    return lines
+
+
+def test_description_says_which_rounds_go_which_way() -> None:
+    lines = launch(describe_transports, world_size=WORLD_SIZE)[0]
+    assert lines["complete"] == "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups"
+    assert lines["star"] == "backend gloo, 1 communicator on rank 0; rounds point-to-point"
+    assert lines["random_matching"].endswith("; rounds point-to-point")
+    assert lines["phases"] == (
+        "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups, silent, point-to-point"
+    )
+
+
 def bytes_of_each_topology() -> dict[str, int]:
     sent = {}
     for label, topology in TOPOLOGIES.items():
@@ -112,27 +132,31 @@ class RecordingGroup:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
-    def recv(self, _: list[torch.Tensor], rank: int, tag: int) -> Any:
+    def recv(self, _: list[torch.Tensor], rank: int, tag: int) -> None:
         self.calls.append(("recv", rank, tag))
-        return SimpleNamespace(wait=lambda: None)
 
-    def send(self, _: list[torch.Tensor], rank: int, tag: int) -> Any:
+    def send(self, _: list[torch.Tensor], rank: int, tag: int) -> None:
         self.calls.append(("send", rank, tag))
-        return SimpleNamespace(wait=lambda: None)
+
+
+def calls_of_two_buckets() -> list[tuple[str, int, int]]:
+    topology = TOPOLOGIES["exponential"]
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, topology)
+    group, world.group = world.group, RecordingGroup()
+    exchanges = [transport.start(torch.ones(5), topology.round(0), step=0, bucket=bucket) for bucket in range(2)]
+    for exchange in exchanges:
+        assert exchange.pending.wait(timedelta(seconds=60))
+    calls, world.group = world.group.calls, group
+    world.close()
+    return calls
 
 
 def test_receives_are_posted_before_sends() -> None:
     # gloo moves two large messages in turn, not both at once, if the sends are posted first.
-    group = RecordingGroup()
-    courier = SimpleNamespace(submit=lambda post: post())
-    world = SimpleNamespace(rank=0, world_size=WORLD_SIZE, group=group, courier=courier, timeout=timedelta(seconds=1))
-    topology = TOPOLOGIES["exponential"]
-    transport = DistributedTransport(world, topology)
-    transport.start(torch.ones(5), topology.round(0), step=0, bucket=0)
-    transport.start(torch.ones(5), topology.round(0), step=0, bucket=1)
-    kinds = [(kind, rank) for kind, rank, _ in group.calls]
-    assert kinds == [("recv", 1), ("recv", 2), ("send", 2), ("send", 3)] * 2
-    tags = [tag for _, _, tag in group.calls]
+    calls = launch(calls_of_two_buckets, world_size=WORLD_SIZE)[0]
+    assert [(kind, rank) for kind, rank, _ in calls] == [("recv", 1), ("recv", 2), ("send", 2), ("send", 3)] * 2
+    tags = [tag for _, _, tag in calls]
     assert len(set(tags[:4])) == len(set(tags[4:])) == 1
     assert tags[0] != tags[4]
 
@@ -198,8 +222,8 @@ def test_identity_rounds_send_nothing() -> None:
 
 
 def test_schedules_that_need_many_communicators_go_point_to_point() -> None:
-    def pair_off(hop: int) -> topologies.Round:
-        return topologies.Round.from_groups(40, [(0, hop)])
+    def pair_off(hop: int) -> Round:
+        return Round.from_groups(40, [(0, hop)])
 
     few = Topology.from_rounds([pair_off(hop) for hop in range(1, 17)])
     many = Topology.from_rounds([pair_off(hop) for hop in range(1, 18)])

@@ -1,0 +1,142 @@
+"""Which ranks gossip, over which backends, and how a communicator among some of them is made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+Group = Any
+"""A ``ProcessGroup`` or a backend's own (``ProcessGroupGloo``): both have allreduce, broadcast, allgather, send, recv.
+
+The functions of ``torch.distributed`` refuse the latter.
+"""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The processes that gossip with each other.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Their ranks in the default process group, by their rank here.
+    rank : int
+        This process's place among them.
+    backends : dict
+        By type of device, the backend that carries its tensors.
+    group : ProcessGroup
+        The one that was given, or the default one.
+    is_given : bool
+        Whether it was given.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    backends: dict[str, str]
+    group: dist.ProcessGroup
+    is_given: bool
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None) -> Membership:
+        """The members of ``process_group``; None is the default one. Local.
+
+        Raises
+        ------
+        ValueError
+            This rank is not a member, or the group is not one of ``torch.distributed``'s.
+        """
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if process_group is not None and process_group == outside:
+            raise ValueError(
+                f"rank {dist.get_rank()} of the default process group is not a member of process_group; construct the "
+                "model on the group's members only"
+            )
+        group = dist.group.WORLD if process_group is None else process_group
+        if not isinstance(group, dist.ProcessGroup) or group not in distributed_c10d._world.pg_map:
+            raise ValueError(
+                f"process_group must be a group that torch.distributed.new_group returned, and that has not been "
+                f"destroyed, got {process_group!r}"
+            )
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", also where one name stands for all devices
+        return cls(
+            ranks=tuple(dist.get_process_group_ranks(group)),
+            rank=dist.get_rank(group),
+            backends=dict(item.split(":", 1) for item in config.split(",")),
+            group=group,
+            is_given=process_group is not None,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether gloo carries everything: then communicators are made among their members only."""
+        return set(self.backends.values()) == {"gloo"}
+
+    @property
+    def can_split(self) -> bool:
+        """Whether communicators of some of the members can be made: not inside a group that is used as it is."""
+        return self.is_gloo or not self.is_given
+
+    @property
+    def backend_name(self) -> str:
+        """For people: one name, or one per type of device."""
+        names = list(dict.fromkeys(self.backends.values()))
+        return names[0] if len(names) == 1 else ", ".join(f"{name} ({kind})" for kind, name in self.backends.items())
+
+    def store(self) -> dist.Store | None:
+        """Keys of the next world over these members, the same ones on every member; None for MPI. Local.
+
+        Worlds are told apart by the group, its members and how many worlds over them this process has had before:
+        a process that belongs to several sub-groups counts each by itself.
+        """
+        if "mpi" in self.backends.values():
+            return None
+        identity = f"{self.group.group_name} {self.ranks}"
+        number = _num_worlds[identity]
+        _num_worlds[identity] += 1
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return dist.PrefixStore(f"gossip/{digest}/{number}", distributed_c10d._get_default_store())
+
+
+_num_worlds: Counter[str] = Counter()  # never set back: a store may outlive the process group
+
+
+def gloo_group(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> Group:
+    """A communicator of gloo's that torch's registry does not know. Collective among its members only.
+
+    Both ways of ``new_group`` are worse: one is collective over all processes, the other hangs where processes hold
+    different numbers of groups (pytorch #189073).
+    """
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, timeout)
+
+
+def registered_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A communicator of torch's registry. Collective over all processes of the default group."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout)
+    return group
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same keys over a connection of their own, where there are connections. Local.
+
+    The default one is locked for as long as somebody waits in it: a communicator that cannot be made holds it up to
+    its time-out, and that is just when the notes of arrivals are wanted.
+    """
+    innermost: Any = store
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    if isinstance(innermost, dist.TCPStore) and hasattr(store, "clone"):
+        clone: dist.Store = store.clone()
+        return clone
+    return store

@@ -1,0 +1,151 @@
+"""Whichever way torch.distributed was initialised, and over whichever backend, the wrapper trains."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import toy_backend
+from replicas import SGD, TINY_BUCKETS, NormalisedNet, snapshot, train
+
+from gossip import GossipDataParallel, LaunchError, fork_server, launch
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def trained_state(group: dist.ProcessGroup | None = None, topology: str = "one_peer_exponential") -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank(group))
+    model = GossipDataParallel(
+        NormalisedNet(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, process_group=group, timeout=TIMEOUT
+    )
+    train(model, range(3))
+    model.global_avg()
+    model.consensus_distance()
+    train(model, range(3, 5))
+    state = list(snapshot(model).values())
+    model.close()
+    return state
+
+
+def assert_close(by_rank: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
+    """Up to rounding: the number of torch's threads differs."""
+    for ours, theirs in zip(by_rank, wanted, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other.to(one.dtype), rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- init methods
+
+
+def join_and_train(channel: object, rank: int, world_size: int, init_method: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if init_method == "env://":
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        else:
+            dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    state = [tensor.tolist() for tensor in trained_state()]
+    dist.barrier()
+    dist.destroy_process_group()
+    channel.send(state)
+
+
+@contextlib.contextmanager
+def started(init_method: str, world_size: int) -> Iterator[list[list[torch.Tensor]]]:
+    """What processes that nobody has prepared return, by rank."""
+    fork_server.start(("gossip",))
+    context = multiprocessing.get_context("forkserver")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    init_method = init_method.format(port=port)
+    processes, channels = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=join_and_train, args=(theirs, rank, world_size, init_method, environment))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        channels.append(ours)
+    try:
+        assert all(channel.poll(60) for channel in channels)
+        yield [[torch.tensor(values) for values in channel.recv()] for channel in channels]
+    finally:
+        for process, channel in zip(processes, channels, strict=True):
+            channel.close()
+            process.join(10)
+            process.kill()
+            process.join()
+            process.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("init_method", ["env://", "tcp://127.0.0.1:{port}", "file://"])
+def test_training_is_the_same_after_every_init_method(tmp_path: Path, init_method: str, world_size: int) -> None:
+    if init_method == "file://":
+        init_method += str(tmp_path / "store")
+    wanted = launch(trained_state, world_size=world_size)
+    with started(init_method, world_size) as by_rank:
+        assert_close(by_rank, wanted)
+
+
+def train_in_a_group_of(ranks: tuple[int, ...]) -> list[torch.Tensor]:
+    group = dist.new_group(list(ranks))
+    return trained_state(group) if dist.get_rank() in ranks else []
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2,), (0, 2)])
+def test_training_in_an_existing_group(ranks: tuple[int, ...]) -> None:
+    by_rank = launch(train_in_a_group_of, ranks, world_size=3)
+    assert_close([by_rank[rank] for rank in ranks], launch(trained_state, world_size=len(ranks)))
+
+
+# ---------------------------------------------------------------------- backends
+
+
+def train_over(in_group: bool, topology: str) -> tuple[list[torch.Tensor], int]:
+    group = dist.new_group(list(range(dist.get_world_size()))) if in_group else None
+    made_before = toy_backend.num_made
+    state = trained_state(group, topology)
+    dist.barrier()
+    return state, toy_backend.num_made - made_before
+
+
+@pytest.mark.parametrize(("topology", "num_groups"), [("complete", 1), ("one_peer_exponential", 2), ("star", 1)])
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize("backend", ["toy", "cpu:gloo", "cpu:toy,cuda:gloo"])
+def test_training_over_other_backends(backend: str, in_group: bool, topology: str, num_groups: int) -> None:
+    reports = launch(train_over, in_group, topology, world_size=4, backend=backend)
+    wanted = launch(trained_state, None, topology, world_size=4)
+    for (state, num_made), expected in zip(reports, wanted, strict=True):
+        for ours, theirs in zip(state, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        # A group that was given is used as it is.
+        assert num_made == (num_groups if "toy" in backend and not in_group else 0)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "nccl"])
+def test_backend_that_was_not_built_is_one_line(backend: str) -> None:
+    if getattr(dist, f"is_{backend}_available")():
+        pytest.skip(f"this torch has {backend}")
+    with pytest.raises(ValueError, match=rf"^backend '{backend}' is not built into this torch .*; it has gloo$"):
+        launch(trained_state, world_size=2, backend=backend)
+
+
+def test_backend_that_nobody_registered_is_one_line() -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(trained_state, world_size=2, backend="glue")
+    assert re.fullmatch(r"rank \d failed: .*glue", str(caught.value))

@@ -1,0 +1,366 @@
+"""Sub-groups of the processes as worlds of their own; nothing is left of a world; absent ranks are named."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from replicas import SGD, TINY_BUCKETS, NormalisedNet, assert_equal_states, rank_module, snapshot, train
+from torch import nn
+
+from gossip import DistributedTransport, ExchangeError, GossipDataParallel, LaunchError, World, launch
+from gossip.roll_call import RollCall
+from topologies import build
+
+SHORT = timedelta(seconds=0.5)
+
+
+# ---------------------------------------------------------------------- process groups
+
+
+def meet_in(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, list[bytes], float]]:
+    """One world in each of the groups that this rank belongs to, all open at once, used in turn."""
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    mine = [group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
+    worlds = [World(timedelta(seconds=60), process_group=group) for group in mine]
+    found = []
+    for world in (*worlds, *reversed(worlds)):
+        total = torch.tensor([float(dist.get_rank())])
+        world.average_(total, "averaging")
+        found.append(
+            (world.rank, world.world_size, world.gather_bytes(b"%d" % dist.get_rank(), "asking"), float(total))
+        )
+    for world in worlds:
+        world.close()
+    return found
+
+
+def test_ranks_of_overlapping_groups_never_meet_each_other() -> None:
+    # Rank 1 is in three groups, rank 4 in none, and two groups have the same members.
+    groups = ((1, 3), (0, 1), (1, 2, 3), (1, 3))
+    by_rank = launch(meet_in, groups, world_size=5)
+    for rank, found in enumerate(by_rank):
+        mine = [ranks for ranks in groups if rank in ranks]
+        assert found == [
+            (ranks.index(rank), len(ranks), [b"%d" % each for each in ranks], sum(ranks) / len(ranks))
+            for ranks in (*mine, *reversed(mine))
+        ]
+
+
+HALVES = {"ring": (0, 2, 4), "complete": (1, 3)}
+
+
+def train_halves() -> list[torch.Tensor]:
+    groups = {topology: dist.new_group(list(ranks)) for topology, ranks in HALVES.items()}
+    topology = next(topology for topology, ranks in HALVES.items() if dist.get_rank() in ranks)
+    return state_after_training(topology, groups[topology])
+
+
+def state_after_training(topology: str, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank(group))
+    model = GossipDataParallel(NormalisedNet(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, process_group=group)
+    train(model, range(3))
+    model.global_avg()
+    train(model, range(3, 5))
+    model.close()
+    return list(snapshot(model).values())
+
+
+def test_each_half_trains_as_if_the_other_were_not_there() -> None:
+    together = launch(train_halves, world_size=5)
+    for topology, ranks in HALVES.items():
+        alone = launch(state_after_training, topology, None, world_size=len(ranks))
+        for rank, wanted in zip(ranks, alone, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(together[rank], wanted, strict=True))
+
+
+def outsiders() -> list[str]:
+    group = dist.new_group([0, 1])
+    texts = []
+    for given in (group, object()):
+        if dist.get_rank() == 2 or given is not group:
+            with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the texts are looked at below
+                GossipDataParallel(nn.Linear(2, 1), process_group=given)
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_rank_outside_the_process_group_is_refused() -> None:
+    first, _, third = launch(outsiders, world_size=3)
+    assert first[0].startswith("process_group must be a group that torch.distributed.new_group returned")
+    assert third[0].startswith("rank 2 of the default process group is not a member of process_group")
+
+
+def test_process_group_without_torch_distributed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"process_group was given, but torch\.distributed is not initialised"):
+        World(SHORT, process_group=object())
+
+
+def two_models_at_once() -> None:
+    alone = [snapshot(trained(seed)) for seed in range(2)]
+    models = [GossipDataParallel(rank_module(seed), SGD, "ring", bucket_cap_mb=TINY_BUCKETS) for seed in range(2)]
+    for step in range(3):
+        for model in models:
+            train(model, range(step, step + 1))
+    for model, wanted in zip(models, alone, strict=True):
+        assert_equal_states(snapshot(model), wanted)
+
+
+def trained(seed: int) -> GossipDataParallel:
+    model = GossipDataParallel(rank_module(seed), SGD, "ring", bucket_cap_mb=TINY_BUCKETS)
+    train(model, range(3))
+    return model
+
+
+def test_two_models_in_one_process_do_not_meet() -> None:
+    launch(two_models_at_once, world_size=3)
+
+
+# ---------------------------------------------------------------------- nothing is left
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def wrap_and_close_often(debug: str | None) -> list[tuple[int, int, int, int]]:
+    """Threads of Python, threads, open files and registered groups after each model."""
+    left = []
+    for turn in range(20):
+        model = GossipDataParallel(nn.Linear(3, 1), SGD, "one_peer_exponential", debug=debug)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+        model.close()
+        if turn % 2:  # a closed model that is still referenced holds nothing either
+            del model
+            gc.collect()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        left.append((len(threading.enumerate()), native_threads(), open_files(), groups))
+    return left
+
+
+@pytest.mark.parametrize(("world_size", "debug"), [(2, None), (4, None), (2, "detail")])
+def test_wrapping_and_closing_leaves_no_thread_file_or_group(world_size: int, debug: str | None) -> None:
+    for left in launch(wrap_and_close_often, debug, world_size=world_size):
+        assert left[-1] == left[1]
+
+
+# ---------------------------------------------------------------------- who is absent
+
+
+def construct_without(absent: tuple[int, ...]) -> str:
+    text = "absent"
+    if dist.get_rank() not in absent:
+        with pytest.raises(ExchangeError) as caught:
+            World(SHORT)
+        text = str(caught.value)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("absent", "names"),
+    [
+        ((2,), "rank 2 is absent; rank 2 was never seen"),
+        ((0, 3), "ranks 0 and 3 are absent; rank 0 was never seen; rank 3 was never seen"),
+    ],
+)
+def test_ranks_absent_at_construction_are_named(absent: tuple[int, ...], names: str) -> None:
+    for rank, text in enumerate(launch(construct_without, absent, world_size=4)):
+        if rank not in absent:
+            assert text.startswith(
+                f"rank {rank}: constructing the model: not all of the 4 ranks took part within 0.5 s: {names}; every"
+            )
+
+
+def construct_late() -> str:
+    if dist.get_rank() == 1:
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    with pytest.raises(ExchangeError) as caught:
+        World(SHORT)
+    if dist.get_rank() == 0:
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return str(caught.value)
+
+
+def test_rank_that_comes_too_late_is_told_who_gave_up() -> None:
+    first, second = launch(construct_late, world_size=2)
+    assert "rank 1 is absent; rank 1 was never seen" in first
+    assert "rank 0 is absent; rank 0 has given up waiting in 'constructing the model'" in second
+
+
+def absent_from(what: str) -> str:
+    """Rank 1 stays away from one collective; it was last seen in the collective before."""
+    model = GossipDataParallel(rank_module(), SGD, "ring", timeout=SHORT, bucket_cap_mb=1)
+    text = "absent"
+    if model.rank != 1:
+        with pytest.raises(ExchangeError) as caught:
+            {
+                "global average": model.global_avg,
+                "averaged": lambda: model.averaged().__enter__(),
+                "consensus distance": model.consensus_distance,
+            }[what]()
+        text = str(caught.value)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [
+        ("global average", "comparing buffers before averaging"),
+        ("averaged", "comparing buffers before averaging"),
+        ("consensus distance", "consensus distance of bucket 0"),
+    ],
+)
+def test_rank_absent_from_a_collective_is_named(what: str, where: str) -> None:
+    by_rank = launch(absent_from, what, world_size=3)
+    for rank in (0, 2):
+        assert by_rank[rank] == (
+            f"rank {rank}: {where}: not all of the 3 ranks took part within 0.5 s: rank 1 is absent; "
+            "rank 1 was last seen in \"broadcasting buffer 'norm.num_batches_tracked' from rank 0\"; "
+            "every rank must call it, after the same number of steps"
+        )
+
+
+def wait_for_a_rank_that_went_on() -> str:
+    world = World(SHORT)
+    topology = build("exponential", 2)
+    transport = DistributedTransport(world, topology)
+    calls = (
+        lambda: transport.start(torch.ones(3), topology.round(0), step=4, bucket=1).wait(),
+        lambda: world.sum_(torch.ones(1), "the sum"),
+    )
+    with pytest.raises(ExchangeError) as caught:
+        calls[world.rank]()
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return str(caught.value)
+
+
+def test_wait_for_an_exchange_says_where_the_peer_is_instead() -> None:
+    first, second = launch(wait_for_a_rank_that_went_on, world_size=2)
+    assert first.startswith("rank 0: step 4, bucket 1: waited 0.5 s in vain for ")
+    assert "(rank 1 is meanwhile in 'the sum')" in first or "(rank 1 has given up waiting in 'the sum')" in first
+    assert "rank 1: the sum: not all of the 2 ranks took part within 0.5 s: rank 0 is absent; rank 0 was" in second
+
+
+def die_before(what: str) -> None:
+    world = World(timedelta(seconds=30))
+    if world.rank == 2:
+        os._exit(3)
+    world.sum_(torch.ones(1), what)
+
+
+def test_rank_that_died_is_the_one_named() -> None:
+    with pytest.raises(LaunchError, match="rank 2 failed: the process ended without a word, with exit status 3"):
+        launch(die_before, "the sum", world_size=3)
+
+
+def survive_a_peer() -> str:
+    world = World(timedelta(seconds=30))
+    world.sum_(torch.ones(1), "the first sum")
+    text = "gone"
+    if world.rank == 0:
+        with pytest.raises(ExchangeError) as caught:
+            world.sum_(torch.ones(1), "the second sum")
+        text = str(caught.value)
+    world.close()
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+def test_closed_connection_names_who_is_absent() -> None:
+    survivor, _ = launch(survive_a_peer, world_size=2)
+    assert survivor.startswith("rank 0: the second sum: ")
+    assert survivor.endswith("rank 1 is absent; rank 1 was last seen in 'the first sum'")
+
+
+class BrokenStore(dist.Store):
+    """As a TCPStore whose server is gone."""
+
+    def set(self, *_: object) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def check(self, *_: object) -> bool:
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+
+def test_store_that_is_gone_is_said_to_be() -> None:
+    roll_call = RollCall(BrokenStore(), 1, 2)
+    roll_call.note("averaging")
+    assert roll_call.explain().startswith(
+        "the key-value store does not answer: the process that holds it is gone (rank"
+    )
+    with pytest.raises(ExchangeError, match=r"the key-value store does not answer: .* \(failed to recv, got 0 bytes\)"):
+        roll_call.wait_for_all(timedelta(seconds=5))
+
+
+class SilentStore(dist.Store):
+    """As a TCPStore whose host was cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def set(self, *_: object) -> None:
+        pass
+
+    def check(self, *_: object) -> bool:
+        self.released.wait()
+        return False
+
+    def get(self, _: str) -> bytes:
+        raise AssertionError
+
+
+def test_store_that_answers_nothing_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip.roll_call._STORE_PATIENCE", timedelta(seconds=0.05))
+    store = SilentStore()
+    assert "does not answer" in RollCall(store, 0, 2).explain()
+    store.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "gossip-roll-call":
+            thread.join(10)
+    assert not any(thread.name == "gossip-roll-call" for thread in threading.enumerate())
+
+
+def test_arrivals_are_read_from_any_store(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    first, second = (RollCall(dist.PrefixStore("x", store), rank, 2) for rank in range(2))
+    first.note("here")
+    assert first.explain() == "rank 1 is absent; rank 1 was never seen"
+    second.note("here")
+    assert first.wait_for_all(timedelta(seconds=5)) is None
+    second.note("there")
+    assert first.explain_ahead() == "rank 1 is meanwhile in 'there'"
+    first.note("elsewhere")
+    assert first.explain() == "rank 1 is meanwhile in 'there'"
+    first.note("further")
+    assert first.explain() == "rank 1 is absent; rank 1 was last seen in 'there'"
+
+
+def interrupt_a_construction() -> None:
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)  # launch() leaves SIGINT itself to the launcher
+        timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            World(timedelta(minutes=5))
+        timer.join()
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+
+
+def test_ctrl_c_gets_through_to_a_construction_that_waits() -> None:
+    launch(interrupt_a_construction, world_size=2)
