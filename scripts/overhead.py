@@ -8,8 +8,8 @@ Time: two replicas of one model make the same steps in one thread of one process
 table shows the median and the quartiles of the ratio within a pair; the row ``control`` is plain against plain.
 
 Memory: in processes of their own, the most bytes that parameters, gradients, optimizer state, messages and the update's
-scratch take together at any operation of a step; not activations, and not what gloo keeps for itself. The bound is
-parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket.
+scratch take together at any operation of the second step; not activations, and not what gloo keeps for itself. The
+bound is parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ OPTIMIZERS: dict[str, Optimize] = {
     "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
 }
 NUM_WARM_UP_STEPS = 3
-NUM_MEMORY_STEPS = 3
 CONTROL = "control"
 
 
@@ -146,17 +145,16 @@ class LiveBytes(TorchDispatchMode):
     Counted are the storages that it is told to follow, those that gossip's or torch.optim's code allocates without
     grad mode while it is active, and the gradients.
 
-    ``now`` are the bytes of what is followed; ``peak`` those at the worst operation so far: "total", "gradients", and
-    what ``describe`` said then.
+    ``now`` are the bytes of what is followed. ``peak`` is the worst so far: the bytes of all, those of the gradients,
+    and the indices of the parameters that had one.
     """
 
     _folders = tuple(str(Path(module.__file__ or "").parent) for module in (gossip, torch.optim))
 
-    def __init__(self, parameters: Iterable[nn.Parameter], describe: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak: dict[str, int] = {"total": 0}
+        self.peak: tuple[int, int, list[int]] = (0, 0, [])
         self._parameters = list(parameters)
-        self._describe = describe
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.now = 0
 
@@ -166,11 +164,11 @@ class LiveBytes(TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
                     self.follow(tensor)
-        storages = [parameter.grad.untyped_storage() for parameter in self._parameters if parameter.grad is not None]
-        sizes = {storage._cdata: storage.nbytes() for storage in storages}
-        gradient_bytes = sum(size for key, size in sizes.items() if key not in self._alive)
-        if self.now + gradient_bytes > self.peak["total"]:
-            self.peak = {"total": self.now + gradient_bytes, "gradients": gradient_bytes, **self._describe()}
+        live = [(index, p.grad.untyped_storage()) for index, p in enumerate(self._parameters) if p.grad is not None]
+        gradients = {storage._cdata: storage.nbytes() for _, storage in live}
+        total = self.now + sum(size for key, size in gradients.items() if key not in self._alive)
+        if total > self.peak[0]:
+            self.peak = total, sum(gradients.values()), [index for index, _ in live]
         return result
 
     def follow(self, tensor: torch.Tensor) -> None:
@@ -216,22 +214,30 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         followed = [tensor for bucket in wrapped._buckets for tensor in (bucket.block, bucket.message)]
     all_bytes = sum(parameter.nbytes for parameter in parameters)
 
-    def describe() -> dict[str, int]:
-        live = [bucket for bucket in buckets if any(parameter.grad is not None for parameter in bucket)]
-        state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
-        bound = (1 + num_messages) * all_bytes + sum(p.nbytes for bucket in live for p in bucket) + state
-        return {"parameters": all_bytes, "state": state, "bound": bound}
-
-    meter = LiveBytes(parameters, describe)
+    meter = LiveBytes(parameters)
     for tensor in followed:
         meter.follow(tensor)
     with meter:
-        for _ in range(NUM_MEMORY_STEPS):
-            step()
-    messages = meter.now - all_bytes - describe()["state"]  # what outlives a step
+        step()  # makes the optimizer's state and the transport's buffers
+        meter.peak = (0, 0, [])
+        step()
+    state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
+    messages = meter.now - all_bytes - state  # what outlives a step
     if mode_name != CONTROL:
         wrapped.close()
-    return {"model": model_name, "mode": mode_name, **meter.peak, "messages": messages}
+    total, gradients, indices = meter.peak
+    had_gradient = {id(parameters[index]) for index in indices}
+    live = [parameter for bucket in buckets if not had_gradient.isdisjoint(map(id, bucket)) for parameter in bucket]
+    return {
+        "model": model_name,
+        "mode": mode_name,
+        "parameters": all_bytes,
+        "gradients": gradients,
+        "state": state,
+        "messages": messages,
+        "total": total,
+        "bound": (1 + num_messages) * all_bytes + sum(parameter.nbytes for parameter in live) + state,
+    }
 
 
 def time_table(results: list[dict[str, Any]]) -> str:
