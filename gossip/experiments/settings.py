@@ -27,6 +27,8 @@ class Settings:
         Of the partition, the initial values and the order of the samples.
     bucket_cap_mb : float
         Size of a bucket of parameters in MiB.
+    profile : bool
+        Whether each rank leaves a trace of a few steps.
     epochs : int
     batch_size : int
         Samples per rank and step.
@@ -47,6 +49,7 @@ class Settings:
     method: str
     seed: int
     bucket_cap_mb: float
+    profile: bool
     epochs: int
     batch_size: int
     evaluate_every_epochs: int
@@ -69,6 +72,7 @@ class Settings:
             method=_method(_get(config, "method")),
             seed=_integer(config, "seed", minimum=0),
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
+            profile=_boolean(config, "profile"),
             epochs=_integer(config, "training.epochs", minimum=1),
             batch_size=_integer(config, "training.batch_size", minimum=1),
             evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
@@ -108,6 +112,13 @@ def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int 
     allowed = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum and value > maximum):
         raise ConfigurationError(f"{key} must be an integer {allowed}, got {value!r}")
+    return value
+
+
+def _boolean(config: Mapping[str, Any], key: str) -> bool:
+    value = _get(config, key)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{key} must be true or false, got {value!r}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""A model that fails at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
+"""Models that fail or are late at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
 
 from __future__ import annotations
 
@@ -60,3 +60,32 @@ class FailingModel(nn.Module):
         assert self.how == "interrupt"
         os.killpg(os.getpgrp(), signal.SIGINT)
         signal.pause()
+
+
+class LateModel(nn.Module):
+    """A linear model of two ranks; rank 1's training forward of ``step`` waits until rank 0 is in that of ``step + 1``.
+
+    Parameters
+    ----------
+    step : int
+    pipe : str
+        A named pipe between the two.
+    """
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, *, step: int, pipe: str) -> None:
+        super().__init__()
+        self.step, self.pipe = step, Path(pipe)
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+        self.layers(torch.zeros(1, *input_shape))
+        self.steps_made = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            rank = os.environ.get("RANK")
+            if (rank, self.steps_made) == ("1", self.step):
+                self.pipe.read_bytes()
+            if (rank, self.steps_made) == ("0", self.step + 1):
+                self.pipe.write_bytes(b"go on")
+            self.steps_made += 1
+        logits: torch.Tensor = self.layers(inputs)
+        return logits
