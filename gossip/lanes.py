@@ -28,6 +28,10 @@ class Pending(Protocol):
         """Whom the operation that is being waited for, or that failed, waits for."""
 
     @property
+    def done(self) -> bool:
+        """Whether all of them have ended, well or not. Waits for nothing."""
+
+    @property
     def finished_at(self) -> Sequence[float]:
         """``time.perf_counter()`` when each of them was seen to have ended; none where the host does not see it."""
 
@@ -108,6 +112,10 @@ class _OnStream:
                 self.error = error
             self._event = stream.record_event()
 
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())
+
     def wait(self, _: timedelta) -> bool:
         """Make the current stream wait; the host does not, and it is the backend's time-out that counts."""
         self._module.current_stream(self._device).wait_event(self._event)
@@ -146,6 +154,10 @@ class _Staged:
     @property
     def awaited(self) -> str:
         return self._ticket.awaited
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done
 
     @property
     def finished_at(self) -> Sequence[float]:

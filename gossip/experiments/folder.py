@@ -1,12 +1,16 @@
-"""The folder of a run: taken once, filled by the launching side."""
+"""The folder of a run: locked while it runs, taken once, filled by the launching side."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from topologies import Topology
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+LOCK_FILE = "run.lock"
 _PACKAGES = (
     "gossip-training",
     "torch",
@@ -34,13 +39,80 @@ _PACKAGES = (
 )
 
 
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
 class FolderError(ConfigurationError):
-    """The run folder holds another run, or cannot be written."""
+    """The run folder holds another run or is in use by one, or cannot be written."""
 
 
 def new_name() -> str:
     """A name that no other run has: the time, and the process id for those that start in the same second."""
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.getpid()}"
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Within the block no other process can lock ``folder``, which is made if it is not there. Local.
+
+    The lock is the kernel's, on a file that names this process. It goes with its owner, however that ends; a file that
+    a killed run left behind locks nothing. No other process inherits the lock: what ``launch`` starts is spawned.
+
+    Raises
+    ------
+    FolderError
+        A run that goes on holds the lock, which the text names; or the folder cannot be written.
+    """
+    path = folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _open_locked(path)
+    except OSError as error:
+        raise _cannot_be_written(folder, error) from error
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "started_at": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        os.ftruncate(file, 0)
+        os.write(file, json.dumps(owner).encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the user may have removed the folder
+            path.unlink()  # while it is locked: whoever has opened it by now finds that it is gone, and opens anew
+        os.close(file)
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.stat(path)):
+                    return file
+        except BlockingIOError:
+            owner = _owner(os.pread(file, 4096, 0))
+            os.close(file)
+            raise FolderError(
+                f"{path.parent} is in use by {owner}; wait for it, or choose another folder with hydra.run.dir=..."
+            ) from None
+        except OSError as error:
+            if error.errno in _CANNOT_LOCK:
+                logger.warning("{} is on a file system without locks: nothing keeps another run out of it", path.parent)
+                return file
+            os.close(file)
+            raise
+        os.close(file)  # its owner removed it in the meantime
+
+
+def _owner(content: bytes) -> str:
+    try:
+        owner = json.loads(content)
+        return f"the run with process id {owner['pid']} on {owner['host']}, started at {owner['started_at']}"
+    except (ValueError, KeyError, TypeError):
+        return "another run, which has only just begun"  # it has locked the file, but not written it yet
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> FolderError:
+    return FolderError(f"the run folder {folder} cannot be written: {error.strerror}")
 
 
 def claim(folder: Path, config: Mapping[str, Any]) -> None:
@@ -62,7 +134,7 @@ def claim(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} already holds a run ({CONFIG_FILE}); remove it, or choose another folder with hydra.run.dir=..."
         ) from None
     except OSError as error:
-        raise FolderError(f"the run folder {folder} cannot be written: {error.strerror}") from error
+        raise _cannot_be_written(folder, error) from error
     _write_json(folder / "versions.json", _versions())
 
 

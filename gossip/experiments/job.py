@@ -44,7 +44,7 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
     config : mapping
         Resolved and plain.
     folder : Path
-        Of this run alone.
+        Of this run alone; locked as long as it runs.
     overrides : sequence of str
         What the user set on the command line, for the summary.
 
@@ -63,9 +63,17 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
     started_at = time.perf_counter()
     world = World(DEFAULT_TIMEOUT)
     configure_logging(world.rank)
-    with _refused_by_all(world):
-        if world.rank == 0:
-            run_folder.claim(folder, config)
+    with contextlib.ExitStack() as until_the_end:
+        with _refused_by_all(world):
+            if world.rank == 0:
+                until_the_end.enter_context(run_folder.lock(folder))
+                run_folder.claim(folder, config)
+        return _run_in_folder(config, folder, overrides, world, started_at)
+
+
+def _run_in_folder(
+    config: Mapping[str, Any], folder: Path, overrides: Sequence[str], world: World, started_at: float
+) -> dict[str, Any]:
     identity = {
         "method": config.get("method"),
         "topology": config.get("topology", {}).get("name") if config.get("method") == "gossip" else None,

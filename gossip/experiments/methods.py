@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gossip.averaging import average_module_, saved_state
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
+from gossip.experiments.tracing import TracedTransport, Tracer
 from gossip.stats import StepStats
 from gossip.world import World
 from gossip.wrapper import GossipDataParallel
@@ -56,27 +57,33 @@ class Method(Protocol):
         """End communication. Local."""
 
 
-def make_method(experiment: Experiment, module: nn.Module, world: World) -> Method:
-    """The method that the settings name, over this rank's ``module``. Collective."""
+def make_method(experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> Method:
+    """The method that the settings name, over this rank's ``module``; it tells ``tracer`` of exchanges. Collective."""
     if experiment.settings.method == "ddp":
-        return AllReduceMethod(experiment, module, world)
+        return AllReduceMethod(experiment, module, world, tracer)
     topology = experiment.topology
     if topology is None:
         topology = Topology.from_rounds([Round.identity(world.world_size)], name="no exchange")
-    return GossipMethod(experiment, module, topology)
+    return GossipMethod(experiment, module, topology, world, tracer)
 
 
 class GossipMethod:
     """:class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
 
-    def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology) -> None:
+    def __init__(
+        self, experiment: Experiment, module: nn.Module, topology: Topology, world: World, tracer: Tracer | None
+    ) -> None:
         settings = experiment.settings
+        transport = None  # the wrapper's own
+        if tracer is not None and world.world_size > 1:
+            transport = TracedTransport(world, topology, tracer)
         self._model = GossipDataParallel(
             module,
             experiment.make_optimizer,
             topology,
             bucket_cap_mb=settings.bucket_cap_mb,
             timeout=settings.timeout,
+            transport=transport,
         )
         assert self._model.optimizer is not None
         self.module = module
@@ -123,8 +130,9 @@ class AllReduceMethod:
     of the backward pass. A ring all-reduce sends 2 (n - 1) / n times the gradients' bytes.
     """
 
-    def __init__(self, experiment: Experiment, module: nn.Module, world: World) -> None:
+    def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
         self._world = world
+        self._tracer = tracer
         group = world.new_group(range(world.world_size))
         self._model = DistributedDataParallel(
             module, bucket_cap_mb=experiment.settings.bucket_cap_mb, process_group=group
@@ -190,5 +198,13 @@ class AllReduceMethod:
             raise
 
     def _all_reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self._ready_at = time.perf_counter()
-        return allreduce_hook(group, bucket)
+        started_at = self._ready_at = time.perf_counter()
+        future = allreduce_hook(group, bucket)
+        if self._tracer is not None:
+            ends: list[float] = []
+            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+            bytes_sent = round(2 * (self._world.world_size - 1) / self._world.world_size * bucket.buffer().nbytes)
+            self._tracer.exchange_started(
+                self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None
+            )
+        return future

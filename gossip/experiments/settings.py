@@ -31,6 +31,8 @@ class Settings:
         Steps per exchange; all but the last one of them are local.
     warmup_rounds : int
         Rounds of the complete topology before the chosen one begins.
+    profile : bool
+        Whether each rank leaves a trace of a few steps.
     epochs : int
     batch_size : int
         Samples per rank and step.
@@ -53,6 +55,7 @@ class Settings:
     bucket_cap_mb: float
     exchange_every: int
     warmup_rounds: int
+    profile: bool
     epochs: int
     batch_size: int
     evaluate_every_epochs: int
@@ -77,6 +80,7 @@ class Settings:
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
             exchange_every=_integer(config, "topology.every", minimum=1),
             warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
+            profile=_boolean(config, "profile"),
             epochs=_integer(config, "training.epochs", minimum=1),
             batch_size=_integer(config, "training.batch_size", minimum=1),
             evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
@@ -123,6 +127,13 @@ def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int 
     allowed = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum and value > maximum):
         raise ConfigurationError(f"{key} must be an integer {allowed}, got {value!r}")
+    return value
+
+
+def _boolean(config: Mapping[str, Any], key: str) -> bool:
+    value = value_of(config, key)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{key} must be true or false, got {value!r}")
     return value
 
 

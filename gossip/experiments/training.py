@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from gossip.experiments.build import Experiment, build
 from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_together
@@ -20,6 +21,7 @@ from gossip.experiments.methods import Method, make_method
 from gossip.experiments.progress import ProgressBar, configure_logging
 from gossip.experiments.records import JsonlWriter
 from gossip.experiments.summary import RankReport, summarise
+from gossip.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.world import World
 
 MODEL_FILE = "model.safetensors"
@@ -53,7 +55,9 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         )
     torch.manual_seed(settings.seed)
     module = experiment.make_module()
-    method = make_method(experiment, module, world)
+    total_steps = settings.epochs * shards.steps_per_epoch
+    tracer = Tracer(Path(folder) / f"rank{world.rank}.trace.json", total_steps) if settings.profile else None
+    method = make_method(experiment, module, world, tracer)
     torch.manual_seed(_rank_seed(settings.seed, world.rank))  # dropout: others on every rank
     with ExitStack() as stack:
         writer = JsonlWriter(Path(folder) / f"rank{world.rank}.jsonl")
@@ -62,10 +66,12 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
             loggers.append(experiment.make_logger(str(Path(folder) / "tensorboard" / f"rank{world.rank}")))
         for each in loggers:
             stack.callback(each.close)
-        bar = stack.enter_context(ProgressBar(settings.epochs * shards.steps_per_epoch, visible=world.rank == 0))
+        if tracer is not None:
+            stack.callback(tracer.close)
+        bar = stack.enter_context(ProgressBar(total_steps, visible=world.rank == 0))
         report = RankReport()
         last: dict[str, Any] = {}
-        for record in _steps(experiment, method, world):
+        for record in _steps(experiment, method, world, tracer):
             report.add(record)
             if last:
                 _log(loggers, last)
@@ -96,7 +102,7 @@ def save_averaged_model(module: nn.Module, path: Path) -> None:
     save_file(tensors, path)
 
 
-def _steps(experiment: Experiment, method: Method, world: World) -> Iterator[dict[str, Any]]:
+def _steps(experiment: Experiment, method: Method, world: World, tracer: Tracer | None) -> Iterator[dict[str, Any]]:
     """Make all steps; yield the record of each, the last one without its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
     mine = torch.from_numpy(shards.indices[world.rank])
@@ -106,11 +112,17 @@ def _steps(experiment: Experiment, method: Method, world: World) -> Iterator[dic
     step = 0
     for epoch in range(settings.epochs):
         for some_inputs, some_targets in shards.batches(inputs, targets, rank=world.rank, epoch=epoch):
+            if tracer is not None:
+                tracer.step_begins(step)
             start = time.perf_counter()
-            logits = method.forward(some_inputs)
-            loss = cross_entropy(logits, some_targets)
-            stats = method.backward(loss)
+            with record_function(FORWARD):
+                logits = method.forward(some_inputs)
+                loss = cross_entropy(logits, some_targets)
+            with record_function(BACKWARD):
+                stats = method.backward(loss)
             step_time_s = time.perf_counter() - start
+            if tracer is not None:
+                tracer.step_ended(step)
             record = {
                 "step": step,
                 "epoch": epoch,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +36,27 @@ class Finished:
 
 def train(folder: Path, *overrides: str, torchrun: int = 0) -> Finished:
     """Run the script in ``folder``; with ``torchrun`` ranks under torchrun."""
+    with _start(folder, *overrides, torchrun=torchrun) as process:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    return Finished(process.returncode, stdout, stderr, _group(process.pid))
+
+
+@contextlib.contextmanager
+def running(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Within the block the script runs; afterwards its process group is killed."""
+    with _start(folder, *overrides) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=TIMEOUT_S)
+
+
+def _start(folder: Path, *overrides: str, torchrun: int = 0) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
     python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, *launcher, str(TRAIN), *overrides],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
@@ -43,9 +64,7 @@ def train(folder: Path, *overrides: str, torchrun: int = 0) -> Finished:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as process:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    return Finished(process.returncode, stdout, stderr, _group(process.pid))
+    )
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -1,10 +1,11 @@
-"""A model that fails at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
+"""Models that fail or are late at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,15 +17,23 @@ class FailingModel(nn.Module):
     Parameters
     ----------
     how : str
-        "raise" an exception, be "killed", or "interrupt" the whole process group as Ctrl-C does; or "interrupt_check":
-        do that when the launching process builds the model to check the configuration.
+        "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
+        writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
+        to check the configuration.
     """
 
     def __init__(
-        self, input_shape: Sequence[int], num_classes: int, *, rank: int = 1, step: int = 3, how: str = "raise"
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        *,
+        rank: int = 1,
+        step: int = 3,
+        how: str = "raise",
+        pipe: str = "",
     ) -> None:
         super().__init__()
-        self.rank, self.step, self.how = rank, step, how
+        self.rank, self.step, self.how, self.pipe = rank, step, how, pipe
         self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
@@ -45,6 +54,38 @@ class FailingModel(nn.Module):
             raise ArithmeticError(f"injected at step {self.step}")
         if self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "block":
+            Path(self.pipe).read_bytes()
+            return
         assert self.how == "interrupt"
         os.killpg(os.getpgrp(), signal.SIGINT)
         signal.pause()
+
+
+class LateModel(nn.Module):
+    """A linear model of two ranks; rank 1's training forward of ``step`` waits until rank 0 is in that of ``step + 1``.
+
+    Parameters
+    ----------
+    step : int
+    pipe : str
+        A named pipe between the two.
+    """
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, *, step: int, pipe: str) -> None:
+        super().__init__()
+        self.step, self.pipe = step, Path(pipe)
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+        self.layers(torch.zeros(1, *input_shape))
+        self.steps_made = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            rank = os.environ.get("RANK")
+            if (rank, self.steps_made) == ("1", self.step):
+                self.pipe.read_bytes()
+            if (rank, self.steps_made) == ("0", self.step + 1):
+                self.pipe.write_bytes(b"go on")
+            self.steps_made += 1
+        logits: torch.Tensor = self.layers(inputs)
+        return logits

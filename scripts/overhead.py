@@ -1,0 +1,303 @@
+"""What the wrapper costs against plain PyTorch: time at world size 1, memory at world size 2.
+
+    python scripts/overhead.py --steps 60 --optimizer adamw
+    python scripts/overhead.py --models small_tensors --modes fused --output overhead.json
+
+Time: two replicas of one model make the same steps in one thread of one process, one plain (forward, backward,
+``optimizer.step()``, ``zero_grad()``) and one wrapped, in turns, the first of a pair being the second of the next. The
+table shows the median and the quartiles of the ratio within a pair; the row ``control`` is plain against plain.
+
+Memory: in processes of their own, the most bytes that parameters, gradients, optimizer state, messages and the update's
+scratch take together at any operation of the second step; not activations, and not what gloo keeps for itself. The
+bound is parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gossip
+from gossip import GossipDataParallel, launch
+from gossip.experiments.models import CharTransformer
+
+Step = Callable[[], None]
+Optimize = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+
+OPTIMIZERS: dict[str, Optimize] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-4),
+    "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
+}
+NUM_WARM_UP_STEPS = 3
+CONTROL = "control"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to use the wrapper, and what plain PyTorch does to the same effect.
+
+    ``options`` are the wrapper's keyword arguments; ``calls_step`` says whether its loop calls ``optimizer.step()`` and
+    ``zero_grad()``; the plain loop calls ``clip_grad_norm_`` with ``plain_clip_norm`` unless that is None.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    calls_step: bool = False
+    plain_clip_norm: float | None = None
+
+
+MODES = {
+    "fused": Mode(),
+    "fused, clip bucket": Mode({"clip_grad_norm": 1.0, "clip": "bucket"}, plain_clip_norm=1.0),
+    "fused, clip global": Mode({"clip_grad_norm": 1.0}, plain_clip_norm=1.0),
+    "outside backward": Mode({"step_in_backward": False}, calls_step=True),
+}
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    """10 million parameters in 100 tensors, and the 128 characters of each step."""
+    return CharTransformer((64,), 96, width=320, depth=8), torch.randint(96, (2, 64))
+
+
+def small_tensors() -> tuple[nn.Module, torch.Tensor]:
+    """500 tensors of 64 or 8 elements, where nothing but the cost per tensor counts."""
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(250)]), torch.randn(8, 8)
+
+
+MODELS = {"transformer": transformer, "small_tensors": small_tensors}
+
+
+def make_step(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    optimizer: Optimizer | None,
+    *,
+    calls_step: bool,
+    clip_norm: float | None = None,
+) -> Step:
+    """The loop's body, plain or with the wrapper."""
+    assert optimizer is not None
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if calls_step:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def measure_time(model_name: str, mode_name: str, optimize: Optimize, num_steps: int) -> dict[str, Any]:
+    """Paired steps, in turns: the ratio's quartiles and the medians of both sides."""
+    torch.manual_seed(0)
+    module, inputs = MODELS[model_name]()
+    mode = MODES.get(mode_name, Mode())
+
+    def make_plain(module: nn.Module) -> Step:
+        optimizer = optimize(list(module.named_parameters()))
+        return make_step(module, inputs, optimizer, calls_step=True, clip_norm=mode.plain_clip_norm)
+
+    plain = make_plain(copy.deepcopy(module))
+    if mode_name == CONTROL:
+        other = make_plain(module)
+    else:
+        wrapped = GossipDataParallel(module, optimize, **mode.options)
+        other = make_step(wrapped, inputs, wrapped.optimizer, calls_step=mode.calls_step)
+    pairs = []
+    for number in range(NUM_WARM_UP_STEPS + num_steps):
+        order = (other, plain) if number % 2 else (plain, other)
+        took = {}
+        for step in order:
+            start = time.perf_counter()
+            step()
+            took[step] = time.perf_counter() - start
+        pairs.append((took[plain], took[other]))
+    del pairs[:NUM_WARM_UP_STEPS]
+    lower, median, upper = statistics.quantiles([other / plain for plain, other in pairs], n=4, method="inclusive")
+    return {
+        "model": model_name,
+        "mode": mode_name,
+        "ratio": median,
+        "ratio_lower_quartile": lower,
+        "ratio_upper_quartile": upper,
+        "plain_ms": 1e3 * statistics.median(plain for plain, _ in pairs),
+        "mode_ms": 1e3 * statistics.median(other for _, other in pairs),
+    }
+
+
+class LiveBytes(TorchDispatchMode):
+    """Finds the operation at which the tensors of the update take most.
+
+    Counted are the storages that it is told to follow, those that gossip's or torch.optim's code allocates without
+    grad mode while it is active, and the gradients.
+
+    ``now`` are the bytes of what is followed. ``peak`` is the worst so far: the bytes of all, those of the gradients,
+    and the indices of the parameters that had one.
+    """
+
+    _folders = tuple(str(Path(module.__file__ or "").parent) for module in (gossip, torch.optim))
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: tuple[int, int, list[int]] = (0, 0, [])
+        self._parameters = list(parameters)
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.now = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled() and self._called_by_update():
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self.follow(tensor)
+        live = [(index, p.grad.untyped_storage()) for index, p in enumerate(self._parameters) if p.grad is not None]
+        gradients = {storage._cdata: storage.nbytes() for _, storage in live}
+        total = self.now + sum(size for key, size in gradients.items() if key not in self._alive)
+        if total > self.peak[0]:
+            self.peak = total, sum(gradients.values()), [index for index, _ in live]
+        return result
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+
+            def freed(_: object) -> None:
+                del self._alive[key]
+                self.now -= size
+
+            self._alive[key] = weakref.ref(storage, freed)
+            self.now += size
+
+    def _called_by_update(self) -> bool:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename != __file__:
+            if frame.f_code.co_filename.startswith(self._folders):
+                return True
+            frame = frame.f_back
+        return False
+
+
+def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_cap_mb: float) -> dict[str, Any]:
+    """Runs on every rank: the bytes at the worst moment, by kind, and the bound."""
+    logger.remove()
+    torch.manual_seed(0)
+    module, inputs = MODELS[model_name]()
+    optimize = OPTIMIZERS[optimizer_name]
+    parameters, num_messages = list(module.parameters()), 0
+    if mode_name == CONTROL:
+        optimizer = optimize(list(module.named_parameters()))
+        step = make_step(module, inputs, optimizer, calls_step=True)
+        buckets, followed = [parameters], [parameter.data for parameter in parameters]
+    else:
+        mode = MODES[mode_name]
+        wrapped = GossipDataParallel(module, optimize, bucket_cap_mb=bucket_cap_mb, **mode.options)
+        assert wrapped.optimizer is not None
+        optimizer, num_messages = wrapped.optimizer, 2
+        step = make_step(wrapped, inputs, optimizer, calls_step=mode.calls_step)
+        buckets = [list(bucket.parameters) for bucket in wrapped._buckets]
+        followed = [bucket.block for bucket in wrapped._buckets]
+    all_bytes = sum(parameter.nbytes for parameter in parameters)
+
+    meter = LiveBytes(parameters)
+    for tensor in followed:
+        meter.follow(tensor)
+    with meter:
+        step()  # makes the optimizer's state and the transport's buffers
+        meter.peak = (0, 0, [])
+        step()
+    state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
+    messages = meter.now - all_bytes - state  # what outlives a step
+    if mode_name != CONTROL:
+        wrapped.close()
+    total, gradients, indices = meter.peak
+    had_gradient = {id(parameters[index]) for index in indices}
+    live = [parameter for bucket in buckets if not had_gradient.isdisjoint(map(id, bucket)) for parameter in bucket]
+    return {
+        "model": model_name,
+        "mode": mode_name,
+        "parameters": all_bytes,
+        "gradients": gradients,
+        "state": state,
+        "messages": messages,
+        "total": total,
+        "bound": (1 + num_messages) * all_bytes + sum(parameter.nbytes for parameter in live) + state,
+    }
+
+
+def time_table(results: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| model | mode | median ratio to plain | quartiles | plain, ms | mode, ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results:
+        quartiles = f"{row['ratio_lower_quartile']:.3f} to {row['ratio_upper_quartile']:.3f}"
+        times = f"{row['plain_ms']:.2f} | {row['mode_ms']:.2f}"
+        lines.append(f"| {row['model']} | {row['mode']} | {row['ratio']:.3f} | {quartiles} | {times} |")
+    return "\n".join(lines)
+
+
+def memory_table(results: list[dict[str, Any]]) -> str:
+    """Markdown, in MiB."""
+    lines = [
+        "| model | mode | parameters | gradients | optimizer state | messages | scratch | sum | bound | sum / bound |",
+        "| --- " * 10 + "|",
+    ]
+    for row in results:
+        parts = [row["parameters"], row["gradients"], row["state"], row["messages"]]
+        sizes = [*parts, row["total"] - sum(parts), row["total"], row["bound"]]
+        cells = " | ".join(f"{size / 2**20:.2f}" for size in sizes)
+        lines.append(f"| {row['model']} | {row['mode']} | {cells} | {row['total'] / row['bound']:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="pairs of steps per model and mode")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--modes", nargs="+", choices=[CONTROL, *MODES], default=[CONTROL, *MODES])
+    parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="of the wrapper, for the memory")
+    parser.add_argument("--output", type=Path, help="a file for the numbers as JSON")
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps must be at least 2, got {arguments.steps}")
+    logger.remove()
+    torch.set_num_threads(1)
+    cases = [(model, mode) for model in arguments.models for mode in arguments.modes]
+    times = [measure_time(*case, OPTIMIZERS[arguments.optimizer], arguments.steps) for case in cases]
+    print(f"Time of a step, {arguments.optimizer}, {arguments.steps} pairs, torch {torch.__version__}:\n")
+    print(time_table(times), flush=True)
+    memory = [
+        launch(measure_memory, *case, arguments.optimizer, arguments.bucket_cap_mb, world_size=2)[0] for case in cases
+    ]
+    print(f"\nMemory in MiB, world size 2, buckets of {arguments.bucket_cap_mb:g} MiB; {CONTROL} is plain PyTorch:\n")
+    print(memory_table(memory))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({"time": times, "memory_bytes": memory}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
