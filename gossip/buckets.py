@@ -39,7 +39,7 @@ class Bucket:
     trainable: bool
     block: torch.Tensor
     _homes: tuple[torch.Tensor, ...]
-    _addresses: tuple[int, ...]
+    _addresses: list[int]
 
     @torch.no_grad()
     def reclaim(self) -> None:
@@ -51,10 +51,11 @@ class Bucket:
             The new data are of another dtype, device or shape; names the parameter, which would be trained, but never
             mixed.
         """
-        dtype = self.block.dtype
-        for place, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
-            if parameter.data_ptr() != address or parameter.dtype != dtype:
-                self._bring_back(self.names[place], parameter, self._homes[place])
+        if list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+            return
+        for name, parameter, home in zip(self.names, self.parameters, self._homes, strict=True):
+            if parameter.data_ptr() != home.data_ptr():
+                self._bring_back(name, parameter, home)
 
     def _bring_back(self, name: str, parameter: nn.Parameter, home: torch.Tensor) -> None:
         values = parameter.data
@@ -186,7 +187,7 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Buc
         trainable=first.requires_grad,
         block=block,
         _homes=tuple(homes),
-        _addresses=tuple(home.data_ptr() for home in homes),
+        _addresses=[home.data_ptr() for home in homes],
     )
 
 

@@ -31,7 +31,7 @@ class _StepProgress:
     """How far the step that is being made has come."""
 
     def __init__(self, buckets: Sequence[AnyBucket]) -> None:
-        self.awaited_gradients = [set(range(len(bucket.parameters))) for bucket in buckets]
+        self.awaited_gradients = [set(range(len(bucket.parameters))) for bucket in buckets]  # by place
         self.num_launched = 0  # buckets launch in index order, the same on every rank
         self.callback_is_queued = False  # at the end of the backward pass
         self.has_gradients = False
@@ -188,6 +188,15 @@ class StepEngine:
 
     def _make_hook(self, index: int, place: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
+            progress = self._progress
+            if progress.has_gradients and self.synchronise:
+                awaited = progress.awaited_gradients[index]
+                if len(awaited) > 1 and place in awaited:  # as nearly always, and called once per parameter and step
+                    awaited.remove(place)
+                    return
+            on_first_or_last_gradient(parameter)
+
+        def on_first_or_last_gradient(parameter: torch.Tensor) -> None:
             if not self.synchronise:
                 return
             if not self._progress.has_gradients:

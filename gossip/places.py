@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 
 import torch
@@ -34,13 +35,17 @@ class ParameterPlaces:
 
     def _remember(self) -> None:
         owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
-        self._sizes = [(owner._parameters, len(owner._parameters)) for _, owner in owners]
+        self._all_owners = [owner._parameters for _, owner in owners]
+        self._sizes = [len(owned) for owned in self._all_owners]
         self._places = [
             (owner._parameters, key, parameter, f"{prefix}.{key}" if prefix else key)
             for prefix, owner in owners
             for key, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        self._owners = [place[0] for place in self._places]
+        self._keys = [place[1] for place in self._places]
+        self._parameters = [place[2] for place in self._places]
 
     def check(self) -> None:
         """Put the known parameters back with the new values; cheap if nothing has changed.
@@ -50,11 +55,9 @@ class ParameterPlaces:
         GossipError
             A parameter is of another kind now, was removed, or is new; names it.
         """
-        if all(owned.get(key) is parameter for owned, key, parameter, _ in self._places) and all(
-            len(owned) == size for owned, size in self._sizes
-        ):
-            return
-        self._settle()
+        found = map(dict.get, self._owners, self._keys)
+        if not all(map(operator.is_, found, self._parameters)) or list(map(len, self._all_owners)) != self._sizes:
+            self._settle()
 
     def check_all(self) -> None:
         """As :meth:`check`, and look for modules with new parameters too."""

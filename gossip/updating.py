@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from loguru import logger
 from torch import nn
+from torch._utils import _flatten_dense_tensors
 from torch.autograd.profiler import record_function
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -19,6 +20,8 @@ from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
 from gossip.scaling import SharedScaler
 from gossip.stats import Meter
+
+_SMALL_NUMEL = 4096
 
 
 class Updater:
@@ -70,11 +73,11 @@ class Updater:
 
     def update_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> None:
         """Apply the optimizers to one bucket's gradients, and drop them."""
-        gradients = [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
+        gradients = _gradients(bucket.parameters)
         if not gradients:
             return
         with _timed(meter):
-            norm = _norm(gradients)
+            norm = _norm(gradients, bucket)
             meter.gradient_norms.append(norm)
             if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                 if self._clip_grad_norm is not None:
@@ -88,9 +91,9 @@ class Updater:
         """Apply the optimizers to all gradients, and drop them."""
         with _timed(meter):
             overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            if gradients and not overflowed:
-                norm = _norm(gradients)
+            gradients = _gradients(self._parameters)
+            if not overflowed:
+                norm = get_total_norm([_values(gradient) for gradient in gradients])
                 meter.gradient_norms.append(norm)
                 if self._is_finite(norm, gradients, f"step {step}", meter):
                     self._clip_all_(norm)
@@ -109,14 +112,23 @@ class Updater:
                 return type(optimizer).step(optimizer, closure)
             if self._overflowed_(optimizer):
                 return None
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            gradients = [p.grad for p in self._parameters if id(p) in held and p.grad is not None]
-            if gradients:
-                norm = _norm(gradients)
-                meter.gradient_norms.append(norm)
-                if not self._is_finite(norm, gradients, f"step {step}", meter):
-                    return None
+            if not self._look_at_gradients(optimizer, step, meter):
+                return None
             return type(optimizer).step(optimizer)
+
+    def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
+        """Whether what the optimizer is about to apply is finite; measures its norm."""
+        held = None
+        if len(self.optimizers) > 1:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for bucket in self._buckets:
+            gradients = _gradients(p for p in bucket.parameters if held is None or id(p) in held)
+            if gradients:
+                norm = _norm(gradients, bucket)
+                meter.gradient_norms.append(norm)
+                if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
+                    return False
+        return True
 
     def idle(self) -> None:
         """Do for the scaler what the owner of an optimizer that is not stepped in this step leaves out."""
@@ -162,9 +174,9 @@ class Updater:
             return
         if self._clips_buckets:
             for bucket in self._buckets:
-                gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+                gradients = _gradients(bucket.parameters)
                 if gradients:
-                    _clip_(bucket.parameters, self._clip_grad_norm, _norm(gradients))
+                    _clip_(bucket.parameters, self._clip_grad_norm, _norm(gradients, bucket))
         else:
             _clip_(self._parameters, self._clip_grad_norm, norm)
 
@@ -191,8 +203,23 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    return get_total_norm([_values(gradient) for gradient in gradients])
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
+    """Euclidean, of gradients of one bucket."""
+    try:
+        if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
+            return get_total_norm(gradients, bucket)
+        # Of many small tensors it is the calls that cost, not the copy.
+        flat: torch.Tensor = _flatten_dense_tensors(gradients)
+    except RuntimeError:
+        if not any(gradient.is_sparse for gradient in gradients):
+            raise
+        return get_total_norm([_values(gradient) for gradient in gradients])
+    norm: torch.Tensor = torch.linalg.vector_norm(flat)
+    return norm
 
 
 def _clip_(parameters: Sequence[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
