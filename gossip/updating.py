@@ -211,7 +211,7 @@ def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
     """Euclidean, of gradients of one bucket."""
     try:
         if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
-            return get_total_norm(gradients, bucket)
+            return get_total_norm(gradients)
         # Of many small tensors it is the calls that cost, not the copy.
         flat: torch.Tensor = _flatten_dense_tensors(gradients)
     except RuntimeError:
