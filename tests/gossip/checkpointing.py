@@ -48,12 +48,16 @@ def make_model(seed: int = 0, module: Callable[[], nn.Module] = DroppingNet, **o
 def one_step(model: GossipDataParallel, *schedulers: Any) -> None:
     """Data from the global generator: it, too, has to be resumed."""
     model(torch.randn(8, 4)).float().square().mean().backward()
+    if not model._arguments.step_in_backward:
+        model.optimizer.step()
+        model.optimizer.zero_grad()
     for scheduler in schedulers:
         scheduler.step()
 
 
 def everything(model: GossipDataParallel) -> dict[str, torch.Tensor]:
     """Parameters, buffers and optimizer state, copied."""
+    model.state_dict()  # what must be combined before it is read, is
     tensors = {name: tensor.detach().clone() for name, tensor in model.module.named_parameters()}
     tensors |= {name: tensor.clone() for name, tensor in model.module.named_buffers()}
     for number, entry in model.optimizer.state_dict()["state"].items():

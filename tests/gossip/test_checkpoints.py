@@ -27,6 +27,9 @@ RUNS = {
     "matching": ({"topology": "random_matching", "optimizer": SGD}, COSINE),
     "groups": ({"topology": ("local_global", {"local_size": 2}), "optimizer": SGD}, MULTI_STEP),
     "one bucket": ({"topology": "directed_ring", "bucket_cap_mb": 25, "optimizer": NADAM}, MULTI_STEP),
+    "then": ({"algorithm": gossip.AdaptThenCombine(0.5), "buffers": "average"}, COSINE),
+    "outside": ({"step_in_backward": False, "buffers": "average"}, COSINE),
+    "clipped": ({"clip_grad_norm": 0.1, "topology": ("ring", {})}, MULTI_STEP),
     "complete": ({"topology": "complete", "optimizer": functools.partial(ADAMW, fused=True)}, COSINE),
 }
 
@@ -34,7 +37,7 @@ RUNS = {
 def start(name: str, seed: int = 0) -> tuple[gossip.GossipDataParallel, Any]:
     options, schedule = RUNS[name]
     options = dict(options)
-    if isinstance(options["topology"], tuple):
+    if isinstance(options.get("topology"), tuple):
         family, chosen = options["topology"]
         options["topology"] = topologies.build(family, 4, **chosen)
     model = make_model(seed, **options)
@@ -77,6 +80,33 @@ def resume_at_every_step(folder: str, names: Sequence[str], num_steps: int) -> N
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     launch(run_with_and_without_saving, str(tmp_path), list(RUNS), 4, world_size=4)
     launch(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)
+
+
+def scaled_run(folder: str, resume: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Rank 1 overflows in step 1, and the run is saved before the others have heard of it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    model = make_model(scaler=scaler, module=lambda: nn.Linear(4, 2))
+    if resume:
+        gossip.load(model, folder, scaler=scaler)
+    scales = []
+    for step in range(model.step, 6):
+        if step == 2 and not resume:
+            gossip.save(model, folder, scaler=scaler)
+        overflow = float("inf") if step == 1 and model.rank == 1 else 1.0
+        scaler.scale(model(torch.randn(8, 4)).square().mean() * overflow).backward()
+        scales.append(scaler.get_scale())
+    state = everything(model)
+    model.close()
+    return scales, state
+
+
+def test_overflow_that_is_under_way_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    whole = launch(scaled_run, str(tmp_path), False, world_size=2)
+    resumed = launch(scaled_run, str(tmp_path), True, world_size=2)
+    for (scales, state), (later_scales, later_state) in zip(whole, resumed, strict=True):
+        assert later_scales == scales[2:]
+        assert min(scales) == 512.0
+        assert_same(later_state, state)
 
 
 def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
