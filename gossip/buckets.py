@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -40,6 +41,11 @@ class Bucket:
     block: torch.Tensor
     _homes: tuple[torch.Tensor, ...]
     _addresses: list[int]
+
+    @cached_property
+    def places(self) -> frozenset[int]:
+        """The indices of its parameters."""
+        return frozenset(range(len(self.parameters)))
 
     @torch.no_grad()
     def reclaim(self) -> None:

@@ -25,7 +25,7 @@ class BufferBucket:
     names : tuple of str
         Of the buffers; they are looked up in the module each time.
     block : Tensor, [numel]
-    parameters : tuple
+    parameters, places : tuple, frozenset
         None.
     trainable : bool
         False.
@@ -37,6 +37,7 @@ class BufferBucket:
     _module: nn.Module
     _numels: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...] = ()
+    places: frozenset[int] = frozenset()
     trainable: bool = False
 
     @torch.no_grad()

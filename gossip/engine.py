@@ -31,7 +31,7 @@ class _StepProgress:
     """How far the step that is being made has come."""
 
     def __init__(self, buckets: Sequence[AnyBucket]) -> None:
-        self.awaited_gradients = [set(range(len(bucket.parameters))) for bucket in buckets]  # by place
+        self.awaited_gradients = [set(bucket.places) for bucket in buckets]
         self.num_launched = 0  # buckets launch in index order, the same on every rank
         self.callback_is_queued = False  # at the end of the backward pass
         self.has_gradients = False

@@ -22,6 +22,7 @@ from gossip.scaling import SharedScaler
 from gossip.stats import Meter
 
 _SMALL_NUMEL = 4096
+_CHUNK = 256  # tensors that are copied at once
 
 
 class Updater:
@@ -78,7 +79,6 @@ class Updater:
             return
         with _timed(meter):
             norm = _norm(gradients, bucket)
-            meter.gradient_norms.append(norm)
             if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
@@ -92,13 +92,9 @@ class Updater:
         with _timed(meter):
             overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
             gradients = _gradients(self._parameters)
-            if not overflowed:
-                norm = get_total_norm([_values(gradient) for gradient in gradients])
-                meter.gradient_norms.append(norm)
-                if self._is_finite(norm, gradients, f"step {step}", meter):
-                    self._clip_all_(norm)
-                    for optimizer in self.optimizers:
-                        optimizer.step()
+            if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
+                for optimizer in self.optimizers:
+                    optimizer.step()
             for parameter in self._parameters:
                 parameter.grad = None
             if self.scaler is not None:
@@ -125,7 +121,6 @@ class Updater:
             gradients = _gradients(p for p in bucket.parameters if held is None or id(p) in held)
             if gradients:
                 norm = _norm(gradients, bucket)
-                meter.gradient_norms.append(norm)
                 if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                     return False
         return True
@@ -169,9 +164,12 @@ class Updater:
                         parameter.grad.mul_(1.0 / float(scale))
         return False
 
-    def _clip_all_(self, norm: torch.Tensor) -> None:
+    def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
+        norm = get_total_norm([_values(gradient) for gradient in gradients])
+        if not self._is_finite(norm, gradients, f"step {step}", meter):
+            return False
         if self._clip_grad_norm is None:
-            return
+            return True
         if self._clips_buckets:
             for bucket in self._buckets:
                 gradients = _gradients(bucket.parameters)
@@ -179,11 +177,14 @@ class Updater:
                     _clip_(bucket.parameters, self._clip_grad_norm, _norm(gradients, bucket))
         else:
             _clip_(self._parameters, self._clip_grad_norm, norm)
+        return True
 
     def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:
         if not norm.is_cpu:  # reading it would hold the host until the device is done
+            meter.gradient_norms.append(norm)
             return True
         value = float(norm)
+        meter.gradient_norms.append(value)
         if value - value == 0.0 or all(bool(_values(gradient).isfinite().all()) for gradient in gradients):
             return True
         meter.num_skipped += 1
@@ -212,13 +213,14 @@ def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
     try:
         if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
             return get_total_norm(gradients)
-        # Of many small tensors it is the calls that cost, not the copy.
-        flat: torch.Tensor = _flatten_dense_tensors(gradients)
+        # Of many small tensors it is the calls that cost, not the copies.
+        chunks = [gradients[start : start + _CHUNK] for start in range(0, len(gradients), _CHUNK)]
+        norms = [torch.linalg.vector_norm(_flatten_dense_tensors(chunk)) for chunk in chunks]
     except RuntimeError:
         if not any(gradient.is_sparse for gradient in gradients):
             raise
         return get_total_norm([_values(gradient) for gradient in gradients])
-    norm: torch.Tensor = torch.linalg.vector_norm(flat)
+    norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 

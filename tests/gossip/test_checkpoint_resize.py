@@ -212,18 +212,16 @@ def test_cache_of_another_length_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_two_optimizers_come_back_each_to_its_own(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[gossip.GossipDataParallel, tuple[torch.optim.Optimizer, ...]]:
-        model = make_model(seed, module=lambda: nn.Linear(4, 2), optimizer=None)
-        optimizers = (
-            torch.optim.SGD([model.module.weight], lr=0.1, momentum=0.9),
-            torch.optim.AdamW([model.module.bias]),
-        )
-        model.optimizer = optimizers
-        return model, optimizers
+        module = nn.Linear(4, 2)
+        optimizers = (torch.optim.SGD([module.weight], lr=0.1, momentum=0.9), torch.optim.AdamW([module.bias]))
+        return make_model(seed, module=lambda: module, optimizer=optimizers), optimizers
 
     model, optimizers = build(0)
-    model.module(torch.ones(2, 4)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    model.idle_step()
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
     gossip.save(model, tmp_path)
     resumed, restored = build(1)
     gossip.load(resumed, tmp_path)
