@@ -43,6 +43,7 @@ class AgreedFlag:
         if self._world.group is None:
             self._answer = yes
             return
+        self._world.roll_call.note(self._what)
         flag = torch.tensor([float(yes)], device=self._world.control_device)
         group = self._group
         pending = self._lanes.submit(
@@ -65,7 +66,8 @@ class AgreedFlag:
         if not pending.wait(self._world.timeout):
             raise ExchangeError(
                 f"{where}: not all of the {self._world.world_size} ranks took part within "
-                f"{self._world.timeout.total_seconds():g} s; every rank must make the same steps"
+                f"{self._world.timeout.total_seconds():g} s: {self._world.roll_call.explain()}; every rank must make "
+                "the same steps"
             )
         if pending.error is not None:
             raise ExchangeError(f"{where}: {pending.error}") from pending.error

@@ -186,8 +186,8 @@ def test_overflow_on_one_rank_keeps_scales_equal_and_nobody_waiting(outside: boo
     assert all(math.isfinite(value) for _, values in first + second for value in values)
     # The rank that overflowed was mixed in the step, but not updated: what was in flight is the peers' mean.
     mean = [(a + b) / 2 for a, b in zip(first[1][1], second[1][1], strict=True)]
-    assert second[2][1] == pytest.approx(mean, rel=1e-6)
-    assert first[2][1] != pytest.approx(mean, rel=1e-6)
+    assert second[2][1] == pytest.approx(mean, rel=1e-4, abs=1e-4)
+    assert first[2][1] != pytest.approx(mean, rel=1e-4, abs=1e-4)
 
 
 def test_scaler_that_the_model_does_not_know_is_refused() -> None:

@@ -121,3 +121,4 @@ def test_exception_inside_join_leaves_it_at_once() -> None:
     waiting, left = launch(raise_inside, world_size=2)
     assert left == "left"
     assert "rank 0: waiting in join()" in waiting
+    assert "rank 1" in waiting
