@@ -7,7 +7,7 @@ import torch
 from gossip.courier import Courier
 from gossip.errors import ExchangeError
 from gossip.lanes import Lanes, Pending
-from gossip.world import CLOSING_PATIENCE, World
+from gossip.world import CLOSING_PATIENCE, DEATH_PATIENCE, World
 
 
 class AgreedFlag:
@@ -70,7 +70,8 @@ class AgreedFlag:
                 "the same steps"
             )
         if pending.error is not None:
-            raise ExchangeError(f"{where}: {pending.error}") from pending.error
+            who = self._world.roll_call.explain(DEATH_PATIENCE)
+            raise ExchangeError(f"{where}: {pending.error}: {who}") from pending.error
         self._pending = None
         self._answer = bool(flag.item())
         return self._answer

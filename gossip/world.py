@@ -22,7 +22,7 @@ _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, 
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
 CLOSING_PATIENCE = timedelta(seconds=1)
 """How long the end of communication may take before what is stuck is left alone."""
-_DEATH_PATIENCE = timedelta(seconds=0.25)  # for the living to arrive too: who is absent then is the dead one
+DEATH_PATIENCE = timedelta(seconds=0.25)  # for the living to arrive too: who is absent then is the dead one
 _LONGEST_PAUSE_S = 0.005
 
 
@@ -303,7 +303,7 @@ class World:
                 "call it, after the same number of steps"
             )
         if pending.error is not None:
-            patience = min(_DEATH_PATIENCE, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+            patience = min(DEATH_PATIENCE, timedelta(seconds=max(0.0, deadline - time.monotonic())))
             raise ExchangeError(
                 f"rank {self.rank}: {what}: {pending.error}: {self.roll_call.explain(patience)}"
             ) from pending.error
