@@ -10,6 +10,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 import topologies
+from gossip.algorithms import Algorithm
+from gossip.bucket_optimizer import OptimizerArgument
+from gossip.transports import Transport
 from topologies import Topology
 
 
@@ -17,17 +20,27 @@ from topologies import Topology
 class Arguments:
     """How a model updates and exchanges; see :class:`gossip.GossipDataParallel` for each."""
 
+    optimizer: OptimizerArgument
+    topology: str | Topology
+    algorithm: str | Algorithm
     step_in_backward: bool
     clip_grad_norm: float | None
     clip: str
     scaler: GradScaler | None
     buffers: str
     bucket_cap_mb: float
+    transport: Transport | None
+    debug: str | None
+
+    @property
+    def open_scaler(self) -> GradScaler | None:
+        """The scaler, if there is one and it is enabled."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     @property
     def updates_by_bucket(self) -> bool:
         """Whether each bucket is updated as soon as its own gradients are complete."""
-        waits = self.scaler is not None or (self.clip_grad_norm is not None and self.clip == "global")
+        waits = self.open_scaler is not None or (self.clip_grad_norm is not None and self.clip == "global")
         return self.step_in_backward and not waits
 
     @property
@@ -36,16 +49,18 @@ class Arguments:
         return int(self.bucket_cap_mb * 2**20)
 
     def describe(self) -> dict[str, str]:
-        """In words, to be compared between ranks."""
+        """What is not described elsewhere, in words, to be compared between ranks."""
         described = {
             "step_in_backward": str(self.step_in_backward),
             "clip_grad_norm": "none" if self.clip_grad_norm is None else f"{self.clip_grad_norm:g} ({self.clip})",
             "buffers": self.buffers,
             "bucket_cap_mb": f"{self.bucket_cap_mb:g}",
+            "debug": str(self.debug),
         }
-        if self.scaler is None:
+        scaler = self.open_scaler
+        if scaler is None:
             return described | {"scaler": "none"}
-        state = self.scaler.state_dict()
+        state = scaler.state_dict()
         constants = ("scale", "growth_factor", "backoff_factor", "growth_interval")
         return described | {"scaler": ", ".join(f"{name}={state[name]:g}" for name in constants)}
 
@@ -73,7 +88,9 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
                 "model.clip_grad_norm_(...) before model.optimizer.step()"
             )
         _refuse_sparse(module)
-    if arguments.scaler is not None and arguments.step_in_backward:
+    if not isinstance(arguments.scaler, GradScaler | None):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
+    if arguments.open_scaler is not None and arguments.step_in_backward:
         for name, parameter in module.named_parameters():
             if parameter.dtype == torch.float16:
                 raise ValueError(

@@ -14,31 +14,20 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gossip.algorithms import Algorithm, resolve_algorithm
-from gossip.announcement import announce
-from gossip.arguments import Arguments, check_arguments, resolve_topology
+from gossip.algorithms import Algorithm
+from gossip.arguments import Arguments
 from gossip.averaging import average_module_, consensus_distance, recalibrate_, saved_state
 from gossip.bucket_optimizer import (
     OptimizerArgument,
-    build_optimizers,
-    describe_optimizers,
-    replace_step,
     restore_step,
 )
-from gossip.buckets import check_parameters, make_buckets
-from gossip.buffers import make_buffer_buckets
-from gossip.debug_transport import DebugTransport, check_debug
+from gossip.construction import construct
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.flags import AgreedFlag
-from gossip.manifest import CONSTRUCTION, build_manifest, compare_manifests
-from gossip.mixing import AnyBucket, Mixer
 from gossip.module_face import ModuleFace
-from gossip.places import check_not_wrapped
-from gossip.scaling import SharedScaler
 from gossip.stats import StepStats
-from gossip.transports import DistributedTransport, Transport
-from gossip.updating import Updater
+from gossip.transports import Transport
 from gossip.world import World
 from topologies import Topology
 
@@ -170,102 +159,36 @@ class GossipDataParallel(ModuleFace):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         arguments = Arguments(
+            optimizer=optimizer,
+            topology=topology,
+            algorithm=algorithm,
             step_in_backward=step_in_backward,
             clip_grad_norm=clip_grad_norm,
             clip=clip,
-            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            scaler=scaler,
             buffers=buffers,
             bucket_cap_mb=bucket_cap_mb,
+            transport=transport,
+            debug=debug,
         )
         world = World(timeout, process_group)
         try:
-            self._construct(module, optimizer, topology, algorithm, arguments, transport, world, debug)
+            parts = construct(module, arguments, world)
         except BaseException:
             world.close()
             raise
-
-    def _construct(
-        self,
-        module: nn.Module,
-        optimizer: OptimizerArgument,
-        topology: str | Topology,
-        algorithm: str | Algorithm,
-        arguments: Arguments,
-        transport: Transport | None,
-        world: World,
-        debug: str | None,
-    ) -> None:
-        try:
-            topology = resolve_topology(topology, world.world_size)
-            algorithm = resolve_algorithm(algorithm)
-            check_arguments(arguments, module)
-            check_debug(debug, transport)
-            check_parameters(module)
-            check_not_wrapped(module)
-            by_bucket = arguments.updates_by_bucket
-            optimizers = build_optimizers(optimizer, module, by_bucket=by_bucket)
-            if not optimizers and not arguments.step_in_backward:
-                raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
-            settings = {
-                "algorithm": algorithm.describe(),
-                **arguments.describe(),
-                **describe_optimizers(optimizers),
-                "debug": str(debug),
-            }
-            manifest = build_manifest(module, topology, settings)
-        except Exception as error:
-            # The other ranks are about to compare manifests: tell them, rather than let them wait.
-            with contextlib.suppress(GossipError):
-                compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
-            raise
-        compare_manifests(world, manifest)
-
-        parameter_buckets = make_buckets(module.named_parameters(), arguments.bucket_cap_bytes)
-        for bucket in parameter_buckets:
-            world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
-        for name, buffer in module.named_buffers():
-            world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
-        if transport is None and world.world_size > 1:
-            transport = DistributedTransport(world, topology) if debug is None else DebugTransport(world)
-        shared_scaler = None
-        if arguments.scaler is not None:
-            shared_scaler = SharedScaler(arguments.scaler, AgreedFlag(world, "agreeing on the loss scale"))
-
-        buckets: tuple[AnyBucket, ...] = (
-            *parameter_buckets,
-            *(make_buffer_buckets(module, len(parameter_buckets)) if arguments.buffers == "average" else ()),
-        )
         self.module = module
-        self.optimizer: Any = optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
-        self.algorithm = algorithm
-        self.topology = topology
+        self.optimizer: Any = parts.optimizers if len(parts.optimizers) > 1 else next(iter(parts.optimizers), None)
+        self.algorithm = parts.algorithm
+        self.topology = parts.topology
         self._arguments = arguments
         self._world = world
-        self._buckets = parameter_buckets
-        self._engine: StepEngine | None = StepEngine(
-            module,
-            buckets,
-            Mixer(buckets, optimizers, topology, transport, algorithm, world.rank),
-            Updater(
-                optimizers,
-                buckets,
-                list(module.parameters()),
-                clip_grad_norm=arguments.clip_grad_norm,
-                clip=arguments.clip,
-                scaler=shared_scaler,
-                rank=world.rank,
-            ),
-            rank=world.rank,
-            step_in_backward=arguments.step_in_backward,
-        )
-        for each in optimizers:
-            replace_step(each, self._engine.step_optimizer, by_bucket=by_bucket)
+        self._buckets = parts.buckets
+        self._engine: StepEngine | None = parts.engine
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
         # through that. The hooks do not know the wrapper, so that its end can end them.
-        self._finalizer = weakref.finalize(self, _give_back, self._engine, world, optimizers)
+        self._finalizer = weakref.finalize(self, _give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
-        if world.rank == 0:
-            announce(topology, algorithm, arguments, buckets, transport)
 
     # ------------------------------------------------------------------ what it is
 

@@ -1,0 +1,118 @@
+"""From the wrapper's arguments to its parts, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.announcement import announce
+from gossip.arguments import Arguments, check_arguments, resolve_topology
+from gossip.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
+from gossip.buckets import Bucket, check_parameters, make_buckets
+from gossip.buffers import make_buffer_buckets
+from gossip.debug_transport import DebugTransport, check_debug
+from gossip.engine import StepEngine
+from gossip.errors import GossipError
+from gossip.flags import AgreedFlag
+from gossip.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
+from gossip.mixing import AnyBucket, Mixer
+from gossip.places import check_not_wrapped
+from gossip.scaling import SharedScaler
+from gossip.transports import DistributedTransport
+from gossip.updating import Updater
+from gossip.world import World
+from topologies import Topology
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a wrapped model consists of.
+
+    Attributes
+    ----------
+    topology : Topology
+    algorithm : Algorithm
+    optimizers : tuple of Optimizer
+    buckets : tuple of Bucket
+        Of the parameters, in launch order.
+    engine : StepEngine
+        Makes the steps, also of buckets of buffers.
+    """
+
+    topology: Topology
+    algorithm: Algorithm
+    optimizers: tuple[Optimizer, ...]
+    buckets: tuple[Bucket, ...]
+    engine: StepEngine
+
+
+def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
+    """Check the arguments and compare them between ranks; then build, and start all ranks from rank 0. Collective.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument, or a parameter of the module, cannot be used on this rank.
+    ManifestError
+        The ranks differ, or another one has refused; raised on every rank.
+    """
+    try:
+        topology, algorithm, optimizers, manifest = _check(module, arguments, world)
+    except Exception as error:
+        # The other ranks are about to compare manifests: tell them, rather than let them wait.
+        with contextlib.suppress(GossipError):
+            compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
+        raise
+    compare_manifests(world, manifest)
+
+    buckets = make_buckets(module.named_parameters(), arguments.bucket_cap_bytes)
+    for bucket in buckets:
+        world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
+    for name, buffer in module.named_buffers():
+        world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+    everything: tuple[AnyBucket, ...] = buckets
+    if arguments.buffers == "average":
+        everything += make_buffer_buckets(module, len(buckets))
+
+    transport = arguments.transport
+    if transport is None and world.world_size > 1:
+        transport = DistributedTransport(world, topology) if arguments.debug is None else DebugTransport(world)
+    scaler = arguments.open_scaler
+    updater = Updater(
+        optimizers,
+        everything,
+        list(module.parameters()),
+        clip_grad_norm=arguments.clip_grad_norm,
+        clip=arguments.clip,
+        scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
+        rank=world.rank,
+    )
+    mixer = Mixer(everything, optimizers, topology, transport, algorithm, world.rank)
+    engine = StepEngine(
+        module, everything, mixer, updater, rank=world.rank, step_in_backward=arguments.step_in_backward
+    )
+    for optimizer in optimizers:
+        replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
+    if world.rank == 0:
+        announce(topology, algorithm, arguments, everything, transport)
+    return Parts(topology, algorithm, optimizers, buckets, engine)
+
+
+def _check(
+    module: nn.Module, arguments: Arguments, world: World
+) -> tuple[Topology, Algorithm, tuple[Optimizer, ...], Manifest]:
+    topology = resolve_topology(arguments.topology, world.world_size)
+    algorithm = resolve_algorithm(arguments.algorithm)
+    check_arguments(arguments, module)
+    check_debug(arguments.debug, arguments.transport)
+    check_parameters(module)
+    check_not_wrapped(module)
+    optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
+    if not optimizers and not arguments.step_in_backward:
+        raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
+    settings = {"algorithm": algorithm.describe(), **arguments.describe(), **describe_optimizers(optimizers)}
+    return topology, algorithm, optimizers, build_manifest(module, topology, settings)
