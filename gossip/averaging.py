@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from gossip.buckets import Bucket
 from gossip.buffers import is_averaged
+from gossip.errors import GossipError
 from gossip.manifest import compare_manifests
 from gossip.world import World
 
@@ -37,7 +38,12 @@ def _compare_buffers(module: nn.Module, world: World) -> None:
     """gloo aborts the process if two ranks' buffers differ in shape; they may have changed since construction."""
     described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()}
     manifest = {f"buffer {name!r}": text for name, text in described.items()}
-    compare_manifests(world, manifest, "comparing buffers before averaging")
+    compare_manifests(
+        world,
+        manifest,
+        "comparing buffers before averaging",
+        advice="a buffer that grows with the data cannot be averaged: keep it out of register_buffer",
+    )
 
 
 @contextlib.contextmanager
@@ -45,7 +51,12 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
     """Put parameters and buffers back exactly as they were, in place, when the block is left. Local."""
     with torch.no_grad():
         blocks = [bucket.block.clone() for bucket in buckets]
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        buffers = [
+            (owner._buffers, key, buffer, buffer.clone())
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
     try:
         yield
     finally:
@@ -54,8 +65,9 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
                 bucket.reclaim()
                 bucket.block.copy_(block)
                 bucket.written()
-            for buffer, values in buffers:
+            for owned, key, buffer, values in buffers:
                 buffer.copy_(values)
+                owned[key] = buffer  # a forward pass may have put another one there
 
 
 def consensus_distance(buckets: Sequence[Bucket], world: World) -> tuple[float, float]:
@@ -85,6 +97,7 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
     """
     norms = {name: each for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
     counted = _Counted(batches)
+    cause: Exception | None = None
     modes = {each: each.training for each in module.modules()}
     module.eval()  # dropout stays off, as in what is evaluated then
     momenta = {norm: norm.momentum for norm in norms.values()}
@@ -92,14 +105,28 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean
         norm.train()
+    failure = ""
     try:
         for batch in counted:
-            module(batch[0] if isinstance(batch, list | tuple) else batch)
+            if isinstance(batch, Mapping):
+                module(**batch)
+            else:
+                module(batch[0] if isinstance(batch, list | tuple) else batch)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        cause = error
     finally:
         for each, mode in modes.items():
             each.training = mode
         for norm, momentum in momenta.items():
             norm.momentum = momentum
+    failures = world.gather_bytes(failure.encode(), "recalibrating: comparing what went wrong")
+    for rank, found in enumerate(failures):
+        if found:
+            raise GossipError(
+                f"recalibrate failed on rank {rank}: {found.decode()}; its batches must be inputs, tuples that begin "
+                "with them, or mappings of the module's arguments"
+            ) from (cause if failure else None)
     total = torch.tensor([float(counted.num_batches)], dtype=torch.float64)
     world.sum_(total, "counting batches for recalibration")
     if not total.item():

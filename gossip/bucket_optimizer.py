@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from gossip.errors import GossipError
 
@@ -45,7 +46,7 @@ def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_buck
             )
         if by_bucket:
             _check_steps_by_bucket(each)
-    _check_parameters(optimizers, module)
+    check_parameters_held(optimizers, dict(module.named_parameters()))
     return optimizers
 
 
@@ -57,8 +58,18 @@ def _check_steps_by_bucket(optimizer: Optimizer) -> None:
             f"{name} evaluates a closure several times a step, which cannot run inside backward; wrap the module with "
             "step_in_backward=False, or choose an optimizer that steps from gradients alone"
         )
+    for key, value in vars(optimizer).items():
+        if key not in ("state", "param_groups") and _holds_more(value):
+            raise ValueError(
+                f"{name} keeps parameters or another optimizer in its attribute {key!r}, and would step all of them "
+                "for every bucket; wrap the module with step_in_backward=False"
+            )
     if optimizer._optimizer_step_pre_hooks:
         raise ValueError(f"{name} has step pre-hooks; {_NO_PRE_HOOKS}")
+
+
+def _holds_more(value: object) -> bool:
+    return any(isinstance(leaf, Optimizer | nn.Parameter) for leaf in tree_leaves(value))
 
 
 _NO_PRE_HOOKS = (
@@ -67,8 +78,15 @@ _NO_PRE_HOOKS = (
 )
 
 
-def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer that holds a parameter which is not one of ``parameters``, or which another one holds too.
+
+    Raises
+    ------
+    ValueError
+        Says which.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
     holder: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -100,7 +118,7 @@ class BucketOptimizer:
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._mine = {id(parameter) for parameter in parameters}
-        self._group_sizes: list[int] = []
+        self._groups_seen: list[tuple[int, int]] = []
         self._members: list[list[nn.Parameter]] = []
         # Not copy.copy: that goes through __getstate__, which keeps only what a checkpoint needs.
         self._view: Any = object.__new__(type(optimizer))
@@ -118,9 +136,9 @@ class BucketOptimizer:
     def step(self) -> None:
         """Update the parameters that have a gradient."""
         groups = self._optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != self._group_sizes:
-            self._group_sizes = sizes
+        seen = [(id(group["params"]), len(group["params"])) for group in groups]
+        if seen != self._groups_seen:
+            self._groups_seen = seen
             self._members = [[p for p in group["params"] if id(p) in self._mine] for group in groups]
         own_groups = [{**group, "params": own} for group, own in zip(groups, self._members, strict=True) if own]
         if not own_groups:
@@ -133,7 +151,7 @@ class BucketOptimizer:
             self._check_state_is_per_parameter(*before)
 
     def _own_attributes(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._view).items() if name not in ("state", "param_groups")}
+        return {name: value for name, value in vars(self._view).items() if name not in _NOT_COUNTED}
 
     def _check_state_is_per_parameter(self, attributes: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Refuse an optimizer that counts in its groups or in itself: each bucket would count for itself, in vain."""
@@ -148,6 +166,9 @@ class BucketOptimizer:
                     "step_in_backward=False, or choose one whose state is per parameter"
                 )
 
+
+_NOT_COUNTED = ("state", "param_groups", "_need_device_dtype_check_for_fused")
+"""Attributes of an optimizer that its steps may set: the last one is a flag of torch's fused optimizers."""
 
 _REPLACED = ("step", "register_step_pre_hook", "_step_supports_amp_scaling")
 """Attributes of an optimizer that stand in for those of its class while a model is open."""

@@ -74,6 +74,12 @@ class Bucket:
         home.copy_(values)
         parameter.data = home
 
+    def release(self) -> None:
+        """Give every parameter memory of its own: saving one must not save the block, now that nothing is fused."""
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone()
+
     def written(self) -> None:
         """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves."""
         torch.autograd.graph.increment_version(self.parameters)

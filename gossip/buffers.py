@@ -53,6 +53,9 @@ class BufferBucket:
             buffer = self._buffer(name, part)
             part.copy_(_as_real(buffer).reshape(-1))
 
+    def release(self) -> None:
+        """Nothing to do: the buffers are where they were."""
+
     @torch.no_grad()
     def written(self) -> None:
         """Copy the block's values into the buffers."""

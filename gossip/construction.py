@@ -18,6 +18,7 @@ from gossip.debug_transport import DebugTransport, check_debug
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.flags import AgreedFlag
+from gossip.foreign_optimizers import OptimizerWatch
 from gossip.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import check_not_wrapped
@@ -93,7 +94,13 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     )
     mixer = Mixer(everything, optimizers, topology, transport, algorithm, world.rank)
     engine = StepEngine(
-        module, everything, mixer, updater, rank=world.rank, step_in_backward=arguments.step_in_backward
+        module,
+        everything,
+        mixer,
+        updater,
+        rank=world.rank,
+        step_in_backward=arguments.step_in_backward,
+        watch=OptimizerWatch(module.named_parameters(), optimizers),
     )
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from gossip.autograd import refuse_compiled_autograd, tensors_in
 from gossip.bucket_optimizer import fire_step_hooks
 from gossip.errors import GossipError
+from gossip.foreign_optimizers import OptimizerWatch
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import ParameterPlaces
 from gossip.stats import Meter, StepStats
@@ -50,6 +50,7 @@ class StepEngine:
     mixer : Mixer
     updater : Updater
     rank : int
+    watch : OptimizerWatch
     step_in_backward : bool
         Whether backward passes make steps, or calls of the optimizers' ``step()``.
 
@@ -76,6 +77,7 @@ class StepEngine:
         *,
         rank: int,
         step_in_backward: bool,
+        watch: OptimizerWatch,
     ) -> None:
         self.module = module
         self.buckets = buckets
@@ -87,6 +89,7 @@ class StepEngine:
         self.is_averaged = False
         self.on_step_begin: Callable[[], None] | None = None
         self.error: BaseException | None = None
+        self._watch = watch
         self._steps_in_backward = step_in_backward
         self._by_bucket = step_in_backward and not updater.needs_all_gradients
         self._optimizer_steps = False  # within it, optimizer.step() is ours
@@ -114,6 +117,7 @@ class StepEngine:
 
     def begin_forward(self) -> None:
         """Check that a step can be made; notice a forward pass that is a checkpoint's, inside a backward pass."""
+        refuse_compiled_autograd()
         if torch._C._current_graph_task_id() == -1:
             self.check_alive()
         elif self.synchronise:
@@ -158,7 +162,7 @@ class StepEngine:
         """Watch for the backward pass from ``output``: it is seen here before any inner (checkpointing) one begins."""
         self._progress.meter.forward_s += time.perf_counter() - self._forward_began
         if torch.is_grad_enabled():
-            for tensor in _tensors_in(output):
+            for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_backward)
 
@@ -264,7 +268,7 @@ class StepEngine:
                         f"rank {self.rank}: step {self.step}: idle_step() after one of several optimizers was stepped; "
                         "step all of them, or none"
                     )
-                self._combine_for_step()
+                self._combine_for_step(looks_at_gradients=False)
                 self.updater.idle()
                 self._send_all()
             self._finish_step()
@@ -279,6 +283,12 @@ class StepEngine:
                 "or wrap the module with step_in_backward=False"
             )
         if not self._optimizer_steps:
+            if optimizer.__dict__.get("found_inf") is not None:
+                raise ValueError(
+                    "scaler.step() cannot work here: the update has been made inside backward; give the scaler to "
+                    "GossipDataParallel(scaler=...) and call only scaler.scale(loss).backward(), or keep the usual "
+                    "loop with step_in_backward=False"
+                )
             return None  # the update has been made
         if self._by_bucket:
             return fire_step_hooks(optimizer)
@@ -297,8 +307,9 @@ class StepEngine:
             if not progress.stepped:
                 self._begin_step()
                 self.check_places()
-                self._combine_for_step()
-            result = self.updater.update_by(optimizer, closure, self.step, progress.meter)
+                self._combine_for_step(looks_at_gradients=closure is None)
+            with self._stepping_optimizers():
+                result = self.updater.update_by(optimizer, closure, self.step, progress.meter)
             progress.stepped.append(optimizer)
             if len(progress.stepped) == len(self.updater.optimizers):
                 self.updater.settle_scale()
@@ -309,6 +320,7 @@ class StepEngine:
     def _begin_step(self) -> None:
         if not self._progress.has_begun:
             self._progress.has_begun = True
+            self.updater.check_held()
             if self.on_step_begin is not None:
                 self.on_step_begin()
 
@@ -323,14 +335,16 @@ class StepEngine:
         bucket.reclaim()
         self._check_was_combined(bucket)
         self.mixer.combine_(bucket, progress.meter)
-        self.updater.update_bucket(bucket, self.step, progress.meter)
+        with self._watch.pause():
+            self.updater.update_bucket(bucket, self.step, progress.meter)
         self.mixer.send(bucket, self.step, progress.meter)
 
     @torch.no_grad()
-    def _combine_for_step(self) -> None:
+    def _combine_for_step(self, *, looks_at_gradients: bool = True) -> None:
         for bucket in self.buckets:
             bucket.reclaim()
-            self._check_was_combined(bucket)
+            if looks_at_gradients:  # else they may be an older backward pass's
+                self._check_was_combined(bucket)
             self.mixer.combine_(bucket, self._progress.meter)
 
     @torch.no_grad()
@@ -353,7 +367,8 @@ class StepEngine:
     def _stepping_optimizers(self) -> Iterator[None]:
         self._optimizer_steps = True
         try:
-            yield
+            with self._watch.pause():
+                yield
         finally:
             self._optimizer_steps = False
 
@@ -390,6 +405,10 @@ class StepEngine:
         with self.fatal(), torch.no_grad():
             for bucket in self.buckets:
                 bucket.reclaim()
+        self.combine_if_due()
+
+    def combine_if_due(self) -> None:
+        """Combine what is in flight, if the algorithm wants it before the parameters are read again."""
         if self.mixer.algorithm.combines_before_forward:
             self._combine(range(len(self.buckets)))
 
@@ -437,6 +456,20 @@ class StepEngine:
         if self._progress.callback_is_queued and torch._C._current_graph_task_id() == -1:
             self._recover_from_dead_backward()
 
+    def check_between_steps(self) -> None:
+        """Raise if this is no moment for what all ranks do together: an average, a checkpoint."""
+        self.check_usable()
+        if self._progress.stepped:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step} is half made: {len(self._progress.stepped)} of "
+                f"{len(self.updater.optimizers)} optimizers were stepped; step the others first"
+            )
+        if self.on_step_begin is not None:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: inside join() the ranks are at different steps; leave the block "
+                "first"
+            )
+
     def check_usable(self) -> None:
         """Raise if no step or average can be made now."""
         self.check_alive()
@@ -454,7 +487,9 @@ class StepEngine:
             with self.fatal():
                 raise GossipError(
                     f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception; some buckets "
-                    "were updated and sent and others not: this rank cannot go on, start again from a checkpoint"
+                    "were updated and sent and others not: this rank cannot go on, start again from a checkpoint. If "
+                    "it was about an in-place modification: of several backward passes in a step put all but the last "
+                    "under no_sync(); a module that uses a detached weight twice needs step_in_backward=False"
                 )
         if self._progress.has_gradients:
             for bucket in self.buckets:
@@ -484,16 +519,8 @@ class StepEngine:
         self._hooks.clear()
         self._await_hooks.clear()
         self._places.close()
+        self._watch.close()
+        for bucket in self.buckets:
+            bucket.release()
         self.mixer.in_flight = [None] * len(self.buckets)
         self.error = self.error or GossipError("this GossipDataParallel has been closed")
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, dataclasses and objects that have some as attributes."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
-        elif hasattr(leaf, "__dict__"):
-            yield from (value for value in vars(leaf).values() if isinstance(value, torch.Tensor))

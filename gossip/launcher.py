@@ -377,7 +377,8 @@ def _work(
         _leave_at_once(1)
     channel.send_bytes(report)
     channel.recv_bytes()  # a rank that closed its sockets now could take a peer's last message with it
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have ended it
+        dist.destroy_process_group()
 
 
 def _leave_with_launcher() -> None:

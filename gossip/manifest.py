@@ -44,7 +44,12 @@ def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str,
     return manifest
 
 
-def compare_manifests(world: World, manifest: Manifest, what: str = "comparing manifests") -> None:
+def compare_manifests(
+    world: World,
+    manifest: Manifest,
+    what: str = "comparing manifests",
+    advice: str = "build module, optimizer and topology the same way everywhere",
+) -> None:
     """Raise on every rank if any two ranks' manifests differ. Collective.
 
     Raises
@@ -57,7 +62,7 @@ def compare_manifests(world: World, manifest: Manifest, what: str = "comparing m
     if len(set(digests)) == 1:
         return
     everyone = [json.loads(data) for data in world.gather_bytes(payload, what)]
-    raise ManifestError(first_difference(everyone))
+    raise ManifestError(f"{first_difference(everyone)}; {advice}")
 
 
 def first_difference(manifests: Sequence[Manifest]) -> str:
@@ -68,10 +73,7 @@ def first_difference(manifests: Sequence[Manifest]) -> str:
         for rank, manifest in enumerate(manifests):
             theirs = manifest.get(key, "nothing")
             if theirs != ours:
-                return (
-                    f"the ranks do not train the same thing: {key} is {ours} on rank 0, but {theirs} on rank {rank}; "
-                    "build module, optimizer and topology the same way everywhere"
-                )
+                return f"the ranks do not train the same thing: {key} is {ours} on rank 0, but {theirs} on rank {rank}"
     raise AssertionError("the manifests are equal")
 
 

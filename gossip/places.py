@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
+from types import FrameType
 
 import torch
 from torch import nn
@@ -43,6 +45,10 @@ class ParameterPlaces:
             for key, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        named = [(owner._modules, key, child) for _, owner in owners for key, child in owner._modules.items()]
+        self._parents = [parent for parent, _, _ in named]
+        self._child_keys = [key for _, key, _ in named]
+        self._children = [child for _, _, child in named]
         self._owners = [place[0] for place in self._places]
         self._keys = [place[1] for place in self._places]
         self._parameters = [place[2] for place in self._places]
@@ -56,7 +62,12 @@ class ParameterPlaces:
             A parameter is of another kind now, was removed, or is new; names it.
         """
         found = map(dict.get, self._owners, self._keys)
-        if not all(map(operator.is_, found, self._parameters)) or list(map(len, self._all_owners)) != self._sizes:
+        children = map(dict.get, self._parents, self._child_keys)
+        if (
+            not all(map(operator.is_, found, self._parameters))
+            or not all(map(operator.is_, children, self._children))
+            or list(map(len, self._all_owners)) != self._sizes
+        ) and not _inside_functional_call():
             self._settle()
 
     def check_all(self) -> None:
@@ -89,6 +100,16 @@ class ParameterPlaces:
         self._remember()
 
 
+def _inside_functional_call() -> bool:
+    """Whether torch.func.functional_call has put other tensors into the module for the length of a call."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_functional_call":
+            return True
+        frame = frame.f_back
+    return False
+
+
 _open_places: weakref.WeakSet[ParameterPlaces] = weakref.WeakSet()
 
 
@@ -100,6 +121,12 @@ def check_not_wrapped(module: nn.Module) -> None:
     ValueError
         Names the parameter.
     """
+    for name, each in module.named_modules():
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
+                "its .module"
+            )
     taken = {parameter for places in _open_places for parameter in places._known}
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:

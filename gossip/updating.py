@@ -15,7 +15,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from gossip.bucket_optimizer import BucketOptimizer
+from gossip.bucket_optimizer import BucketOptimizer, check_parameters_held
 from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
 from gossip.scaling import SharedScaler
@@ -62,6 +62,7 @@ class Updater:
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
         self._rank = rank
+        self._num_held = self._count_held()
         self._has_overflowed = False
         self._by_bucket = [
             [BucketOptimizer(optimizer, bucket.parameters) for optimizer in optimizers] for bucket in buckets
@@ -71,6 +72,16 @@ class Updater:
     def needs_all_gradients(self) -> bool:
         """Whether no bucket can be updated before the last gradient has come."""
         return self.scaler is not None or (self._clip_grad_norm is not None and not self._clips_buckets)
+
+    def check_held(self) -> None:
+        """Refuse a parameter that was given to an optimizer in mid-training, but that the module does not have."""
+        held = self._count_held()
+        if held != self._num_held:
+            check_parameters_held(self.optimizers, {str(number): each for number, each in enumerate(self._parameters)})
+            self._num_held = held
+
+    def _count_held(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def update_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> None:
         """Apply the optimizers to one bucket's gradients, and drop them."""

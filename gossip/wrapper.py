@@ -49,7 +49,7 @@ class GossipDataParallel(ModuleFace):
     ----------
     module : Module
         Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers go to all ranks.
-    optimizer : callable, Optimizer or sequence of Optimizer, optional
+    optimizer : callable, Optimizer, sequence of Optimizer, or None
         A factory that is called once with the list of ``(name, parameter)`` (``functools.partial(torch.optim.AdamW,
         lr=3e-4)``), or one or several optimizers built over the module's parameters. None leaves the parameters as
         they are but for mixing.
@@ -140,7 +140,7 @@ class GossipDataParallel(ModuleFace):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: OptimizerArgument = None,
+        optimizer: OptimizerArgument,
         topology: str | Topology = "one_peer_exponential",
         *,
         algorithm: str | Algorithm = "adapt_while_communicating",
@@ -269,7 +269,7 @@ class GossipDataParallel(ModuleFace):
             The others neither made a step nor left the block in time.
         """
         engine = self._live()
-        engine.check_usable()
+        engine.check_between_steps()
         with engine.fatal():
             flag = AgreedFlag(self._world, "waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
@@ -314,7 +314,7 @@ class GossipDataParallel(ModuleFace):
         Waits for what is in flight and drops it: the replicas are equal. Training may go on, the rounds count on.
         """
         engine = self._live()
-        engine.check_usable()
+        engine.check_between_steps()
         engine.settle()
         engine.drop_in_flight()
         with engine.fatal():
@@ -330,8 +330,9 @@ class GossipDataParallel(ModuleFace):
         Parameters
         ----------
         recalibrate : iterable, optional
-            Batches of inputs (or tuples that begin with them): batch norm's running statistics are estimated anew for
-            the averaged weights, from all ranks' batches, instead of being averaged. A rank may have none.
+            Batches of inputs, tuples that begin with them, or mappings of the module's arguments: batch norm's running
+            statistics are estimated anew for the averaged weights, from all ranks' batches, instead of being averaged.
+            A rank may have none.
 
         Raises
         ------
@@ -339,7 +340,7 @@ class GossipDataParallel(ModuleFace):
             ``recalibrate`` is empty on all ranks.
         """
         engine = self._live()
-        engine.check_usable()
+        engine.check_between_steps()
         engine.settle()
         with saved_state(self.module, self._buckets):
             with engine.fatal():
@@ -362,12 +363,22 @@ class GossipDataParallel(ModuleFace):
             The distance, and the same divided by the norm of the mean; over parameters, not buffers.
         """
         engine = self._live()
-        engine.check_usable()
+        engine.check_between_steps()
         engine.settle()
         with engine.fatal():
             return consensus_distance(self._buckets, self._world)
 
-    # ------------------------------------------------------------------ copies
+    # ------------------------------------------------------------------ values and copies
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, with its own names. Local.
+
+        What the algorithm wants combined before they are read is awaited first; reading ``model.module`` directly
+        between steps does not see it yet.
+        """
+        if self._engine is not None:
+            self._engine.combine_if_due()
+        return super().named_parameters(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the module. Local: load the same on every rank.
@@ -375,6 +386,8 @@ class GossipDataParallel(ModuleFace):
         Keys that all begin with ``module.``, as DistributedDataParallel writes them, are taken too. With ``assign``
         the values are copied all the same: the parameters go on living in the buckets.
         """
+        if self._engine is not None and self._engine.error is None:
+            self._engine.settle()  # what must be combined before the values are read must be before they are replaced
         result = super().load_state_dict(state_dict, strict, assign)
         if assign and self._engine is not None:
             self._engine.settle()

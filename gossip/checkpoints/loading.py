@@ -111,7 +111,7 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
     >>> checkpoint.step, checkpoint.data["batch"]  # doctest: +SKIP
     (123, 17)
     """
-    engine_of(model).check_usable()
+    engine_of(model).check_between_steps()
     path = Path(path)
     kinds = together(model, f"gossip.load from {path}", lambda: _check_call(path, parts))
     contents = _read_one(model, path) if any(kinds) else _read_newest(model, path)

@@ -224,7 +224,7 @@ def test_optimizer_with_pre_hooks_is_refused_where_they_would_see_nothing() -> N
 
 def test_step_outside_backward_needs_an_optimizer() -> None:
     with pytest.raises(ValueError, match="step_in_backward=False needs an optimizer"):
-        GossipDataParallel(make_module(), step_in_backward=False)
+        GossipDataParallel(make_module(), None, step_in_backward=False)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {

@@ -72,7 +72,7 @@ def shared_memory_module() -> nn.Module:
 )
 def test_construction_refuses_parameters_by_name(module: nn.Module, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        GossipDataParallel(module)
+        GossipDataParallel(module, None)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_construction_refuses_parameters_by_name(module: nn.Module, reason: str)
 )
 def test_construction_refuses_arguments_with_the_reason(kwargs: dict, error: type, reason: str) -> None:
     with pytest.raises(error, match=reason):
-        GossipDataParallel(nn.Linear(2, 2), **kwargs)
+        GossipDataParallel(nn.Linear(2, 2), **{"optimizer": None} | kwargs)
 
 
 def test_construction_without_process_group_refuses_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"init_process_group first, or start the function with gossip\.launch"):
-        GossipDataParallel(nn.Linear(2, 2))
+        GossipDataParallel(nn.Linear(2, 2), None)
 
 
 def check_biased_weights_are_refused() -> None:
