@@ -184,7 +184,7 @@ def test_debug_refuses_other_values(debug: Any) -> None:
 
 def test_debug_refuses_a_transport_of_the_callers() -> None:
     with pytest.raises(ValueError, match=r"debug='detail' brings its own transport; leave out transport=object"):
-        GossipDataParallel(nn.Linear(2, 1), debug="detail", transport=object())
+        GossipDataParallel(nn.Linear(2, 1), None, debug="detail", transport=object())
 
 
 def test_debug_in_a_world_of_one_changes_nothing() -> None:
