@@ -94,7 +94,8 @@ class Updater:
             gradients = _gradients(self._parameters)
             if not overflowed:
                 norm = get_total_norm([_values(gradient) for gradient in gradients])
-                meter.gradient_norms.append(norm)
+                if gradients:  # else there is no norm, which is not one of 0
+                    meter.gradient_norms.append(norm)
                 if self._is_finite(norm, gradients, f"step {step}", meter):
                     self._clip_all_(norm)
                     for optimizer in self.optimizers:
