@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,8 +42,9 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def wrap(module: nn.Module | None = None, **arguments: Any) -> GossipDataParallel:
-    arguments = {"optimizer": SGD, "topology": TOPOLOGY, "bucket_cap_mb": TINY_BUCKETS} | arguments
-    return GossipDataParallel(module or make_module(), **arguments)
+    """A rank that hangs is an error long before the test's own time-out."""
+    defaults = {"optimizer": SGD, "topology": TOPOLOGY, "bucket_cap_mb": TINY_BUCKETS, "timeout": timedelta(seconds=60)}
+    return GossipDataParallel(module or make_module(), **(defaults | arguments))
 
 
 def in_every_mode(make: Callable[[], nn.Module] = make_module, **arguments: Any) -> Iterable[GossipDataParallel]:
@@ -103,6 +105,16 @@ def rows_after(
 
     shifted: Any = SimpleNamespace(world_size=world_size, round=lambda t: schedule.round(t + steps.start))
     return dense_recursion(shifted, flat(module) if start is None else start, gradient, update, len(steps))
+
+
+def rows_after_combining(num_steps: int, world_size: int) -> np.ndarray:
+    """The same for adapt then combine: x(t+1) = W_t (x(t) + u(t))."""
+    schedule, module = topologies.build(TOPOLOGY, world_size), make_module()
+    x = np.tile(flat(module), (world_size, 1))
+    for step in range(num_steps):
+        gradients = [gradient_at(module, x[rank], loss_of, rank, step) for rank in range(world_size)]
+        x = schedule.round(step).matrix() @ (x - LR * np.stack(gradients))
+    return x
 
 
 def assert_rows(model: GossipDataParallel, rows: np.ndarray) -> None:

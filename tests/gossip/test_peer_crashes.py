@@ -8,21 +8,29 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import MODES, assert_rows, batch, finish, flat, in_every_mode, loss_of, make_module, rows_after, train
-from small_runs import wrap as wrap_with_defaults
+from small_runs import (
+    MODES,
+    assert_rows,
+    batch,
+    finish,
+    flat,
+    in_every_mode,
+    loss_of,
+    make_module,
+    rows_after,
+    rows_after_combining,
+    train,
+    wrap,
+)
 from torch import nn
 
 import topologies
 from gossip import GossipDataParallel, ManifestError, launch
-
-wrap = functools.partial(wrap_with_defaults, timeout=timedelta(seconds=60))
-"""A hang is an error long before the test's own time-out."""
 
 # ------------------------------------------------------------------ sizes
 
@@ -91,6 +99,40 @@ def train_in_eval_mode() -> None:
 def test_model_in_eval_mode_trains() -> None:
     """Training in eval mode, as with a frozen batch norm, crashes or is no training."""
     launch(train_in_eval_mode, world_size=2)
+
+
+def forward_twice(model: GossipDataParallel) -> None:
+    model(batch(model.rank, 7))
+    model(batch(model.rank, 8))
+
+
+def forward_without_gradients(model: GossipDataParallel) -> None:
+    guard = torch.inference_mode if model.step % 2 else torch.no_grad
+    with guard():
+        output = model(batch(model.rank, 7))
+    model.state_dict()  # by now all is combined
+    assert torch.equal(output, model.module(batch(model.rank, 7))), "computed before the exchange was combined"
+
+
+def average_twice(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        with model.averaged():
+            pass
+
+
+def start_in_every_way() -> None:
+    for before in (forward_twice, forward_without_gradients, average_twice, GossipDataParallel.zero_grad):
+        for model in in_every_mode(algorithm="adapt_then_combine"):
+            for step in range(3):
+                before(model)
+                train(model, range(step, step + 1))
+            model.state_dict()
+            assert_rows(model, rows_after_combining(3, model.world_size))
+
+
+def test_unusual_forwards_do_not_lose_what_the_next_forward_must_await() -> None:
+    """A forward that no backward follows takes or leaves messages that the next one needs: nothing is trained."""
+    launch(start_in_every_way, world_size=3)
 
 
 def first_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
