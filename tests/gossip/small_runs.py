@@ -1,0 +1,122 @@
+"""A small model in every mode, and the dense recursion of its replicas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from recursion import dense_recursion
+from torch import nn
+from torch.nn.utils import vector_to_parameters
+
+import topologies
+from gossip import GossipDataParallel
+
+LR = 0.1
+SGD = functools.partial(torch.optim.SGD, lr=LR)
+TINY_BUCKETS = 71 / 2**20
+TOPOLOGY = "one_peer_exponential"
+MODES = {"in backward": {}, "all at once": {"clip_grad_norm": math.inf}, "outside": {"step_in_backward": False}}
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+"""(module, rank, step) -> what is minimised then and there."""
+
+
+def make_module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(6, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(batch(rank, step)).square().mean()
+
+
+def wrap(module: nn.Module | None = None, **arguments: Any) -> GossipDataParallel:
+    """A rank that hangs is an error long before the test's own time-out."""
+    defaults = {"optimizer": SGD, "topology": TOPOLOGY, "bucket_cap_mb": TINY_BUCKETS, "timeout": timedelta(seconds=60)}
+    return GossipDataParallel(module or make_module(), **(defaults | arguments))
+
+
+def in_every_mode(make: Callable[[], nn.Module] = make_module, **arguments: Any) -> Iterable[GossipDataParallel]:
+    """One model after the other; each is closed when the next one is asked for."""
+    for mode in MODES.values():
+        with wrap(make(), **(mode | arguments)) as model:
+            yield model
+
+
+def finish(model: GossipDataParallel) -> None:
+    """What the usual loop does after backward, where it has to."""
+    if not model._arguments.step_in_backward:
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+
+def train(model: GossipDataParallel, steps: range, loss: Loss = loss_of) -> None:
+    for step in steps:
+        loss(model, model.rank, step).backward()
+        finish(model)
+
+
+def flat(module: nn.Module) -> np.ndarray:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).numpy()
+
+
+def gradient_at(module: nn.Module, x: np.ndarray, loss: Loss, rank: int, step: int) -> np.ndarray:
+    """Of one rank's loss at its parameters ``x``; zero where there is none."""
+    vector_to_parameters(torch.from_numpy(x.copy()), module.parameters())
+    parameters = list(module.parameters())
+    found = torch.autograd.grad(loss(module, rank, step), parameters, allow_unused=True)
+    none = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    return torch.cat([each.flatten() for each in none]).numpy()
+
+
+def rows_after(
+    steps: range,
+    world_size: int,
+    *,
+    make: Callable[[], nn.Module] = make_module,
+    loss: Loss = loss_of,
+    start: np.ndarray | None = None,
+    topology: str | topologies.Topology = TOPOLOGY,
+    edit: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
+    update: Callable[..., np.ndarray] = lambda x, gradients: x - LR * gradients,
+) -> np.ndarray:
+    """All ranks' parameters after ``steps``, which begin at equal replicas; [n, numel].
+
+    ``edit(rank, step, x)`` is what the user makes of them before that step. What it adds stays, as an update's does.
+    """
+    schedule = topologies.build(topology, world_size) if isinstance(topology, str) else topology
+    module = make()
+
+    def gradient(rank: int, place: int, x: np.ndarray) -> np.ndarray:
+        step = steps[place]
+        edited = x if edit is None else edit(rank, step, x)
+        return gradient_at(module, edited, loss, rank, step) - (edited - x) / LR
+
+    shifted: Any = SimpleNamespace(world_size=world_size, round=lambda t: schedule.round(t + steps.start))
+    return dense_recursion(shifted, flat(module) if start is None else start, gradient, update, len(steps))
+
+
+def rows_after_combining(num_steps: int, world_size: int) -> np.ndarray:
+    """The same for adapt then combine: x(t+1) = W_t (x(t) + u(t))."""
+    schedule, module = topologies.build(TOPOLOGY, world_size), make_module()
+    x = np.tile(flat(module), (world_size, 1))
+    for step in range(num_steps):
+        gradients = [gradient_at(module, x[rank], loss_of, rank, step) for rank in range(world_size)]
+        x = schedule.round(step).matrix() @ (x - LR * np.stack(gradients))
+    return x
+
+
+def assert_rows(model: GossipDataParallel, rows: np.ndarray) -> None:
+    assert np.ptp(rows, axis=0).max() > 1e-3 or model.world_size == 1, "the ranks should differ: else nothing is shown"
+    np.testing.assert_allclose(flat(model), rows[model.rank], rtol=0, atol=1e-12)

@@ -1,0 +1,281 @@
+"""What a model says of itself: the cost of every step, and what was built at the start."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from loguru import logger
+from replicas import gathered
+from small_runs import MODES, finish, flat, loss_of, train, wrap
+from torch import nn
+
+import topologies
+from gossip import GossipDataParallel, StepStats, launch
+from topologies import Round, Topology
+
+ALGORITHMS = ["adapt_while_communicating", "adapt_then_combine"]
+WORLD_SIZE = 4
+NUM_STEPS = 5
+TIMES = ("exposed_wait_s", "forward_s", "backward_s", "update_s", "overlapped_s")
+TOPOLOGIES = {
+    "complete": topologies.build("complete", WORLD_SIZE),
+    "ring": topologies.build("ring", WORLD_SIZE),
+    "directed": topologies.build("one_peer_exponential", WORLD_SIZE),
+    "pairs": topologies.build("one_peer_ring", WORLD_SIZE),
+    "every third": topologies.build("ring", WORLD_SIZE).every(3),
+}
+
+
+def make_module() -> nn.Module:
+    """All sizes are multiples of 16 bytes, so that nothing is padded."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+NUM_BYTES = 8 * sum(parameter.numel() for parameter in make_module().parameters())
+
+
+def bytes_by_peer(round_: Round, rank: int) -> dict[int, int]:
+    """A ring all-reduce of g ranks sends 2 (g - 1) / g times the values, else every reader gets all of them."""
+    for group in round_.uniform_groups or ():
+        if rank in group:
+            return {peer: 2 * NUM_BYTES // len(group) for peer in group if peer != rank}
+    return dict.fromkeys(round_.targets(rank), NUM_BYTES)
+
+
+def check_every_step(topology: Topology, algorithm: str, mode: str) -> None:
+    with wrap(make_module(), topology=topology, algorithm=algorithm, **MODES[mode]) as model:
+        assert model.stats() is None
+        sent = torch.from_numpy(flat(model.module))
+        for step in range(NUM_STEPS):
+            model.state_dict()  # what must be combined before the parameters are read is
+            plain = copy.deepcopy(model.module)
+            loss_of(plain, model.rank, step).backward()
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()]).item()
+            train(model, range(step, step + 1))
+            stats = model.stats()
+            assert stats.step == step
+            assert stats.gradient_norm == pytest.approx(norm, rel=1e-12)
+            assert stats.num_refused == stats.num_skipped == 0
+
+            wanted = bytes_by_peer(topology.round(step), model.rank)
+            assert stats.bytes_by_peer == wanted
+            assert stats.bytes_sent == sum(wanted.values())
+
+            # What this step combined is the round that the step before launched.
+            arriving = topology.round(step - 1).neighbours(model.rank) if step else {}
+            assert set(stats.wait_by_peer_s) == set(arriving)
+            if topology.name == "complete" and step:
+                rows = gathered(sent)
+                distance = torch.linalg.vector_norm(sent - rows.mean(0)).item()
+                assert distance > 1e-4
+                assert stats.consensus_distance_estimate == pytest.approx(distance, rel=1e-9)
+            else:
+                assert (stats.consensus_distance_estimate is None) == (not arriving)
+            sent = torch.from_numpy(flat(model.module))  # read as it is: combining has to wait
+
+            assert all(math.isfinite(getattr(stats, name)) and getattr(stats, name) >= 0 for name in TIMES)
+            assert all(math.isfinite(waited) and waited >= 0 for waited in stats.wait_by_peer_s.values())
+            assert model.stats() == stats  # looking changes nothing
+
+
+def check_all(mode: str) -> None:
+    for name, topology in TOPOLOGIES.items():
+        for algorithm in ALGORITHMS:
+            if mode == "in backward" or name in ("complete", "every third"):
+                check_every_step(topology, algorithm, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_step_is_counted_whatever_the_mode_algorithm_and_topology(mode: str) -> None:
+    launch(check_all, mode, world_size=WORLD_SIZE)
+
+
+def test_silent_rounds_are_among_those_counted() -> None:
+    rounds = [TOPOLOGIES["every third"].round(step) for step in range(NUM_STEPS)]
+    assert [bytes_by_peer(each, 0) == {} for each in rounds] == [True, True, False, True, True]
+    assert all(bytes_by_peer(TOPOLOGIES[name].round(0), 0) for name in TOPOLOGIES if name != "every third")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_world_of_one_sends_nothing_and_waits_for_nobody(mode: str) -> None:
+    model = wrap(make_module(), **MODES[mode])
+    assert model.stats() is None
+    train(model, range(2))
+    stats = model.stats()
+    assert (stats.step, stats.bytes_sent, stats.exposed_wait_s, stats.overlapped_s) == (1, 0, 0.0, 0.0)
+    assert stats.bytes_by_peer == stats.wait_by_peer_s == {}
+    assert stats.consensus_distance_estimate is None
+    assert stats.gradient_norm == model.grad_norm > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_norm_is_that_of_all_micro_batches_and_none_without_gradients(mode: str) -> None:
+    model = wrap(make_module(), **MODES[mode])
+    plain = copy.deepcopy(model.module)
+    for micro in range(2):
+        loss_of(plain, 0, micro).backward()
+    with model.no_sync():
+        loss_of(model, 0, 0).backward()
+    assert model.stats() is None
+    loss_of(model, 0, 1).backward()
+    finish(model)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()]).item()
+    assert model.stats().gradient_norm == pytest.approx(norm, rel=1e-12)
+    model.idle_step()
+    assert model.stats().step == 1
+    assert model.stats().gradient_norm is None
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [71 / 2**20, 25])
+def test_gradient_norm_is_the_one_before_clipping(bucket_cap_mb: float) -> None:
+    for clip in ("global", "bucket"):
+        model = wrap(make_module(), clip_grad_norm=1e-3, clip=clip, bucket_cap_mb=bucket_cap_mb)
+        plain = copy.deepcopy(model.module)
+        loss_of(plain, 0, 0).backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()]).item()
+        train(model, range(1))
+        assert norm > 1e-2
+        assert model.stats().gradient_norm == pytest.approx(norm, rel=1e-12)
+
+
+# ------------------------------------------------------------------ consensus distance
+
+
+def estimate_distance() -> None:
+    for name in ("ring", "directed", "complete"):
+        for algorithm in ALGORITHMS:
+            torch.manual_seed(7)  # the same module everywhere, other values on each rank below
+            module = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10)).double()
+            with wrap(module, topology=TOPOLOGIES[name], algorithm=algorithm, bucket_cap_mb=1e-3) as model:
+                generator = torch.Generator().manual_seed(model.rank)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+                distance, _ = model.consensus_distance()
+                model.idle_step()  # sends
+                assert model.stats().consensus_distance_estimate is None
+                model.idle_step()  # combines
+                estimates = gathered(torch.tensor(model.stats().consensus_distance_estimate, dtype=torch.float64))
+                # 940 independent values a rank: an estimate's standard deviation is about 1 / sqrt(2 * 940), or 2 %.
+                assert estimates.mean().item() == pytest.approx(distance, rel=0.05), (name, algorithm)
+                if name == "complete":
+                    assert estimates.square().mean().sqrt().item() == pytest.approx(distance, rel=1e-12)
+
+
+def test_consensus_distance_is_estimated_from_the_messages_alone() -> None:
+    launch(estimate_distance, world_size=WORLD_SIZE)
+
+
+# ------------------------------------------------------------------ records
+
+
+def records_of(mode: str) -> list[str]:
+    with wrap(make_module(), topology=TOPOLOGIES["ring"], **MODES[mode]) as model:
+        lines = []
+        for step in range(3):
+            train(model, range(step, step + 1))
+            lines.append(json.dumps(model.stats().to_dict(), allow_nan=False))
+        return lines
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_record_is_plain_data(mode: str) -> None:
+    names = {field.name for field in dataclasses.fields(StepStats)}
+    for rank, lines in enumerate(launch(records_of, mode, world_size=WORLD_SIZE)):
+        for step, line in enumerate(lines):
+            record = json.loads(line)
+            assert set(record) == names
+            assert record["step"] == step
+            assert record["bytes_sent"] == 2 * NUM_BYTES
+            peers = {str((rank + shift) % WORLD_SIZE) for shift in (1, -1)}
+            assert set(record["bytes_by_peer"]) == peers
+            assert set(record["wait_by_peer_s"]) == (peers if step else set())
+
+
+# ------------------------------------------------------------------ what is said at the start
+
+
+class Wide(nn.Module):
+    """Trainable in two dtypes, frozen, and with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512, bias=False)  # 1 MiB
+        self.low = nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16))  # 2 KiB
+        self.frozen = nn.Parameter(torch.zeros(256), requires_grad=False)  # 1 KiB
+        self.register_buffer("level", torch.zeros(128))  # 0.5 KiB
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum() + self.low.float().sum()
+
+
+def lines_at_the_start(mode: str, topology: str, debug: str | None) -> list[str]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    schedule = topologies.build(topology, WORLD_SIZE)
+    model = GossipDataParallel(
+        Wide(), torch.optim.SGD, schedule, bucket_cap_mb=1.0, buffers="average", debug=debug, **MODES[mode]
+    )
+    num_lines = len(lines)
+    for _ in range(2):
+        model(torch.ones(1, 512)).backward()
+        finish(model)
+    with model.averaged():
+        pass
+    model.close()
+    logger.remove(sink)
+    assert len(lines) == num_lines, "more was said later"
+    return lines
+
+
+WHEN = {"in backward": "bucket by bucket in backward", "all at once": "at the end of backward"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "topology", "period", "debug", "transport"),
+    [
+        ("in backward", "complete", "period 1", None, "2 communicators on rank 0; rounds by all-reduce in groups"),
+        (
+            "all at once",
+            "one_peer_exponential",
+            "period 2",
+            None,
+            "2 communicators on rank 0; rounds point-to-point, by all-reduce in groups",
+        ),
+        ("outside", "random_matching", "no period", None, "1 communicator on rank 0; rounds point-to-point"),
+        ("in backward", "ring", "period 1", "detail", "debug: every round point-to-point, with headers; slow"),
+    ],
+)
+def test_what_was_built_is_said_once_by_rank_0(
+    mode: str, topology: str, period: str, debug: str | None, transport: str
+) -> None:
+    first, *others = launch(lines_at_the_start, mode, topology, debug, world_size=WORLD_SIZE)
+    assert others == [[]] * (WORLD_SIZE - 1)
+    what, buckets, how = first
+    assert what == (
+        f"4 ranks, topology {topology} ({period}), AdaptWhileCommunicating(gamma=1), "
+        f"steps {WHEN.get(mode, 'in optimizer.step()')}"
+    )
+    assert buckets == (
+        "4 buckets: 1 MiB float32 on cpu, 2 KiB bfloat16 on cpu, frozen 1 KiB float32 on cpu, "
+        "buffers 0.5 KiB float32 on cpu"
+    )
+    assert how.startswith("backend gloo, " if debug is None else "backend gloo; ")
+    assert how.endswith(transport)
+
+
+def test_many_buckets_are_listed_in_one_short_line() -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    wrap(nn.Sequential(*(nn.Linear(7, 7) for _ in range(11)))).close()
+    logger.remove(sink)
+    assert lines[0].startswith("1 rank, topology one_peer_exponential (period 1), ")
+    assert lines[1].startswith("22 buckets: 0.0312 KiB float32 on cpu, 0.203 KiB float32 on cpu, ")
+    assert lines[1].endswith(", 14 more")
+    assert len(lines) == 2  # nothing is sent: there is no transport to describe
