@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,3 +35,18 @@ def refuse_compiled_autograd() -> None:
             "torch._dynamo.config.compiled_autograd is on: it compiles backward passes without the hooks that make the "
             "steps; turn it off, or wrap the module with step_in_backward=False"
         )
+
+
+TWO_MODELS = (
+    "one backward pass makes steps of two models. If it only passes through one of them, as a GAN's generator loss "
+    "does, put that one under no_sync() and zero its gradients, or freeze it meanwhile"
+)
+_latest_step: list[Any] = [-1, lambda: None]  # id of the backward pass, and a weak reference to who makes it a step
+
+
+def steps_another_model(owner: object) -> bool:
+    """Note that the backward pass that runs is a step of ``owner``; whether it has been somebody else's already."""
+    task = torch._C._current_graph_task_id()
+    found = _latest_step[1]() if _latest_step[0] == task else None
+    _latest_step[:] = [task, weakref.ref(owner)]
+    return found is not None and found is not owner

@@ -13,31 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gossip.autograd import refuse_compiled_autograd, tensors_in
+from gossip.autograd import TWO_MODELS, refuse_compiled_autograd, steps_another_model, tensors_in
+from gossip.await_points import AwaitPoints
 from gossip.bucket_optimizer import fire_step_hooks
 from gossip.errors import GossipError
 from gossip.foreign_optimizers import OptimizerWatch
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import ParameterPlaces
 from gossip.stats import Meter, StepStats
+from gossip.step_progress import StepProgress
 from gossip.updating import Updater
-from gossip.users import AwaitHook, UserRecorder, Users, place_await_hooks
 
 #: So many steps in a row with values that are not finite, and the training has gone wrong for good.
 MAX_NON_FINITE_STEPS = 16
-
-
-class _StepProgress:
-    """How far the step that is being made has come."""
-
-    def __init__(self, buckets: Sequence[AnyBucket]) -> None:
-        self.awaited_gradients = [set(bucket.places) for bucket in buckets]
-        self.num_launched = 0  # buckets launch in index order, the same on every rank
-        self.callback_is_queued = False  # at the end of the backward pass
-        self.has_gradients = False
-        self.has_begun = False
-        self.stepped: list[Optimizer] = []  # by their owner, in this step
-        self.meter = Meter()
 
 
 class StepEngine:
@@ -93,25 +81,22 @@ class StepEngine:
         self._steps_in_backward = step_in_backward
         self._by_bucket = step_in_backward and not updater.needs_all_gradients
         self._optimizer_steps = False  # within it, optimizer.step() is ours
-        self._progress = _StepProgress(buckets)
+        self._progress = StepProgress(buckets)
         self._last_meter: Meter | None = None
         self._num_bad_steps = 0
+        self._has_warned = False
         self._forward_began = self._backward_began = 0.0
         self._places = ParameterPlaces(module)
         self._hooks: list[RemovableHandle] = []
-        self._await_hooks: list[RemovableHandle] = []
         self._without_hook = (
             [(bucket, place) for bucket in buckets for place in range(len(bucket.parameters))]
             if step_in_backward
             else []
         )
         self._hook_parameters()
-        self._users_are_known = not mixer.algorithm.combines_before_forward
-        if not self._users_are_known:
-            everything = [bucket.index for bucket in buckets]
-            hook = module.register_state_dict_pre_hook(AwaitHook(self._combine, everything))
-            self._hooks.append(hook)
-            self._place_await_hooks(None)
+        self._await_points = AwaitPoints(
+            module, buckets if mixer.algorithm.combines_before_forward else (), self._combine
+        )
 
     # ------------------------------------------------------------------ around a forward pass
 
@@ -135,28 +120,7 @@ class StepEngine:
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Around the forward pass itself: the first one that trains shows who reads which parameters."""
-        if self._users_are_known or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return contextlib.nullcontext()
-        return self._record_users()
-
-    @contextlib.contextmanager
-    def _record_users(self) -> Iterator[None]:
-        self._users_are_known = True
-        if any(
-            isinstance(each, torch._dynamo.OptimizedModule) or each._compiled_call_impl is not None
-            for each in self.module.modules()
-        ):
-            yield  # what is compiled cannot be watched: everything is awaited before the module runs
-            return
-        recorder = UserRecorder()
-        with recorder.watch(self.module):
-            yield
-        self._place_await_hooks(recorder.users)
-
-    def _place_await_hooks(self, users: Users | None) -> None:
-        for handle in self._await_hooks:
-            handle.remove()
-        self._await_hooks = place_await_hooks(self.module, self.buckets, users, self._combine)
+        return self._await_points.recording()
 
     def end_forward(self, output: Any) -> None:
         """Watch for the backward pass from ``output``: it is seen here before any inner (checkpointing) one begins."""
@@ -221,6 +185,9 @@ class StepEngine:
         self.check_usable()
         self._queue_callback()
         self._progress.has_gradients = True
+        if not self._has_warned and steps_another_model(self):
+            self._has_warned = True
+            logger.warning("rank {}: step {}: {}", self.rank, self.step, TWO_MODELS)
 
     def _refuse_late_gradient(self, index: int, place: int) -> None:
         with self.fatal():
@@ -376,7 +343,7 @@ class StepEngine:
         progress = self._progress
         self._last_meter = progress.meter
         self.step += 1
-        self._progress = _StepProgress(self.buckets)
+        self._progress = StepProgress(self.buckets)
         if self._by_bucket:
             with self._stepping_optimizers():
                 for optimizer in self.updater.optimizers:
@@ -501,7 +468,7 @@ class StepEngine:
                 self.rank,
                 self.step,
             )
-        self._progress = _StepProgress(self.buckets)
+        self._progress = StepProgress(self.buckets)
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
@@ -514,10 +481,10 @@ class StepEngine:
 
     def close(self) -> None:
         """Remove the hooks; nothing can be trained any more. Local."""
-        for handle in (*self._hooks, *self._await_hooks):
+        for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self._await_hooks.clear()
+        self._await_points.close()
         self._places.close()
         self._watch.close()
         for bucket in self.buckets:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,26 +81,77 @@ class AwaitHook:
         return AwaitHook, (None,)
 
 
-def place_await_hooks(
-    module: nn.Module, buckets: Sequence[Any], users: Users | None, combine: Callable[[Sequence[int]], None]
-) -> list[RemovableHandle]:
-    """Call ``combine`` with the indices of the buckets that are about to be read.
+class AwaitPoints:
+    """The modules whose forward passes combine buckets first.
 
     A bucket is awaited by the lowest module whose subtree holds every user of its parameters, and by the modules inside
-    that subtree which hold some of them, in case one is called directly. Without ``users``, or with a parameter whose
-    users are not known, that is the whole module.
+    that subtree which hold some of them, in case one is called directly. Until a forward pass has shown the users, and
+    for a parameter that it did not use, that is the whole module; so it stays where parts are compiled, which cannot be
+    watched. The module's ``state_dict()`` combines all.
+
+    Parameters
+    ----------
+    module : Module
+    buckets : sequence of Bucket or BufferBucket
+        Those to be awaited; none: nothing is ever done.
+    combine : callable
+        Gets the indices of the buckets that are about to be read.
     """
-    modules = dict(module.named_modules())
-    awaited: dict[str, list[int]] = {}
-    for bucket in buckets:
-        top = _lowest_common_module(bucket, users)
-        for name in {top, *_owners_and_above(bucket, top)}:
-            if name in modules:
-                awaited.setdefault(name, []).append(bucket.index)
-    return [
-        modules[name].register_forward_pre_hook(AwaitHook(combine, indices), prepend=True)
-        for name, indices in awaited.items()
-    ]
+
+    def __init__(self, module: nn.Module, buckets: Sequence[Any], combine: Callable[[Sequence[int]], None]) -> None:
+        self._module = module
+        self._buckets = buckets
+        self._combine = combine
+        self._is_settled = not buckets
+        self._handles: list[RemovableHandle] = []
+        self._of_state_dict: RemovableHandle | None = None
+        if buckets:
+            hook = AwaitHook(combine, [bucket.index for bucket in buckets])
+            self._of_state_dict = module.register_state_dict_pre_hook(hook)
+            self._place(None)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Around a forward pass of the module: the first one that trains shows who reads which parameters."""
+        if self._is_settled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return nullcontext()
+        return self._record()
+
+    def close(self) -> None:
+        """Remove the hooks. Local."""
+        for handle in self._handles:
+            handle.remove()
+        if self._of_state_dict is not None:
+            self._of_state_dict.remove()
+
+    @contextmanager
+    def _record(self) -> Iterator[None]:
+        self._is_settled = True
+        if any(_is_compiled(each) for each in self._module.modules()):
+            yield
+            return
+        recorder = UserRecorder()
+        with recorder.watch(self._module):
+            yield
+        self._place(recorder.users)
+
+    def _place(self, users: Users | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        modules = dict(self._module.named_modules())
+        awaited: dict[str, list[int]] = {}
+        for bucket in self._buckets:
+            top = _lowest_common_module(bucket, users)
+            for name in {top, *_owners_and_above(bucket, top)}:
+                if name in modules:
+                    awaited.setdefault(name, []).append(bucket.index)
+        self._handles = [
+            modules[name].register_forward_pre_hook(AwaitHook(self._combine, indices), prepend=True)
+            for name, indices in awaited.items()
+        ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _lowest_common_module(bucket: Any, users: Users | None) -> str:

@@ -1,0 +1,350 @@
+"""What people who come from plain loops do: it works, or is refused with the reason, but never silently trains less."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gossip import GossipDataParallel, GossipError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+@pytest.mark.parametrize("arguments", [{}, {"step_in_backward": False}])
+def test_optimizer_that_the_model_does_not_know_is_refused_at_its_step(arguments: dict) -> None:
+    """The loop of DistributedDataParallel, taken over as it is."""
+    module = make_module()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with GossipDataParallel(module, SGD, **arguments) as model:
+        foreign = SGD(module[2].parameters())
+        model(batch()).sum().backward()
+        with pytest.raises(GossipError, match=r"SGD\.step\(\): parameter '2\.weight' belongs to a GossipDataParallel"):
+            foreign.step()
+        other.step()
+        model.optimizer.step()
+    foreign.step()
+    with pytest.raises(TypeError, match="optimizer"):
+        GossipDataParallel(module)
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self) -> None:
+        self.base.step()
+
+
+def test_optimizer_with_another_inside_is_refused_by_bucket_and_works_outside() -> None:
+    def factory(named: list) -> Lookahead:
+        return Lookahead(torch.optim.SGD([parameter for _, parameter in named], lr=0.1))
+
+    with pytest.raises(ValueError, match="Lookahead keeps parameters or another optimizer in its attribute 'base'"):
+        GossipDataParallel(make_module(), factory)
+    model, plain = GossipDataParallel(make_module(), factory, step_in_backward=False), make_module()
+    for module in (model, plain):
+        module(batch()).square().mean().backward()
+    model.optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizers_step_by_bucket(name: str) -> None:
+    factory = functools.partial(getattr(torch.optim, name), lr=0.1, fused=True)
+    plain, model = make_module(), GossipDataParallel(make_module(), factory, bucket_cap_mb=TINY_BUCKETS)
+    optimizer = factory(plain.parameters())
+    for step in range(3):
+        for module in (plain, model):
+            module(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
+
+
+def test_parameter_given_to_the_optimizer_later_must_be_the_modules() -> None:
+    module = make_module()
+    model = GossipDataParallel(module, SGD(module.parameters()))
+    model.optimizer.add_param_group({"params": nn.Linear(7, 7).parameters()})
+    with pytest.raises(ValueError, match=r"holds a parameter of shape \[7, 7\] that the module does not have"):
+        model(batch()).sum().backward()
+    model.close()
+
+
+def test_group_that_changes_place_keeps_its_own_constants() -> None:
+    module, plain = make_module(), make_module()
+    models = []
+    for each in (module, plain):
+        groups = [{"params": [each[0].weight], "lr": 0.1}, {"params": [each[2].weight], "lr": 0.001}]
+        models.append(torch.optim.SGD(groups))
+    model = GossipDataParallel(module, models[0], bucket_cap_mb=TINY_BUCKETS)
+    for step in range(2):
+        for each, optimizer in zip((model, plain), models, strict=True):
+            each(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups.reverse()
+    plain.zero_grad()
+    assert torch.equal(module[0].weight, plain[0].weight)
+    assert torch.equal(module[2].weight, plain[2].weight)
+    model.close()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_scaler_that_steps_in_a_fused_loop_is_refused(knows: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    model = GossipDataParallel(make_module(), SGD, scaler=scaler if knows else None)
+    scaler.scale(model(batch()).sum()).backward()
+    with pytest.raises(ValueError, match=r"scaler\.step\(\) cannot work here"):
+        scaler.step(model.optimizer)
+    model.close()
+
+
+# ------------------------------------------------------------------ modules
+
+
+def test_functional_call_leaves_the_models_own_values_alone() -> None:
+    model = GossipDataParallel(make_module(), SGD)
+    before = copy.deepcopy(model.state_dict())
+    others = {f"module.{name}": nn.Parameter(torch.full_like(value, 0.5)) for name, value in before.items()}
+    torch.func.functional_call(model, others, (batch(),)).sum().backward()
+    assert all(other.grad is not None for other in others.values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.step == 0
+    model(batch()).sum().backward()
+    assert model.step == 1
+    model.close()
+
+
+def test_data_parallel_module_inside_is_refused() -> None:
+    class Pretending(DistributedDataParallel):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.module = make_module()
+
+    with pytest.raises(ValueError, match="is a DistributedDataParallel"):
+        GossipDataParallel(Pretending(), SGD)
+
+
+def test_submodule_that_was_replaced_is_noticed_at_the_next_forward() -> None:
+    model = GossipDataParallel(make_module(), SGD)
+    model.module[2] = nn.Linear(4, 2)
+    with pytest.raises(GossipError, match=r"parameter '2\.weight' was re(moved|placed)|'2\.weight' was added"):
+        model(batch())
+
+
+class Accumulating(nn.Module):
+    """Puts another tensor into its buffer in each forward pass, also in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + x.mean(0)
+        return self.layer(x - self.mean)
+
+
+def test_buffers_replaced_inside_averaged_are_put_back() -> None:
+    model = GossipDataParallel(Accumulating(), SGD)
+    model(batch()).sum().backward()
+    buffer, values = model.module.mean, model.module.mean.clone()
+    with model.averaged(), torch.no_grad():
+        model(batch(1) + 100)
+    assert model.module.mean is buffer
+    assert torch.equal(buffer, values)
+    model.close()
+
+
+@dataclass
+class Inner:
+    logits: torch.Tensor
+
+
+@dataclass
+class Outer:
+    inner: Inner
+    unset: int = field(init=False)
+    itself: object = None
+
+
+class Hiding(nn.Module):
+    """Its output hides the tensor two objects deep, in one that knows itself; two segments are checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> Outer:
+        hidden = checkpoint(self.first, x, use_reentrant=True)
+        output = Outer(Inner(checkpoint(self.second, hidden, use_reentrant=True)))
+        output.itself = output
+        return output
+
+
+def test_output_hidden_in_objects_makes_one_step() -> None:
+    model, plain = GossipDataParallel(Hiding(), SGD), Hiding()
+    for module in (model, plain):
+        module(batch().requires_grad_()).inner.logits.square().mean().backward()
+    SGD(plain.parameters()).step()
+    assert model.step == 1
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
+
+
+def test_backward_that_steps_two_models_is_pointed_out_once() -> None:
+    """As in a GAN: the generator's loss goes through the critic."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    generator, critic = (GossipDataParallel(module, SGD) for module in (nn.Linear(3, 3), nn.Linear(3, 1)))
+    for _ in range(2):
+        critic(generator(batch())).mean().backward()
+        with critic.no_sync():
+            critic(generator(batch())).mean().backward()
+        critic.optimizer.zero_grad()
+    logger.remove(sink)
+    assert (generator.step, critic.step) == (4, 2)
+    assert len(lines) == 1
+    assert "put that one under no_sync()" in lines[0]
+    generator.close()
+    critic.close()
+
+
+def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GossipDataParallel(make_module(), SGD)
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+    with pytest.raises(GossipError, match="compiled_autograd is on"):
+        model(batch())
+    model.close()
+
+
+def test_parameters_of_a_closed_model_have_memory_of_their_own() -> None:
+    module = make_module()
+    with GossipDataParallel(module, SGD):
+        assert len({parameter.untyped_storage().data_ptr() for parameter in module.parameters()}) == 1
+    assert len({parameter.untyped_storage().data_ptr() for parameter in module.parameters()}) == 4
+
+
+# ------------------------------------------------------------------ among ranks
+
+
+def load_under_adapt_then_combine() -> None:
+    model = GossipDataParallel(make_module(), SGD, "ring", algorithm="adapt_then_combine")
+    for step in range(3):
+        model(batch(10 * dist.get_rank() + step)).square().mean().backward()
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert not any(bool(value.any()) for value in model.state_dict().values())
+    model(batch(dist.get_rank())).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():  # reading them through the model awaits what is in flight
+            parameter.clamp_(-0.001, 0.001)
+    seen = []
+    model.module[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.abs().max().item()))
+    model(batch())
+    assert seen[0] <= 0.001 + 1e-9
+    model.close()
+
+
+def test_values_loaded_or_clamped_under_adapt_then_combine_are_kept() -> None:
+    launch(load_under_adapt_then_combine, world_size=2)
+
+
+def usual_loop_under_adapt_then_combine() -> int:
+    """zero_grad() at the top leaves the last gradients there for join(), idle_step() and closures to stumble over."""
+    arguments = {"algorithm": "adapt_then_combine", "step_in_backward": False}
+    model = GossipDataParallel(make_module(), SGD, "ring", **arguments)
+    with model.join():
+        for step in range(2 + model.rank):
+            model.optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            model.optimizer.step()
+    model.idle_step()
+    steps = model.step
+    model.close()
+
+    def lbfgs(named: list) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([parameter for _, parameter in named], lr=0.1, max_iter=2)
+
+    model = GossipDataParallel(make_module(), lbfgs, "ring", **arguments)
+
+    def closure() -> torch.Tensor:
+        model.optimizer.zero_grad()
+        loss = model(batch(model.rank)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        model.optimizer.step(closure)
+    assert model.step == 3
+    model.close()
+    return steps
+
+
+def test_usual_loop_works_under_adapt_then_combine() -> None:
+    assert launch(usual_loop_under_adapt_then_combine, world_size=3) == [5, 5, 5]
+
+
+def average_at_bad_moments() -> tuple[str, str]:
+    module = make_module()
+    parts = (SGD(module[0].parameters()), SGD(module[2].parameters()))
+    model = GossipDataParallel(module, parts, "ring", step_in_backward=False)
+    model(batch()).sum().backward()
+    parts[0].step()
+    with pytest.raises(GossipError) as half:
+        model.global_avg()
+    parts[1].step()
+    with model.join(), pytest.raises(GossipError) as joined:
+        model.global_avg()
+    model.close()
+    return str(half.value), str(joined.value)
+
+
+def test_averages_wait_for_the_end_of_a_step_and_of_join() -> None:
+    for half, joined in launch(average_at_bad_moments, world_size=2):
+        assert "step 0 is half made: 1 of 2 optimizers were stepped" in half
+        assert "inside join() the ranks are at different steps" in joined
+
+
+def recalibrate_badly() -> str:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = GossipDataParallel(module, SGD, "ring")
+    batches = [{"input": batch()}] if model.rank == 0 else [{"no such argument": batch()}]
+    with pytest.raises(GossipError) as caught, model.averaged(recalibrate=batches):
+        pass
+    with model.averaged(recalibrate=[{"input": batch()}]):
+        pass
+    model.close()
+    return str(caught.value)
+
+
+def test_recalibration_that_fails_on_one_rank_is_told_on_all() -> None:
+    for text in launch(recalibrate_badly, world_size=2):
+        assert "recalibrate failed on rank 1: TypeError" in text
