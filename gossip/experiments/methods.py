@@ -68,7 +68,7 @@ def make_method(experiment: Experiment, module: nn.Module, world: World, tracer:
 
 
 class GossipMethod:
-    """:class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
+    """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
 
     def __init__(
         self, experiment: Experiment, module: nn.Module, topology: Topology, world: World, tracer: Tracer | None
@@ -77,7 +77,7 @@ class GossipMethod:
         transport = None  # the wrapper's own
         if tracer is not None and world.world_size > 1:
             transport = TracedTransport(world, topology, tracer)
-        self._model = GossipDataParallel(
+        self.model = GossipDataParallel(
             module,
             experiment.make_optimizer,
             topology,
@@ -85,37 +85,37 @@ class GossipMethod:
             timeout=settings.timeout,
             transport=transport,
         )
-        assert self._model.optimizer is not None
+        assert self.model.optimizer is not None
         self.module = module
-        self.optimizer = self._model.optimizer
+        self.optimizer = self.model.optimizer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output. Local."""
-        output: torch.Tensor = self._model(inputs)
+        output: torch.Tensor = self.model(inputs)
         return output
 
     def backward(self, loss: torch.Tensor) -> StepStats:
         """Update and exchange inside the backward pass."""
         loss.backward()
-        stats = self._model.stats()
+        stats = self.model.stats()
         assert stats is not None
         return stats
 
     def consensus_distance(self) -> tuple[float, float]:
         """As :meth:`gossip.GossipDataParallel.consensus_distance`."""
-        return self._model.consensus_distance()
+        return self.model.consensus_distance()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """As :meth:`gossip.GossipDataParallel.averaged`."""
-        return self._model.averaged()
+        return self.model.averaged()
 
     def global_avg(self) -> None:
         """As :meth:`gossip.GossipDataParallel.global_avg`."""
-        self._model.global_avg()
+        self.model.global_avg()
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._model.close()
+        self.model.close()
 
 
 class AllReduceMethod:

@@ -33,6 +33,12 @@ class Settings:
         Rounds of the complete topology before the chosen one begins.
     profile : bool
         Whether each rank leaves a trace of a few steps.
+    resumes : bool
+        Whether the run goes on from the newest checkpoint in its folder.
+    checkpoint_every : int
+        Steps between two checkpoints; 0: none.
+    checkpoint_keep : int
+        How many checkpoints stay.
     epochs : int
     batch_size : int
         Samples per rank and step.
@@ -56,6 +62,9 @@ class Settings:
     exchange_every: int
     warmup_rounds: int
     profile: bool
+    resumes: bool
+    checkpoint_every: int
+    checkpoint_keep: int
     epochs: int
     batch_size: int
     evaluate_every_epochs: int
@@ -74,13 +83,16 @@ class Settings:
         ConfigurationError
             A value is missing, of the wrong type or out of range.
         """
-        return cls(
+        settings = cls(
             method=_method(value_of(config, "method")),
             seed=_integer(config, "seed", minimum=0),
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
             exchange_every=_integer(config, "topology.every", minimum=1),
             warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
             profile=_boolean(config, "profile"),
+            resumes=value_of(config, "resume") is not None,
+            checkpoint_every=_integer(config, "checkpoint.every", minimum=0),
+            checkpoint_keep=_integer(config, "checkpoint.keep", minimum=1),
             epochs=_integer(config, "training.epochs", minimum=1),
             batch_size=_integer(config, "training.batch_size", minimum=1),
             evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
@@ -90,6 +102,12 @@ class Settings:
             timeout=timedelta(seconds=_positive(config, "launch.timeout_s")),
             num_threads=_optional_integer(config, "launch.num_threads", minimum=1),
         )
+        if settings.method == "ddp" and settings.checkpoint_every > 0:
+            raise ConfigurationError(
+                f"checkpoint.every={settings.checkpoint_every}: method=ddp cannot save and resume; set "
+                "checkpoint.every=0, or method=gossip or local"
+            )
+        return settings
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

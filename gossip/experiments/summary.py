@@ -27,17 +27,29 @@ class RankReport:
         self._exposed_wait_s += record["exposed_wait_s"]
         self._bytes_sent += record["bytes_sent"]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted, for a checkpoint."""
+        return {
+            "steps": self._steps,
+            "training_time_s": self._training_time_s,
+            "exposed_wait_s": self._exposed_wait_s,
+            "bytes_sent": self._bytes_sent,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count on from there."""
+        self._steps = state_dict["steps"]
+        self._training_time_s = state_dict["training_time_s"]
+        self._exposed_wait_s = state_dict["exposed_wait_s"]
+        self._bytes_sent = state_dict["bytes_sent"]
+
     def finish(self, evaluation: Evaluation) -> None:
         """Note how good this rank's replica is at the end."""
         self._evaluation = evaluation
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for the other ranks."""
-        return {
-            "steps": self._steps,
-            "training_time_s": self._training_time_s,
-            "exposed_wait_s": self._exposed_wait_s,
-            "bytes_sent": self._bytes_sent,
+        return self.state_dict() | {
             "test_loss": self._evaluation.loss,
             "test_accuracy": self._evaluation.accuracy,
         }

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gossip.experiments.loggers import TensorBoardLogger
-from gossip.experiments.records import JsonlWriter, read_jsonl
+from gossip.experiments.records import JsonlWriter, cut_jsonl, read_jsonl
 
 
 def test_records_round_trip_and_append(tmp_path: Path) -> None:
@@ -76,6 +76,22 @@ def test_records_only_an_unfinished_line_is_removed_too(tmp_path: Path) -> None:
     path.write_text('{"st')
     JsonlWriter(path).close()
     assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("end", ["", '{"step": 3', '{"step": 3}\n{"st'])
+def test_records_are_cut_back_to_a_step(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n' + end)
+    assert cut_jsonl(path, 2) == 2
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert cut_jsonl(path, 7) == 2
+    assert cut_jsonl(path, 0) == 0
+    assert path.read_text() == ""
+
+
+def test_records_that_are_not_there_are_cut_to_none(tmp_path: Path) -> None:
+    assert cut_jsonl(tmp_path / "rank0.jsonl", 3) == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("line", "message"), [("{oops}", "line 2: not JSON"), ("[1]", "line 2: a record must be")])
