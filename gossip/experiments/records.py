@@ -70,7 +70,7 @@ class JsonlWriter:
             self._file.flush()
             self._num_unflushed = 0
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append ``values`` as the record of ``step``."""
         self.write({"step": step, **values})
 

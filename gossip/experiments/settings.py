@@ -9,6 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 METHODS = ("gossip", "ddp", "local")
+CLIPS = ("global", "bucket")
+BUFFERS = ("local", "average")
+DEBUGS = ("detail",)
 
 
 class ConfigurationError(ValueError):
@@ -27,6 +30,16 @@ class Settings:
         Of the partition, the initial values and the order of the samples.
     bucket_cap_mb : float
         Size of a bucket of parameters in MiB.
+    clip_grad_norm : float or None
+        The Euclidean norm that gradients are scaled down to.
+    clip : str
+        "global": the norm of all gradients of a rank; "bucket": of each bucket by itself.
+    buffers : str
+        "local", or "average": mixed like parameters.
+    step_in_backward : bool
+        Whether updates and exchanges begin inside the backward pass.
+    debug : str or None
+        "detail": every message is checked.
     exchange_every : int
         Steps per exchange; all but the last one of them are local.
     warmup_rounds : int
@@ -59,6 +72,11 @@ class Settings:
     method: str
     seed: int
     bucket_cap_mb: float
+    clip_grad_norm: float | None
+    clip: str
+    buffers: str
+    step_in_backward: bool
+    debug: str | None
     exchange_every: int
     warmup_rounds: int
     profile: bool
@@ -84,9 +102,14 @@ class Settings:
             A value is missing, of the wrong type or out of range.
         """
         settings = cls(
-            method=_method(value_of(config, "method")),
+            method=_choice(config, "method", METHODS),
             seed=_integer(config, "seed", minimum=0),
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
+            clip_grad_norm=_optional_positive(config, "clip_grad_norm"),
+            clip=_choice(config, "clip", CLIPS),
+            buffers=_choice(config, "buffers", BUFFERS),
+            step_in_backward=_boolean(config, "step_in_backward"),
+            debug=None if value_of(config, "debug") is None else _choice(config, "debug", DEBUGS),
             exchange_every=_integer(config, "topology.every", minimum=1),
             warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
             profile=_boolean(config, "profile"),
@@ -102,12 +125,26 @@ class Settings:
             timeout=timedelta(seconds=_positive(config, "launch.timeout_s")),
             num_threads=_optional_integer(config, "launch.num_threads", minimum=1),
         )
-        if settings.method == "ddp" and settings.checkpoint_every > 0:
-            raise ConfigurationError(
-                f"checkpoint.every={settings.checkpoint_every}: method=ddp cannot save and resume; set "
-                "checkpoint.every=0, or method=gossip or local"
-            )
+        settings._check_combinations()
         return settings
+
+    def _check_combinations(self) -> None:
+        if self.method == "ddp":
+            if self.checkpoint_every > 0:
+                raise ConfigurationError(
+                    f"checkpoint.every={self.checkpoint_every}: method=ddp cannot save and resume; set "
+                    "checkpoint.every=0, or method=gossip or local"
+                )
+            return
+        if self.clip_grad_norm is not None and self.clip == "bucket" and not self.step_in_backward:
+            raise ConfigurationError(
+                "clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global or "
+                "step_in_backward=true"
+            )
+        if self.debug is not None and self.profile:
+            raise ConfigurationError(
+                f"profile=true traces the usual exchanges, but debug={self.debug} brings its own; set one of them only"
+            )
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -132,11 +169,10 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _method(name: object) -> str:
-    if name not in METHODS:
-        raise ConfigurationError(
-            f"there is no method={name}{nearest(str(name), METHODS)} Available: {', '.join(METHODS)}"
-        )
+def _choice(config: Mapping[str, Any], key: str, names: Sequence[str]) -> str:
+    name = value_of(config, key)
+    if name not in names:
+        raise ConfigurationError(f"there is no {key}={name}{nearest(str(name), names)} Available: {', '.join(names)}")
     return str(name)
 
 
@@ -157,6 +193,10 @@ def _boolean(config: Mapping[str, Any], key: str) -> bool:
 
 def _optional_integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int | None:
     return None if value_of(config, key) is None else _integer(config, key, minimum=minimum, maximum=maximum)
+
+
+def _optional_positive(config: Mapping[str, Any], key: str) -> float | None:
+    return None if value_of(config, key) is None else _positive(config, key)
 
 
 def _positive(config: Mapping[str, Any], key: str) -> float:

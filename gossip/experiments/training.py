@@ -128,7 +128,7 @@ def _steps(
                 logits = method.forward(some_inputs)
                 loss = cross_entropy(logits, some_targets)
             with record_function(BACKWARD):
-                stats = method.backward(loss)
+                costs = method.backward(loss)
             step_time_s = time.perf_counter() - start
             if tracer is not None:
                 tracer.step_ended(state.step - first_step)
@@ -139,8 +139,7 @@ def _steps(
                 "accuracy": (logits.argmax(-1) == some_targets).float().mean().item(),
                 "learning_rate": state.scheduler.get_last_lr()[0],
                 "step_time_s": step_time_s,
-                "exposed_wait_s": stats.exposed_wait_s,
-                "bytes_sent": stats.bytes_sent,
+                **costs,
             }
             state.advance(record)
             if state.step < total_steps:

@@ -119,11 +119,12 @@ def test_records_refuse_flush_every_zero(tmp_path: Path) -> None:
 def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path / "rank0")
     logger.log(0, {"loss": 2.0, "accuracy": 0.25})
-    logger.log(5, {"loss": 1.0})
+    logger.log(5, {"loss": 1.0, "gradient_norm": None, "bytes_by_peer": {"1": 8, "2": 16}})
     logger.close()
     events = EventAccumulator(str(tmp_path / "rank0")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 2.0), (5, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(0, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("bytes_by_peer/2")] == [(5, 16)]
 
 
 def test_tensorboard_logger_without_tensorboard_names_the_extra(

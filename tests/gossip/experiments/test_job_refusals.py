@@ -79,6 +79,22 @@ def command(
         (["checkpoint.keep=0"], "error: checkpoint.keep must be an integer of at least 1, got 0"),
         (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
         (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
+        (["algorithm=combine"], "error: there is no algorithm=combine; did you mean adapt_then_combine? Available: "),
+        (["algorithm.gamma=2"], "error: gamma must be between 0 and 1"),
+        (
+            ["algorithm._target_=torch.nn.Identity", "~algorithm.gamma"],
+            "error: algorithm must be a name or a gossip.Al",
+        ),
+        (["clip_grad_norm=0"], "error: clip_grad_norm must be a positive number, got 0"),
+        (["clip=globl"], "error: there is no clip=globl; did you mean global? Available: global, bucket"),
+        (["buffers=mean"], "error: there is no buffers=mean. Available: local, average"),
+        (["step_in_backward=1"], "error: step_in_backward must be true or false, got 1"),
+        (["debug=details"], "error: there is no debug=details; did you mean detail? Available: detail"),
+        (["debug=detail", "profile=true"], "error: profile=true traces the usual exchanges, but debug=detail brings"),
+        (
+            ["clip=bucket", "clip_grad_norm=1", "step_in_backward=false"],
+            "error: clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global",
+        ),
         (["seed=["], "error: "),
     ],
 )

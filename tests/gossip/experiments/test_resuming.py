@@ -52,10 +52,17 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if not key.endswith("_s")}
 
 
-@pytest.mark.parametrize("method", ["gossip", "local"])
-def test_resumed_run_is_bit_identical(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("method=gossip",),
+        ("method=local",),
+        ("algorithm=adapt_then_combine", "clip_grad_norm=1", "step_in_backward=false", "optimizer=adamw"),
+    ],
+)
+def test_resumed_run_is_bit_identical(tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "whole.failed").touch()  # it will not
-    overrides = (f"method={method}", "model.step=11", "bucket_cap_mb=0.001")
+    overrides = (*options, "bucket_cap_mb=0.001")
     whole = run_job(composed(*SMALL, *overrides, f"+model.once={tmp_path}/whole.failed"), tmp_path / "whole")
     config = interrupted(tmp_path / "run", *overrides)
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
