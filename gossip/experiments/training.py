@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from loguru import logger
-from torch import nn
 from torch.autograd.profiler import record_function
 
+from gossip.checkpoints.exporting import write_module
 from gossip.experiments.build import Experiment, build
 from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_together
 from gossip.experiments.loggers import Logger
@@ -87,26 +87,10 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         summary["wall_time_s"] = state.earlier_wall_time_s
         _log(loggers, last)
     if world.rank == 0:
-        save_averaged_model(module, Path(folder) / MODEL_FILE)
+        write_module(module, Path(folder) / MODEL_FILE)
     method.close()
     world.close()
     return summary
-
-
-def save_averaged_model(module: nn.Module, path: Path) -> None:
-    """Write the module's state with its own names; of tied weights the first name only.
-
-    ``safetensors.torch.load_model(module, path)`` reads it into the bare module.
-    """
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    save_file(tensors, path)
 
 
 def _steps(
