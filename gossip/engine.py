@@ -397,11 +397,11 @@ class StepEngine:
         """Step and what is in flight, awaited but not applied; training goes on as if nobody had looked."""
         self.settle()
         with self.fatal():
-            overflow = None if self.updater.scaler is None else self.updater.scaler.flag.wait()
             return {
                 "step": self.step,
+                "overflow": None if self.updater.scaler is None else self.updater.scaler.flag.wait(),
                 "in_flight": self.mixer.state_dict(),
-                "overflow": overflow,
+                "measured": self._progress.meter.state_dict(),
                 "num_bad_steps": self._num_bad_steps,
             }
 
@@ -411,6 +411,7 @@ class StepEngine:
             self.mixer.load_state_dict(state["in_flight"])
         self.step = state["step"]
         self._num_bad_steps = state.get("num_bad_steps", 0)
+        self._progress.meter.load_state_dict(state.get("measured", {}))
         if self.updater.scaler is not None:
             self.updater.scaler.flag.restore(state.get("overflow"))
 

@@ -79,6 +79,16 @@ class Meter:
         """Of all gradients seen so far; waits for the device on which they are."""
         return math.hypot(*map(float, self.gradient_norms)) if self.gradient_norms else None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured between two steps, for the next one, and is no time: of messages combined early."""
+        squares = [float(square) for square in self.squared_distances]
+        return {"squared_distances": squares, "num_refused": self.num_refused}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Measure on from there."""
+        self.squared_distances = list(state.get("squared_distances", ()))
+        self.num_refused = state.get("num_refused", 0)
+
     def stats(self, step: int) -> StepStats:
         """All of it; waits for the device."""
         squares = [float(square) for square in self.squared_distances]

@@ -81,6 +81,17 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
     return path
 
 
+def write_module(module: nn.Module, path: Path) -> None:
+    """Write the module as it is, in the form of :func:`export`. Local.
+
+    Raises
+    ------
+    OSError, ImportError
+        It cannot be written, or safetensors is not installed. A file that was there before is intact.
+    """
+    _write(module, {name: tensor.cpu().contiguous() for name, tensor in _exported(module)}, path)
+
+
 def _begin(module: nn.Module, path: Path, rank: int) -> str:
     """Whether rank 0 can write at all; and this replica's hash."""
     if rank == 0:

@@ -53,7 +53,7 @@ class Shards:
         return sum(len(shard) for shard in self.indices) - len(self.indices) * self.steps_per_epoch * self.batch_size
 
     def batches(
-        self, inputs: torch.Tensor, targets: torch.Tensor, *, rank: int, epoch: int
+        self, inputs: torch.Tensor, targets: torch.Tensor, *, rank: int, epoch: int, first: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The batches of one rank in one epoch, in an order that follows from (seed, rank, epoch) alone.
 
@@ -62,7 +62,9 @@ class Shards:
         inputs, targets : Tensor, [N, ...]
             This rank's samples, in the order of ``indices[rank]``.
         rank, epoch : int
+        first : int
+            How many batches of the epoch are left out, because they have been trained on.
         """
         order = torch.from_numpy(np.random.default_rng((self.seed, rank, epoch)).permutation(len(inputs)))
-        for chosen in order[: self.steps_per_epoch * self.batch_size].split(self.batch_size):
+        for chosen in order[: self.steps_per_epoch * self.batch_size].split(self.batch_size)[first:]:
             yield inputs[chosen], targets[chosen]

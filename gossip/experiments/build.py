@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
+from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.experiments.batches import Shards
 from gossip.experiments.data import Data
 from gossip.experiments.loggers import Logger
@@ -36,6 +37,8 @@ class Experiment:
         Which samples each rank trains on.
     topology : Topology or None
         None for a method that has none.
+    algorithm : Algorithm
+        When the replicas are mixed; for the methods that mix.
     make_module : callable
         ``() -> Module``, with torch's present random state.
     make_optimizer : callable
@@ -50,6 +53,7 @@ class Experiment:
     data: Data
     shards: Shards
     topology: Topology | None
+    algorithm: Algorithm
     make_module: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
@@ -85,6 +89,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         data=data,
         shards=shards,
         topology=make_topology(config, settings),
+        algorithm=resolve_algorithm(_factory(config["algorithm"], "algorithm")()),
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config["optimizer"], "optimizer"),
         make_scheduler=_factory(config["scheduler"], "scheduler"),

@@ -16,6 +16,7 @@ from loguru import logger
 from gossip import fork_server
 from gossip.errors import ExchangeError, LaunchError
 from gossip.experiments import folder as run_folder
+from gossip.experiments import resuming
 from gossip.experiments.config_errors import explain
 from gossip.experiments.job import reason, run_job
 from gossip.experiments.settings import ConfigurationError
@@ -73,7 +74,8 @@ def report(error: BaseException, config_folder: Path) -> int:
     if isinstance(error, ConfigurationError | LaunchError):
         print(f"error: {reason(error)}", file=sys.stderr)
         return REFUSED
-    explanation = explain(error, config_folder)
+    refusal = _refusal_within(error)
+    explanation = explain(error, config_folder) if refusal is None else str(refusal)
     if explanation is not None:
         print(f"error: {explanation}", file=sys.stderr)
         return REFUSED
@@ -81,9 +83,18 @@ def report(error: BaseException, config_folder: Path) -> int:
     return FAILED
 
 
+def _refusal_within(error: BaseException) -> ConfigurationError | None:
+    """What was refused while omegaconf resolved the configuration, which wraps it."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, ConfigurationError):
+        inner = inner.__cause__ or inner.__context__
+    return inner
+
+
 def _run_hydra(config_folder: Path, config_name: str) -> None:
     """Compose and run; every error is raised, none is printed."""
     import hydra
+    from omegaconf import OmegaConf
 
     errors: list[Exception] = []
 
@@ -93,6 +104,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
         except Exception as error:  # hydra would print lines of its own about it
             errors.append(error)
 
+    OmegaConf.register_new_resolver("gossip.run_folder", resuming.folder_to_use, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
     hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
     if errors:
@@ -103,18 +115,20 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
     """One run of hydra's: in a sweep a failure is recorded and reported, and the next run comes."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from omegaconf import OmegaConf
 
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
     overrides = list(settings.overrides.task)
     in_sweep = settings.mode == RunMode.MULTIRUN
     try:
-        config = OmegaConf.to_container(hydra_config, resolve=True, throw_on_missing=True)
-        assert isinstance(config, dict)
+        config = _plain(hydra_config)
         if dist.is_initialized():
             config["launch"]["world_size"] = dist.get_world_size()
-        summary = run_job({str(key): value for key, value in config.items()}, folder, overrides)
+        if config.get("resume") is not None:
+            if in_sweep:
+                raise ConfigurationError("resume=... goes on with one run; leave out -m")
+            config = _resumed(config, folder, overrides, str(settings.job.config_name))
+        summary = run_job(config, folder, overrides)
     except Exception as error:
         if not in_sweep:
             raise
@@ -129,6 +143,28 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
         logger.info("job {}: test accuracy of the average {} after {:.1f} s", settings.job.num, accuracy, time_s)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         print_run(summary, folder)
+
+
+def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_name: str) -> dict[str, Any]:
+    """The configuration of the run that goes on in ``folder``."""
+    from hydra import compose
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if folder.resolve() != Path(asked["resume"]).resolve():
+        raise ConfigurationError(f"resume={asked['resume']} goes on in that folder; leave out hydra.run.dir={folder}")
+    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
+    if dist.is_initialized():
+        keys.append("launch.world_size")  # torchrun has set it
+    defaults = _plain(compose(config_name), complete=False)
+    return resuming.continued_configuration(folder, asked, defaults, keys)
+
+
+def _plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def _main_of_one_rank(config_folder: Path, config_name: str) -> int:

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from gossip.experiments.settings import ConfigurationError
 from topologies import Topology
 
 CONFIG_FILE = "config.yaml"
+OVERRIDES_FILE = "overrides.yaml"
 SUMMARY_FILE = "summary.json"
+VERSIONS_FILE = "versions.json"
 LOCK_FILE = "run.lock"
 _PACKAGES = (
     "gossip-training",
@@ -115,8 +117,8 @@ def _cannot_be_written(folder: Path, error: OSError) -> FolderError:
     return FolderError(f"the run folder {folder} cannot be written: {error.strerror}")
 
 
-def claim(folder: Path, config: Mapping[str, Any]) -> None:
-    """Make ``folder`` this run's: write the resolved configuration and the versions.
+def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """Make ``folder`` this run's: write the resolved configuration, what the user set of it, and the versions.
 
     Raises
     ------
@@ -129,13 +131,40 @@ def claim(folder: Path, config: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / CONFIG_FILE).open("x", encoding="utf-8") as file:
             file.write(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        (folder / OVERRIDES_FILE).write_text(OmegaConf.to_yaml(list(overrides)), encoding="utf-8")
     except FileExistsError:
         raise FolderError(
             f"{folder} already holds a run ({CONFIG_FILE}); remove it, or choose another folder with hydra.run.dir=..."
         ) from None
     except OSError as error:
         raise _cannot_be_written(folder, error) from error
-    _write_json(folder / "versions.json", _versions())
+    _write_json(folder / VERSIONS_FILE, _versions())
+
+
+def update_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the configuration with which a run goes on, in one stroke."""
+    from omegaconf import OmegaConf
+
+    partial = folder / f"{CONFIG_FILE}.partial"
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
+    partial.replace(folder / CONFIG_FILE)
+
+
+def read_overrides(folder: Path) -> list[str]:
+    """What the user set of the configuration; nothing if that was not recorded."""
+    from omegaconf import OmegaConf
+
+    path = folder / OVERRIDES_FILE
+    return [str(override) for override in OmegaConf.load(path)] if path.exists() else []
+
+
+def changed_versions(folder: Path) -> list[str]:
+    """What the run in ``folder`` began with that is of another version now, in words."""
+    try:
+        began = json.loads((folder / VERSIONS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [f"{VERSIONS_FILE} cannot be read"]
+    return [f"{name} was {began.get(name)} and is {now}" for name, now in _versions().items() if began.get(name) != now]
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

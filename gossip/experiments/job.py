@@ -16,6 +16,7 @@ from loguru import logger
 from gossip import fork_server
 from gossip.errors import LaunchError
 from gossip.experiments import folder as run_folder
+from gossip.experiments import resuming
 from gossip.experiments.build import check
 from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
@@ -42,7 +43,7 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
     Parameters
     ----------
     config : mapping
-        Resolved and plain.
+        Resolved and plain. With ``resume`` the run in ``folder`` goes on, and ``config`` becomes its configuration.
     folder : Path
         Of this run alone; locked as long as it runs.
     overrides : sequence of str
@@ -67,7 +68,12 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
         with _refused_by_all(world):
             if world.rank == 0:
                 until_the_end.enter_context(run_folder.lock(folder))
-                run_folder.claim(folder, config)
+                if config.get("resume") is None:
+                    run_folder.claim(folder, config, overrides)
+                else:
+                    resuming.check_resumable(folder)
+        if config.get("resume") is not None:
+            overrides = resuming.all_overrides(folder, overrides)
         return _run_in_folder(config, folder, overrides, world, started_at)
 
 
@@ -88,9 +94,12 @@ def _run_in_folder(
         world.close()
         if world.rank == 0:
             logger.info("run folder: {}", folder)
+            if config.get("resume") is not None:
+                run_folder.update_config(folder, {**config, "resume": None})
         run = train if dist.is_initialized() else _launch
         summary = run(config, str(folder))
-        summary |= {"overrides": list(overrides), "wall_time_s": time.perf_counter() - started_at}
+        summary["overrides"] = list(overrides)
+        summary["wall_time_s"] += time.perf_counter() - started_at
         if world.rank == 0:
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")

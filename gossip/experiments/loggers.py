@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Logger(Protocol):
@@ -13,15 +13,15 @@ class Logger(Protocol):
     :class:`gossip.experiments.records.JsonlWriter` is one too.
     """
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` for ``step``."""
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record ``values`` for ``step``: numbers, None for what could not be measured, and mappings to numbers."""
 
     def close(self) -> None:
         """Write what is pending; nothing may be logged afterwards."""
 
 
 class TensorBoardLogger:
-    """Writes every value as a TensorBoard scalar under its key.
+    """Writes every number as a TensorBoard scalar under its key; of a mapping each under ``key/name``.
 
     Parameters
     ----------
@@ -45,10 +45,13 @@ class TensorBoardLogger:
             ) from error
         self._writer = SummaryWriter(str(folder))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one scalar per value."""
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add one scalar per number."""
         for key, value in values.items():
-            self._writer.add_scalar(key, value, global_step=step)
+            items = value.items() if isinstance(value, Mapping) else [("", value)]
+            for name, number in items:
+                if number is not None:
+                    self._writer.add_scalar(f"{key}/{name}" if name else key, number, global_step=step)
 
     def close(self) -> None:
         """Write what is pending and close the event file."""

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gossip.algorithms import AdaptWhileCommunicating
 from gossip.averaging import average_module_, saved_state
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
 from gossip.experiments.tracing import TracedTransport, Tracer
-from gossip.stats import StepStats
 from gossip.world import World
 from gossip.wrapper import GossipDataParallel
 from topologies import Round, Topology
@@ -41,8 +42,14 @@ class Method(Protocol):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output, for training. Local, or collective where buffers are shared."""
 
-    def backward(self, loss: torch.Tensor) -> StepStats:
-        """Make one step. Every rank makes as many."""
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
+        """Make one step. Every rank makes as many.
+
+        Returns
+        -------
+        dict
+            What it cost: of :class:`gossip.StepStats` what this method measures, with strings for keys.
+        """
 
     def consensus_distance(self) -> tuple[float, float]:
         """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
@@ -60,6 +67,8 @@ class Method(Protocol):
 def make_method(experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> Method:
     """The method that the settings name, over this rank's ``module``; it tells ``tracer`` of exchanges. Collective."""
     if experiment.settings.method == "ddp":
+        if world.rank == 0:
+            _say_what_is_ignored(experiment)
         return AllReduceMethod(experiment, module, world, tracer)
     topology = experiment.topology
     if topology is None:
@@ -67,8 +76,24 @@ def make_method(experiment: Experiment, module: nn.Module, world: World, tracer:
     return GossipMethod(experiment, module, topology, world, tracer)
 
 
+def _say_what_is_ignored(experiment: Experiment) -> None:
+    """Options that mean something to other methods only, if the user has changed them."""
+    settings = experiment.settings
+    changed = {
+        f"algorithm {experiment.algorithm.describe()}": experiment.algorithm.describe()
+        != AdaptWhileCommunicating().describe(),
+        f"clip={settings.clip}": settings.clip != "global",
+        f"buffers={settings.buffers}": settings.buffers != "local",
+        "step_in_backward=false": not settings.step_in_backward,
+        f"debug={settings.debug}": settings.debug is not None,
+    }
+    ignored = [option for option, is_changed in changed.items() if is_changed]
+    if ignored:
+        logger.info("without meaning for method=ddp, and ignored: {}", ", ".join(ignored))
+
+
 class GossipMethod:
-    """:class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
+    """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
 
     def __init__(
         self, experiment: Experiment, module: nn.Module, topology: Topology, world: World, tracer: Tracer | None
@@ -77,45 +102,62 @@ class GossipMethod:
         transport = None  # the wrapper's own
         if tracer is not None and world.world_size > 1:
             transport = TracedTransport(world, topology, tracer)
-        self._model = GossipDataParallel(
+        self.model = GossipDataParallel(
             module,
             experiment.make_optimizer,
             topology,
+            algorithm=experiment.algorithm,
+            step_in_backward=settings.step_in_backward,
+            clip_grad_norm=settings.clip_grad_norm if settings.step_in_backward else None,
+            clip="bucket" if settings.clip == "bucket" else "global",
+            buffers="average" if settings.buffers == "average" else "local",
             bucket_cap_mb=settings.bucket_cap_mb,
             timeout=settings.timeout,
             transport=transport,
+            debug=settings.debug,
         )
-        assert self._model.optimizer is not None
+        self._settings = settings
+        assert self.model.optimizer is not None
         self.module = module
-        self.optimizer = self._model.optimizer
+        self.optimizer = self.model.optimizer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output. Local."""
-        output: torch.Tensor = self._model(inputs)
+        output: torch.Tensor = self.model(inputs)
         return output
 
-    def backward(self, loss: torch.Tensor) -> StepStats:
-        """Update and exchange inside the backward pass."""
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
+        """Update and exchange inside the backward pass, or after it."""
         loss.backward()
-        stats = self._model.stats()
+        if not self._settings.step_in_backward:
+            if self._settings.clip_grad_norm is not None:
+                self.model.clip_grad_norm_(self._settings.clip_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        stats = self.model.stats()
         assert stats is not None
-        return stats
+        costs = stats.to_dict()
+        for key, value in costs.items():
+            if isinstance(value, Mapping):
+                costs[key] = {str(peer): each for peer, each in sorted(value.items())}
+        del costs["step"]
+        return costs
 
     def consensus_distance(self) -> tuple[float, float]:
         """As :meth:`gossip.GossipDataParallel.consensus_distance`."""
-        return self._model.consensus_distance()
+        return self.model.consensus_distance()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """As :meth:`gossip.GossipDataParallel.averaged`."""
-        return self._model.averaged()
+        return self.model.averaged()
 
     def global_avg(self) -> None:
         """As :meth:`gossip.GossipDataParallel.global_avg`."""
-        self._model.global_avg()
+        self.model.global_avg()
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._model.close()
+        self.model.close()
 
 
 class AllReduceMethod:
@@ -143,24 +185,38 @@ class AllReduceMethod:
         self.optimizer = experiment.make_optimizer(list(module.named_parameters()))
         gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self._bytes_per_step = round(2 * (world.world_size - 1) / world.world_size * gradient_bytes)
-        self._ready_at = 0.0
+        self._max_norm = experiment.settings.clip_grad_norm
+        self._ready_at = self._forward_s = 0.0
         self._step = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output. Collective if there are buffers."""
+        start = time.perf_counter()
         with self._exchange("sharing rank 0's buffers"):
             output: torch.Tensor = self._model(inputs)
+        self._forward_s = time.perf_counter() - start
         return output
 
-    def backward(self, loss: torch.Tensor) -> StepStats:
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Average the gradients inside the backward pass, then update."""
+        start = time.perf_counter()
         with self._exchange("the all-reduce of the gradients"):
             loss.backward()
-        exposed_wait_s = time.perf_counter() - self._ready_at
+        backward_ended = time.perf_counter()
+        costs: dict[str, Any] = {
+            "exposed_wait_s": backward_ended - self._ready_at,
+            "bytes_sent": self._bytes_per_step,
+            "forward_s": self._forward_s,
+            "backward_s": backward_ended - start,
+        }
+        if self._max_norm is not None:
+            costs["gradient_norm"] = float(nn.utils.clip_grad_norm_(self.module.parameters(), self._max_norm))
+        update_began = time.perf_counter()
         self.optimizer.step()
+        costs["update_s"] = time.perf_counter() - update_began
         self.optimizer.zero_grad()
         self._step += 1
-        return StepStats(self._step - 1, exposed_wait_s, self._bytes_per_step)
+        return costs
 
     def consensus_distance(self) -> tuple[float, float]:
         """Measured, not assumed: 0 as long as the replicas are equal."""

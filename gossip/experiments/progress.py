@@ -31,11 +31,13 @@ class ProgressBar:
     Parameters
     ----------
     total_steps : int
+    first_step : int
+        Of a run that goes on: how many have been made before.
     visible : bool
         Nothing is ever shown where stderr is not a terminal.
     """
 
-    def __init__(self, total_steps: int, *, visible: bool) -> None:
+    def __init__(self, total_steps: int, *, first_step: int = 0, visible: bool) -> None:
         self._bar: Any = None
         self._values: dict[str, float] = {}
         if visible and sys.stderr.isatty():
@@ -51,7 +53,7 @@ class ProgressBar:
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._bar.add_task("training", total=total_steps, values="")
+            self._task = self._bar.add_task("training", total=total_steps, completed=first_step, values="")
 
     def update(self, record: dict[str, Any]) -> None:
         """Show one more step and the newest of its values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -69,9 +70,15 @@ class JsonlWriter:
             self._file.flush()
             self._num_unflushed = 0
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append ``values`` as the record of ``step``."""
         self.write({"step": step, **values})
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written."""
+        self._file.flush()
+        self._num_unflushed = 0
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush and close the file; a second call does nothing."""
@@ -101,16 +108,34 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     records = []
     lines = Path(path).read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line or the file") from error
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{path}, line {number}: a record must be a JSON object, got {line[:40]!r}; remove the line"
-            )
-        records.append(record)
+        records.append(_record(line, path, number))
     return records
+
+
+def cut_jsonl(path: str | Path, step: int) -> int:
+    """Remove the records from ``step`` on, and a last line that is not finished. Local.
+
+    Returns
+    -------
+    int
+        How many records are left; 0 if there is no such file.
+
+    Raises
+    ------
+    ValueError
+        A finished line is not a record of a step; nothing is removed.
+    """
+    if not Path(path).exists():
+        return 0
+    size = num_records = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _record(line, path, num_records + 1).get("step", -1) >= step:
+                break
+            size += len(line)
+            num_records += 1
+        file.truncate(size)
+    return num_records
 
 
 def without_non_finite(value: Any) -> Any:
@@ -122,6 +147,16 @@ def without_non_finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_non_finite(item) for item in value]
     return value
+
+
+def _record(line: bytes, path: str | Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line or the file") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number}: a record must be a JSON object, got {line[:40]!r}; remove the line")
+    return record
 
 
 def _remove_unfinished_line(path: Path) -> None:

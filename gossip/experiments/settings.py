@@ -9,6 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 METHODS = ("gossip", "ddp", "local")
+CLIPS = ("global", "bucket")
+BUFFERS = ("local", "average")
+DEBUGS = ("detail",)
 
 
 class ConfigurationError(ValueError):
@@ -27,12 +30,28 @@ class Settings:
         Of the partition, the initial values and the order of the samples.
     bucket_cap_mb : float
         Size of a bucket of parameters in MiB.
+    clip_grad_norm : float or None
+        The Euclidean norm that gradients are scaled down to.
+    clip : str
+        "global": the norm of all gradients of a rank; "bucket": of each bucket by itself.
+    buffers : str
+        "local", or "average": mixed like parameters.
+    step_in_backward : bool
+        Whether updates and exchanges begin inside the backward pass.
+    debug : str or None
+        "detail": every message is checked.
     exchange_every : int
         Steps per exchange; all but the last one of them are local.
     warmup_rounds : int
         Rounds of the complete topology before the chosen one begins.
     profile : bool
         Whether each rank leaves a trace of a few steps.
+    resumes : bool
+        Whether the run goes on from the newest checkpoint in its folder.
+    checkpoint_every : int
+        Steps between two checkpoints; 0: none.
+    checkpoint_keep : int
+        How many checkpoints stay.
     epochs : int
     batch_size : int
         Samples per rank and step.
@@ -53,9 +72,17 @@ class Settings:
     method: str
     seed: int
     bucket_cap_mb: float
+    clip_grad_norm: float | None
+    clip: str
+    buffers: str
+    step_in_backward: bool
+    debug: str | None
     exchange_every: int
     warmup_rounds: int
     profile: bool
+    resumes: bool
+    checkpoint_every: int
+    checkpoint_keep: int
     epochs: int
     batch_size: int
     evaluate_every_epochs: int
@@ -74,13 +101,21 @@ class Settings:
         ConfigurationError
             A value is missing, of the wrong type or out of range.
         """
-        return cls(
-            method=_method(value_of(config, "method")),
+        settings = cls(
+            method=_choice(config, "method", METHODS),
             seed=_integer(config, "seed", minimum=0),
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
+            clip_grad_norm=_optional_positive(config, "clip_grad_norm"),
+            clip=_choice(config, "clip", CLIPS),
+            buffers=_choice(config, "buffers", BUFFERS),
+            step_in_backward=_boolean(config, "step_in_backward"),
+            debug=None if value_of(config, "debug") is None else _choice(config, "debug", DEBUGS),
             exchange_every=_integer(config, "topology.every", minimum=1),
             warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
             profile=_boolean(config, "profile"),
+            resumes=value_of(config, "resume") is not None,
+            checkpoint_every=_integer(config, "checkpoint.every", minimum=0),
+            checkpoint_keep=_integer(config, "checkpoint.keep", minimum=1),
             epochs=_integer(config, "training.epochs", minimum=1),
             batch_size=_integer(config, "training.batch_size", minimum=1),
             evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
@@ -90,6 +125,26 @@ class Settings:
             timeout=timedelta(seconds=_positive(config, "launch.timeout_s")),
             num_threads=_optional_integer(config, "launch.num_threads", minimum=1),
         )
+        settings._check_combinations()
+        return settings
+
+    def _check_combinations(self) -> None:
+        if self.method == "ddp":
+            if self.checkpoint_every > 0:
+                raise ConfigurationError(
+                    f"checkpoint.every={self.checkpoint_every}: method=ddp cannot save and resume; set "
+                    "checkpoint.every=0, or method=gossip or local"
+                )
+            return
+        if self.clip_grad_norm is not None and self.clip == "bucket" and not self.step_in_backward:
+            raise ConfigurationError(
+                "clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global or "
+                "step_in_backward=true"
+            )
+        if self.debug is not None and self.profile:
+            raise ConfigurationError(
+                f"profile=true traces the usual exchanges, but debug={self.debug} brings its own; set one of them only"
+            )
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -114,11 +169,10 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _method(name: object) -> str:
-    if name not in METHODS:
-        raise ConfigurationError(
-            f"there is no method={name}{nearest(str(name), METHODS)} Available: {', '.join(METHODS)}"
-        )
+def _choice(config: Mapping[str, Any], key: str, names: Sequence[str]) -> str:
+    name = value_of(config, key)
+    if name not in names:
+        raise ConfigurationError(f"there is no {key}={name}{nearest(str(name), names)} Available: {', '.join(names)}")
     return str(name)
 
 
@@ -139,6 +193,10 @@ def _boolean(config: Mapping[str, Any], key: str) -> bool:
 
 def _optional_integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int | None:
     return None if value_of(config, key) is None else _integer(config, key, minimum=minimum, maximum=maximum)
+
+
+def _optional_positive(config: Mapping[str, Any], key: str) -> float | None:
+    return None if value_of(config, key) is None else _positive(config, key)
 
 
 def _positive(config: Mapping[str, Any], key: str) -> float:

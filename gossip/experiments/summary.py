@@ -8,6 +8,21 @@ from typing import Any
 
 from gossip.experiments.build import Experiment
 from gossip.experiments.evaluation import Evaluation
+from gossip.experiments.settings import Settings
+
+_TOTALS = {
+    "step_time_s": "training_time_s",
+    "exposed_wait_s": "exposed_wait_s",
+    "overlapped_s": "overlapped_s",
+    "forward_s": "forward_s",
+    "backward_s": "backward_s",
+    "update_s": "update_s",
+    "bytes_sent": "bytes_sent",
+    "num_refused": "num_refused",
+    "num_skipped": "num_skipped",
+}
+"""What of a record is added up, and under which name."""
+_PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
 
 
 class RankReport:
@@ -15,17 +30,28 @@ class RankReport:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._training_time_s = 0.0
-        self._exposed_wait_s = 0.0
-        self._bytes_sent = 0
+        self._totals: dict[str, float] = {}
+        self._wait_by_peer_s: dict[str, float] = {}
         self._evaluation = Evaluation(float("nan"), float("nan"))
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count one step."""
+        """Count one step, with those costs that its method measures."""
         self._steps += 1
-        self._training_time_s += record["step_time_s"]
-        self._exposed_wait_s += record["exposed_wait_s"]
-        self._bytes_sent += record["bytes_sent"]
+        for key, name in _TOTALS.items():
+            if key in record:
+                self._totals[name] = self._totals.get(name, 0) + record[key]
+        for peer, wait_s in record.get("wait_by_peer_s", {}).items():
+            self._wait_by_peer_s[peer] = self._wait_by_peer_s.get(peer, 0.0) + wait_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted, for a checkpoint."""
+        return {"steps": self._steps, "totals": dict(self._totals), "wait_by_peer_s": dict(self._wait_by_peer_s)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count on from there."""
+        self._steps = state_dict["steps"]
+        self._totals = dict(state_dict["totals"])
+        self._wait_by_peer_s = dict(state_dict["wait_by_peer_s"])
 
     def finish(self, evaluation: Evaluation) -> None:
         """Note how good this rank's replica is at the end."""
@@ -35,9 +61,8 @@ class RankReport:
         """Plain numbers, for the other ranks."""
         return {
             "steps": self._steps,
-            "training_time_s": self._training_time_s,
-            "exposed_wait_s": self._exposed_wait_s,
-            "bytes_sent": self._bytes_sent,
+            **self._totals,
+            "wait_by_peer_s": self._wait_by_peer_s,
             "test_loss": self._evaluation.loss,
             "test_accuracy": self._evaluation.accuracy,
         }
@@ -70,6 +95,8 @@ def summarise(
         "reason": "",
         "method": settings.method,
         "topology": experiment.topology.name if experiment.topology is not None else None,
+        "algorithm": None if settings.method == "ddp" else experiment.algorithm.describe(),
+        "clipping": None if settings.clip_grad_norm is None else _clipping(settings),
         "data": experiment.data.name,
         "data_notes": experiment.data.notes,
         "seed": settings.seed,
@@ -87,8 +114,31 @@ def summarise(
         "epochs": settings.epochs,
         "steps": steps,
         "training_time_s": max(report["training_time_s"] for report in reports),
-        "exposed_wait_s": statistics.fmean(report["exposed_wait_s"] for report in reports),
+        **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
+        "wait_by_peer_s": _wait_by_peer(reports),
         "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] for report in reports) / steps,
+        **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
+    }
+
+
+def _clipping(settings: Settings) -> str:
+    which = "global" if settings.method == "ddp" else settings.clip
+    return f"{settings.clip_grad_norm:g} ({which})"
+
+
+def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Over the ranks; None if the method does not measure it."""
+    values = [report[name] for report in reports if name in report]
+    return statistics.fmean(values) if values else None
+
+
+def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How long a rank that gets messages from a peer stood still for it: the mean over those ranks."""
+    peers = sorted({peer for report in reports for peer in report["wait_by_peer_s"]}, key=int)
+    waits = ([report["wait_by_peer_s"].get(peer) for report in reports] for peer in peers)
+    return {
+        peer: statistics.fmean(wait for wait in of_peer if wait is not None)
+        for peer, of_peer in zip(peers, waits, strict=True)
     }
 
 
@@ -105,8 +155,16 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
         ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
         ("exposed wait, mean of the ranks", f"{summary['exposed_wait_s']:.2f} s"),
+        *_overlapped(summary),
         ("sent per rank and step", size(summary["bytes_sent_per_step"])),
     ]
+
+
+def _overlapped(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    overlapped_s = summary["overlapped_s"]
+    if overlapped_s is None:
+        return []
+    return [("exchanges beside computation, over buckets", f"{overlapped_s:.2f} s")]
 
 
 def percent(accuracy: float) -> str:

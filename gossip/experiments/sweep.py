@@ -19,6 +19,8 @@ _COLUMNS = (
     "reason",
     "method",
     "topology",
+    "algorithm",
+    "clipping",
     "data",
     "seed",
     "world_size",
@@ -34,6 +36,7 @@ _COLUMNS = (
     "wall_time_s",
     "training_time_s",
     "exposed_wait_s",
+    "overlapped_s",
     "bytes_sent_per_step",
 )
 

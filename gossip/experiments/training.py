@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from loguru import logger
-from torch import nn
 from torch.autograd.profiler import record_function
 
+from gossip.checkpoints.exporting import write_module
 from gossip.experiments.build import Experiment, build
 from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_together
 from gossip.experiments.loggers import Logger
 from gossip.experiments.methods import Method, make_method
 from gossip.experiments.progress import ProgressBar, configure_logging
-from gossip.experiments.records import JsonlWriter
+from gossip.experiments.records import JsonlWriter, cut_jsonl
+from gossip.experiments.run_state import RunState
 from gossip.experiments.summary import RankReport, summarise
 from gossip.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.world import World
@@ -40,7 +41,7 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        The summary of the run, the same on every rank.
+        The summary of the run, the same on every rank. ``wall_time_s`` is what the run took before it was resumed.
     """
     experiment = build(config)
     settings, shards = experiment.settings, experiment.shards
@@ -59,6 +60,10 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     tracer = Tracer(Path(folder) / f"rank{world.rank}.trace.json", total_steps) if settings.profile else None
     method = make_method(experiment, module, world, tracer)
     torch.manual_seed(_rank_seed(settings.seed, world.rank))  # dropout: others on every rank
+    state = RunState(experiment, method, world, Path(folder))
+    if settings.resumes:
+        state.load()
+        _cut_records(Path(folder), world, state.step)
     with ExitStack() as stack:
         writer = JsonlWriter(Path(folder) / f"rank{world.rank}.jsonl")
         loggers: list[Logger] = [writer]
@@ -68,77 +73,63 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
             stack.callback(each.close)
         if tracer is not None:
             stack.callback(tracer.close)
-        bar = stack.enter_context(ProgressBar(total_steps, visible=world.rank == 0))
-        report = RankReport()
+        total_steps = state.total_steps
+        bar = stack.enter_context(ProgressBar(total_steps, first_step=state.step, visible=world.rank == 0))
         last: dict[str, Any] = {}
-        for record in _steps(experiment, method, world, tracer):
-            report.add(record)
-            if last:
+        for last in _steps(experiment, method, world, tracer, state):
+            bar.update(last)
+            if state.step < total_steps:
                 _log(loggers, last)
-            bar.update(record)
-            last = record
-        summary = _finish(experiment, method, world, report, last)
+                if _every(settings.checkpoint_every, state.step):
+                    writer.sync()  # a checkpoint that survives finds all the records before it
+                    state.save()
+        summary = _finish(experiment, method, world, state.report, last)
+        summary["wall_time_s"] = state.earlier_wall_time_s
         _log(loggers, last)
     if world.rank == 0:
-        save_averaged_model(module, Path(folder) / MODEL_FILE)
+        write_module(module, Path(folder) / MODEL_FILE)
     method.close()
     world.close()
     return summary
 
 
-def save_averaged_model(module: nn.Module, path: Path) -> None:
-    """Write the module's state with its own names; of tied weights the first name only.
-
-    ``safetensors.torch.load_model(module, path)`` reads it into the bare module.
-    """
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    save_file(tensors, path)
-
-
-def _steps(experiment: Experiment, method: Method, world: World, tracer: Tracer | None) -> Iterator[dict[str, Any]]:
-    """Make all steps; yield the record of each, the last one without its evaluation."""
+def _steps(
+    experiment: Experiment, method: Method, world: World, tracer: Tracer | None, state: RunState
+) -> Iterator[dict[str, Any]]:
+    """Make all steps that are left; yield the record of each, the last one without its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
     mine = torch.from_numpy(shards.indices[world.rank])
     inputs, targets = data.train_inputs[mine], data.train_targets[mine]
-    total_steps = settings.epochs * shards.steps_per_epoch
-    scheduler = experiment.make_scheduler(method.optimizer, total_steps)
-    step = 0
-    for epoch in range(settings.epochs):
-        for some_inputs, some_targets in shards.batches(inputs, targets, rank=world.rank, epoch=epoch):
+    total_steps, first_step = state.total_steps, state.step
+    first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
+    for epoch in range(first_epoch, settings.epochs):
+        first = first_batch if epoch == first_epoch else 0
+        for some_inputs, some_targets in shards.batches(inputs, targets, rank=world.rank, epoch=epoch, first=first):
             if tracer is not None:
-                tracer.step_begins(step)
+                tracer.step_begins(state.step - first_step)
             start = time.perf_counter()
             with record_function(FORWARD):
                 logits = method.forward(some_inputs)
                 loss = cross_entropy(logits, some_targets)
             with record_function(BACKWARD):
-                stats = method.backward(loss)
+                costs = method.backward(loss)
             step_time_s = time.perf_counter() - start
             if tracer is not None:
-                tracer.step_ended(step)
+                tracer.step_ended(state.step - first_step)
             record = {
-                "step": step,
+                "step": state.step,
                 "epoch": epoch,
                 "loss": loss.item(),
                 "accuracy": (logits.argmax(-1) == some_targets).float().mean().item(),
-                "learning_rate": scheduler.get_last_lr()[0],
+                "learning_rate": state.scheduler.get_last_lr()[0],
                 "step_time_s": step_time_s,
-                "exposed_wait_s": stats.exposed_wait_s,
-                "bytes_sent": stats.bytes_sent,
+                **costs,
             }
-            scheduler.step()
-            step += 1
-            if step < total_steps:
-                if _every(settings.consensus_every_steps, step):
+            state.advance(record)
+            if state.step < total_steps:
+                if _every(settings.consensus_every_steps, state.step):
                     record |= _consensus(method)
-                if step % shards.steps_per_epoch == 0 and _every(settings.evaluate_every_epochs, epoch + 1):
+                if state.position % shards.steps_per_epoch == 0 and _every(settings.evaluate_every_epochs, epoch + 1):
                     record |= _consensus(method)
                     record |= _named("test", evaluate(method.module, data.test_inputs, data.test_targets))
                     with method.averaged():
@@ -162,6 +153,17 @@ def _finish(
     report.finish(local)
     reports = world.gather_bytes(json.dumps(report.as_dict()).encode(), "gathering the ranks' reports")
     return summarise(experiment, [json.loads(each) for each in reports], average, before, after)
+
+
+def _cut_records(folder: Path, world: World, step: int) -> None:
+    """Leave the records of the steps before ``step``: this rank's, and by rank 0 those of ranks that are no more."""
+    num_records = cut_jsonl(folder / f"rank{world.rank}.jsonl", step)
+    if 0 < num_records < step:
+        logger.warning("rank{}.jsonl has records of only {} of the {} steps so far", world.rank, num_records, step)
+    if world.rank == 0:
+        for path in folder.glob("rank*.jsonl"):
+            if path.stem.removeprefix("rank").isdecimal() and int(path.stem.removeprefix("rank")) >= world.world_size:
+                cut_jsonl(path, step)
 
 
 def _log(loggers: list[Logger], record: Mapping[str, Any]) -> None:

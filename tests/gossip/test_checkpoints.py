@@ -109,6 +109,29 @@ def test_overflow_that_is_under_way_goes_through_a_checkpoint(tmp_path: Path) ->
         assert_same(later_state, state)
 
 
+def measured_after(folder: str, algorithm: str, num_steps: int, resume: bool) -> list[dict[str, Any]]:
+    """What is measured in the steps after a checkpoint, but for times."""
+    model = make_model(algorithm=algorithm, topology="ring")
+    if resume:
+        gossip.load(model, folder)
+    measured = []
+    while model.step < num_steps:
+        if model.step == 2 and not resume:
+            gossip.save(model, folder)
+        one_step(model)
+        stats = model.stats()
+        assert stats is not None
+        assert stats.consensus_distance_estimate is not None or stats.step == 0
+        measured.append({key: value for key, value in stats.to_dict().items() if not key.endswith("_s")})
+    return measured[0 if resume else 2 :]
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+def test_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path, algorithm: str) -> None:
+    wanted = launch(measured_after, str(tmp_path), algorithm, 5, False, world_size=3)
+    assert launch(measured_after, str(tmp_path), algorithm, 5, True, world_size=3) == wanted
+
+
 def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
     """After averaging, inside accumulation, in a world that is not a power of two."""
     model = make_model(topology="exponential")

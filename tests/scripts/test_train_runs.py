@@ -24,6 +24,7 @@ def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
     (folder,) = run_folders(tmp_path)
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
+        "overrides.yaml",
         "versions.json",
         "rank0.jsonl",
         "rank1.jsonl",

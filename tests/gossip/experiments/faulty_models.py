@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
@@ -19,7 +20,12 @@ class FailingModel(nn.Module):
     how : str
         "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
-        to check the configuration.
+        to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
+        the launching process as SIGTERM does.
+    dropout : float
+        Draws random numbers in every step.
+    once : str
+        If given, a path: nothing fails while there is a file, and the failure makes it. So a run that goes on does.
     """
 
     def __init__(
@@ -31,10 +37,13 @@ class FailingModel(nn.Module):
         step: int = 3,
         how: str = "raise",
         pipe: str = "",
+        dropout: float = 0.0,
+        once: str = "",
     ) -> None:
         super().__init__()
+        self.once = once
         self.rank, self.step, self.how, self.pipe = rank, step, how, pipe
-        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.LazyLinear(num_classes))
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
         if how == "interrupt_check" and "RANK" not in os.environ:
@@ -50,10 +59,22 @@ class FailingModel(nn.Module):
 
     def fail(self) -> None:
         """Fail as ``how`` says."""
+        if self.once and Path(self.once).exists():
+            return
+        if self.once:
+            Path(self.once).touch()
         if self.how == "raise":
             raise ArithmeticError(f"injected at step {self.step}")
         if self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "kill_all":
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        if self.how == "terminate":
+            launcher = multiprocessing.parent_process()
+            assert launcher is not None
+            assert launcher.pid is not None
+            os.kill(launcher.pid, signal.SIGTERM)
+            signal.pause()
         if self.how == "block":
             Path(self.pipe).read_bytes()
             return

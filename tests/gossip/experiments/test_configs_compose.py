@@ -45,7 +45,9 @@ def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
     assert (topology.name, topology.world_size) == (name, 4)
 
 
-@pytest.mark.parametrize("group", ["optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"])
+@pytest.mark.parametrize(
+    "group", ["algorithm", "optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"]
+)
 def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
     for option in options(group):
         overrides = [f"{group}={option}"]

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gossip.experiments.loggers import TensorBoardLogger
-from gossip.experiments.records import JsonlWriter, read_jsonl
+from gossip.experiments.records import JsonlWriter, cut_jsonl, read_jsonl
 
 
 def test_records_round_trip_and_append(tmp_path: Path) -> None:
@@ -78,6 +78,22 @@ def test_records_only_an_unfinished_line_is_removed_too(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
+@pytest.mark.parametrize("end", ["", '{"step": 3', '{"step": 3}\n{"st'])
+def test_records_are_cut_back_to_a_step(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n' + end)
+    assert cut_jsonl(path, 2) == 2
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert cut_jsonl(path, 7) == 2
+    assert cut_jsonl(path, 0) == 0
+    assert path.read_text() == ""
+
+
+def test_records_that_are_not_there_are_cut_to_none(tmp_path: Path) -> None:
+    assert cut_jsonl(tmp_path / "rank0.jsonl", 3) == 0
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("line", "message"), [("{oops}", "line 2: not JSON"), ("[1]", "line 2: a record must be")])
 def test_records_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "rank0.jsonl"
@@ -103,11 +119,12 @@ def test_records_refuse_flush_every_zero(tmp_path: Path) -> None:
 def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path / "rank0")
     logger.log(0, {"loss": 2.0, "accuracy": 0.25})
-    logger.log(5, {"loss": 1.0})
+    logger.log(5, {"loss": 1.0, "gradient_norm": None, "bytes_by_peer": {"1": 8, "2": 16}})
     logger.close()
     events = EventAccumulator(str(tmp_path / "rank0")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 2.0), (5, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(0, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("bytes_by_peer/2")] == [(5, 16)]
 
 
 def test_tensorboard_logger_without_tensorboard_names_the_extra(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from composing import CONFIGS
+from composing import CONFIGS, composed
 
 from gossip import fork_server
 from gossip.experiments import command_line
+from gossip.experiments.folder import claim, lock, write_summary
 
 CommandLine = Callable[..., tuple[int, str]]
 
@@ -73,6 +75,26 @@ def command(
         (["topology.every=0"], "error: topology.every must be an integer of at least 1, got 0"),
         (["topology.evry=2"], "error: the configuration has no key topology.evry; did you mean topology.every?"),
         (["topology.warmup_rounds=-1"], "error: topology.warmup_rounds must be an integer of at least 0, got -1"),
+        (["checkpoint.every=-1"], "error: checkpoint.every must be an integer of at least 0, got -1"),
+        (["checkpoint.keep=0"], "error: checkpoint.keep must be an integer of at least 1, got 0"),
+        (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
+        (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
+        (["algorithm=combine"], "error: there is no algorithm=combine; did you mean adapt_then_combine? Available: "),
+        (["algorithm.gamma=2"], "error: gamma must be between 0 and 1"),
+        (
+            ["algorithm._target_=torch.nn.Identity", "~algorithm.gamma"],
+            "error: algorithm must be a name or a gossip.Al",
+        ),
+        (["clip_grad_norm=0"], "error: clip_grad_norm must be a positive number, got 0"),
+        (["clip=globl"], "error: there is no clip=globl; did you mean global? Available: global, bucket"),
+        (["buffers=mean"], "error: there is no buffers=mean. Available: local, average"),
+        (["step_in_backward=1"], "error: step_in_backward must be true or false, got 1"),
+        (["debug=details"], "error: there is no debug=details; did you mean detail? Available: detail"),
+        (["debug=detail", "profile=true"], "error: profile=true traces the usual exchanges, but debug=detail brings"),
+        (
+            ["clip=bucket", "clip_grad_norm=1", "step_in_backward=false"],
+            "error: clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global",
+        ),
         (["seed=["], "error: "),
     ],
 )
@@ -102,6 +124,55 @@ def test_refusals_of_the_folder_of_another_sweep(command: CommandLine, tmp_path:
         command("-m", "seed=0,1", "hydra.sweep.dir=taken")
     assert caught.value.code == 2
     assert [path.name for path in taken.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "error: the run in {run} has left no checkpoint in checkpoints/ to go on from; begin it anew, with"),
+        (["hydra.run.dir=other"], "error: resume=run goes on in that folder; leave out hydra.run.dir="),
+        (["seed=5", "topology=ring", "optimizer.lr=0.1", "launch.world_size=2"], "error: the run in {run} has left no"),
+        (
+            ["topology=path", "seed=0", "optimizer=sgd"],
+            "error: resume=run goes on as that run was configured, but seed is 5 there and 0 here, topology.name is "
+            '"ring" there and "path" here; leave that out, or begin another run\n',
+        ),
+        (["experiment=digits_cnn"], "error: resume=run goes on as that run was configured, but model._target_ is "),
+        (["+optimizer.dampening=0.1"], "error: resume=run goes on as that run was configured, but optimizer.dampening"),
+        (["~training.epochs"], "error: resume=run goes on as that run was configured, but training.epochs is 20 there"),
+    ],
+)
+def test_refusals_to_resume(command: CommandLine, tmp_path: Path, arguments: list[str], line: str) -> None:
+    folder = tmp_path / "run"
+    claim(folder, composed("topology=ring", "seed=5"))
+    content = {path: path.read_bytes() for path in folder.iterdir()}
+    status, stderr = command("resume=run", *arguments)
+    assert status == 2
+    assert stderr.startswith(line.format(run=folder))
+    assert stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in folder.iterdir()} == content
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_refusals_to_resume_what_has_ended_or_is_in_use(command: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    claim(folder, composed())
+    with lock(folder):
+        status, stderr = command("resume=run")
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith(f"error: {folder} is in use by the run with process id {os.getpid()} on ")
+    write_summary(folder, {"status": "completed"})
+    status, stderr = command("resume=run")
+    assert status == 2
+    assert stderr == f"error: the run in {folder} has ended (summary.json): there is nothing to resume\n"
+
+
+def test_refusals_to_resume_in_a_sweep(command: CommandLine, tmp_path: Path) -> None:
+    claim(tmp_path / "run", composed())
+    with pytest.raises(SystemExit) as caught:
+        command("-m", "resume=run", "hydra.sweep.dir=sweep")
+    assert caught.value.code == 1
+    assert "goes on with one run; leave out -m" in (tmp_path / "sweep" / "sweep.csv").read_text()
 
 
 def test_refusals_within_a_sweep_are_rows_of_its_table(command: CommandLine, tmp_path: Path) -> None:

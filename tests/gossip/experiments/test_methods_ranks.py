@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return dict(summaries[0])
 
 
-def trained_alone(config: dict[str, Any], ranks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def trained_alone(
+    config: dict[str, Any], ranks: tuple[int, ...], max_norm: float = math.inf
+) -> dict[str, torch.Tensor]:
     """One model in this process on the joined batches of ``ranks``: what all-reduce and no exchange amount to."""
     experiment = build(config)
     torch.manual_seed(experiment.settings.seed)
@@ -47,21 +50,30 @@ def trained_alone(config: dict[str, Any], ranks: tuple[int, ...]) -> dict[str, t
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         optimizer.zero_grad()
         cross_entropy(module(inputs), targets).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         optimizer.step()
         scheduler.step()
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
-def test_ddp_trains_as_one_model_on_all_batches(tmp_path: Path) -> None:
-    config = composed(*SMALL, "method=ddp")
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_ddp_trains_as_one_model_on_all_batches(tmp_path: Path, max_norm: float | None) -> None:
+    config = composed(*SMALL, "method=ddp", f"clip_grad_norm={max_norm or 'null'}")
     summary = run(config, tmp_path / "run")
     averaged = load_file(tmp_path / "run" / "model.safetensors")
-    for name, expected in trained_alone(config, (0, 1, 2)).items():
+    for name, expected in trained_alone(config, (0, 1, 2), max_norm or math.inf).items():
         torch.testing.assert_close(averaged[name], expected, rtol=1e-4, atol=1e-5)
     assert summary["consensus_distance_before"] == 0
     numel = sum(tensor.numel() for tensor in averaged.values())
     assert summary["bytes_sent_per_step"] == round(2 * 2 / 3 * 4 * numel)
     assert summary["exposed_wait_s"] > 0
+    assert (summary["algorithm"], summary["overlapped_s"], summary["wait_by_peer_s"]) == (None, None, {})
+    assert summary["clipping"] == ("0.5 (global)" if max_norm else None)
+    for record in read_jsonl(tmp_path / "run" / "rank1.jsonl"):
+        assert record["backward_s"] > 0
+        assert record["forward_s"] > 0
+        assert record["update_s"] > 0
+        assert ("gradient_norm" in record) == (max_norm is not None)
 
 
 def test_local_trains_every_rank_alone(tmp_path: Path) -> None:

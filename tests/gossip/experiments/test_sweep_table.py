@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_model
 from torch import nn
 
+from gossip.checkpoints.exporting import write_module
 from gossip.experiments import models
 from gossip.experiments.sweep import finish_sweep
-from gossip.experiments.training import save_averaged_model
 
 COMPLETED = {
     "status": "completed",
@@ -78,7 +78,7 @@ def test_averaged_model_is_read_into_a_bare_module(tmp_path: Path) -> None:
         models.SmallCNN((1, 8, 8), 10, channels=[4]),
         models.CharTransformer((8,), 20, width=8, depth=1, num_heads=2, tied_head=True),
     ):
-        save_averaged_model(module, tmp_path / "model.safetensors")
+        write_module(module, tmp_path / "model.safetensors")
         other = (
             models.SmallCNN((1, 8, 8), 10, channels=[4])
             if isinstance(module, models.SmallCNN)

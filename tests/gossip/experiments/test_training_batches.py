@@ -36,6 +36,13 @@ def test_shards_batches_never_repeat_a_sample_within_an_epoch() -> None:
     assert len(samples) == len(set(samples)) == 4
 
 
+def test_shards_epoch_goes_on_where_it_was_left() -> None:
+    shards = Shards([np.arange(7)], batch_size=2, seed=0)
+    for first in range(4):
+        batches = shards.batches(torch.arange(7), torch.arange(7), rank=0, epoch=1, first=first)
+        assert [inputs.tolist() for inputs, _ in batches] == epoch(shards, 0, 1)[first:]
+
+
 def test_shards_order_follows_from_seed_rank_and_epoch() -> None:
     assert epoch(uneven(), 0, 1) == epoch(uneven(), 0, 1)
     orders = {str(epoch(uneven(seed), 0, number)) for seed in range(3) for number in range(3)}

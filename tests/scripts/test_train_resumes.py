@@ -1,0 +1,85 @@
+"""scripts/train.py resume=...: what is stopped by any means goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import train
+
+from gossip.checkpoints.folder import check_sizes, read_manifest
+from gossip.experiments.records import read_jsonl
+
+STOPS_AT = 12
+RUN = (
+    "model._target_=faulty_models.FailingModel",
+    "~model.hidden",
+    f"+model.step={STOPS_AT}",
+    "+model.dropout=0.2",
+    "training.epochs=1",
+    "training.batch_size=30",
+    "launch.world_size=2",
+    "checkpoint.every=5",
+)
+
+
+def result(folder: Path) -> list[Any]:
+    """What does not depend on time."""
+    kept = ("loss", "accuracy", "learning_rate", "averaged_test_loss", "consensus_distance")
+    records = [record for rank in range(2) for record in read_jsonl(folder / f"rank{rank}.jsonl")]
+    kept_of_all = [[record.get(key) for key in kept] for record in records]
+    summary = json.loads((folder / "summary.json").read_text())
+    numbers = {key: value for key, value in summary.items() if not key.endswith("_s") and key != "overrides"}
+    return [kept_of_all, numbers, (folder / "model.safetensors").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The result of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(folder, *RUN, "model.step=-1", "hydra.run.dir=run").status == 0
+    return result(folder / "run")
+
+
+def stopped(folder: Path, how: str) -> int:
+    """Stop a run in ``folder``/run at a step; its exit status."""
+    run = train(folder, *RUN, f"+model.how={how}", f"+model.once={folder}/stopped", "hydra.run.dir=run")
+    assert (folder / "stopped").exists()
+    assert len(list((folder / "run" / "checkpoints").iterdir())) == 2
+    return run.status
+
+
+def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
+    tmp_path: Path, whole: list[Any]
+) -> None:
+    assert stopped(tmp_path, "kill_all") == -signal.SIGKILL
+    newest = tmp_path / "run" / "checkpoints" / "step_0000000010" / "rank1.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    run = train(tmp_path, "resume=run", f"+model.once={tmp_path}/stopped", "training.epochs=1")
+    assert run.status == 0, run.stderr
+    (warning,) = [line for line in run.stderr.splitlines() if " WARNING " in line]
+    assert "checkpoint step_0000000010 is left out: rank 1: " in warning
+    assert "SHA-256" in warning
+    assert "step 5 is restored from" in run.stderr
+    assert str(tmp_path / "run") in run.stdout
+    assert result(tmp_path / "run") == whole
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_train_interrupted_run_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    assert stopped(tmp_path, "interrupt") == 130
+    for step in (5, 10):
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:010}"
+        check_sizes(checkpoint, read_manifest(checkpoint))
+
+
+def test_train_terminated_run_goes_on_under_torchrun(tmp_path: Path, whole: list[Any]) -> None:
+    assert stopped(tmp_path, "terminate") == 143
+    run = train(tmp_path, "resume=run", torchrun=2)
+    assert run.status == 0, run.stderr
+    assert result(tmp_path / "run") == whole
