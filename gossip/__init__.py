@@ -12,7 +12,11 @@ from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
 from gossip.checkpoints import save as save
-from gossip.debug_transport import DebugTransport as DebugTransport
+from gossip.communication.debug_transport import DebugTransport as DebugTransport
+from gossip.communication.transports import DistributedTransport as DistributedTransport
+from gossip.communication.transports import Exchange as Exchange
+from gossip.communication.transports import Transport as Transport
+from gossip.communication.world import World as World
 from gossip.errors import CheckpointError as CheckpointError
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
@@ -21,10 +25,6 @@ from gossip.errors import ManifestError as ManifestError
 from gossip.launcher import launch as launch
 from gossip.mixing import UsesExchange as UsesExchange
 from gossip.stats import StepStats as StepStats
-from gossip.transports import DistributedTransport as DistributedTransport
-from gossip.transports import Exchange as Exchange
-from gossip.transports import Transport as Transport
-from gossip.world import World as World
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [

@@ -9,9 +9,9 @@ from loguru import logger
 from gossip.algorithms import Algorithm
 from gossip.arguments import Arguments
 from gossip.buckets import Bucket
-from gossip.debug_transport import DebugTransport
+from gossip.communication.debug_transport import DebugTransport
+from gossip.communication.transports import DistributedTransport, Transport
 from gossip.mixing import AnyBucket
-from gossip.transports import DistributedTransport, Transport
 from topologies import Topology
 
 _MAX_BUCKETS_LISTED = 8

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 import topologies
 from gossip.algorithms import Algorithm
 from gossip.bucket_optimizer import OptimizerArgument
-from gossip.transports import Transport
+from gossip.communication.transports import Transport
 from topologies import Topology
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from gossip.buckets import Bucket
 from gossip.buffers import is_averaged
+from gossip.communication.world import World
 from gossip.errors import GossipError
 from gossip.manifest import compare_manifests
-from gossip.world import World
 
 
 def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World) -> None:

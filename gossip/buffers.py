@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
-from gossip.world import accumulation_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,18 +14,18 @@ from gossip.arguments import Arguments, check_arguments, resolve_topology
 from gossip.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
 from gossip.buckets import Bucket, check_parameters, make_buckets
 from gossip.buffers import make_buffer_buckets
-from gossip.debug_transport import DebugTransport, check_debug
+from gossip.communication.debug_transport import DebugTransport, check_debug
+from gossip.communication.flags import AgreedFlag
+from gossip.communication.transports import DistributedTransport
+from gossip.communication.world import World
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
-from gossip.flags import AgreedFlag
 from gossip.foreign_optimizers import OptimizerWatch
 from gossip.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import check_not_wrapped
 from gossip.scaling import SharedScaler
-from gossip.transports import DistributedTransport
 from gossip.updating import Updater
-from gossip.world import World
 from topologies import Topology
 
 

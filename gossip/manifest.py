@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from gossip.communication.world import World
 from gossip.errors import ManifestError
-from gossip.world import World
 from topologies import Topology
 
 Manifest = dict[str, str]

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm
 from gossip.buckets import Bucket
 from gossip.buffers import BufferBucket
+from gossip.communication.transports import Exchange, Transport
 from gossip.errors import GossipError
 from gossip.stats import Meter
-from gossip.transports import Exchange, Transport
 from topologies import Round, Topology
 
 AnyBucket = Bucket | BufferBucket

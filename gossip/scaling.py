@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gossip.flags import AgreedFlag
+from gossip.communication.flags import AgreedFlag
 
 
 class SharedScaler:

@@ -21,14 +21,14 @@ from gossip.bucket_optimizer import (
     OptimizerArgument,
     restore_step,
 )
+from gossip.communication.flags import AgreedFlag
+from gossip.communication.transports import Transport
+from gossip.communication.world import World
 from gossip.construction import construct
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
-from gossip.flags import AgreedFlag
 from gossip.module_face import ModuleFace
 from gossip.stats import StepStats
-from gossip.transports import Transport
-from gossip.world import World
 from topologies import Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)

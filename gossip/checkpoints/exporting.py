@@ -18,7 +18,7 @@ from gossip.checkpoints.together import compare, engine_of, together
 from gossip.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from gossip.world import World
+    from gossip.communication.world import World
     from gossip.wrapper import GossipDataParallel
 
 _CHUNK_BYTES = 16 * 2**20

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import fork_server
+from gossip.communication.world import World
 from gossip.errors import ExchangeError, LaunchError
 from gossip.experiments import folder as run_folder
 from gossip.experiments import resuming
@@ -23,7 +24,6 @@ from gossip.experiments.settings import ConfigurationError
 from gossip.experiments.summary import percent
 from gossip.experiments.table import print_run
 from gossip.launcher import DEFAULT_TIMEOUT, joined_process_group, under_torchrun
-from gossip.world import World
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"
 """The environment variable from which the configuration takes the last part of the run folder's name."""

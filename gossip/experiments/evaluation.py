@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gossip.world import World
+from gossip.communication.world import World
 
 _BATCH_SIZE = 256
 

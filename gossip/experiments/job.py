@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import fork_server
+from gossip.communication.world import World
 from gossip.errors import LaunchError
 from gossip.experiments import folder as run_folder
 from gossip.experiments import resuming
@@ -22,7 +23,6 @@ from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
 from gossip.experiments.training import train
 from gossip.launcher import DEFAULT_TIMEOUT, launch
-from gossip.world import World
 
 PRELOAD = (
     "gossip.experiments.training",

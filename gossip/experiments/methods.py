@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import AdaptWhileCommunicating
 from gossip.averaging import average_module_, saved_state
+from gossip.communication.world import World
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
 from gossip.experiments.tracing import TracedTransport, Tracer
-from gossip.world import World
 from gossip.wrapper import GossipDataParallel
 from topologies import Round, Topology
 

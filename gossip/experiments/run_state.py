@@ -12,12 +12,12 @@ from loguru import logger
 from torch.optim.lr_scheduler import LRScheduler
 
 import gossip
+from gossip.communication.world import World
 from gossip.errors import CheckpointError
 from gossip.experiments.build import Experiment
 from gossip.experiments.methods import GossipMethod, Method
 from gossip.experiments.resuming import CHECKPOINT_FOLDER
 from gossip.experiments.summary import RankReport
-from gossip.world import World
 
 
 class RunState:

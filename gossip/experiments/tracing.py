@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from gossip.transports import DistributedExchange, DistributedTransport
-from gossip.world import World
+from gossip.communication.transports import DistributedExchange, DistributedTransport
+from gossip.communication.world import World
 from topologies import Round, Topology
 
 FORWARD = "gossip::forward"

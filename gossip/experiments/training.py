@@ -14,6 +14,7 @@ from loguru import logger
 from torch.autograd.profiler import record_function
 
 from gossip.checkpoints.exporting import write_module
+from gossip.communication.world import World
 from gossip.experiments.build import Experiment, build
 from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_together
 from gossip.experiments.loggers import Logger
@@ -23,7 +24,6 @@ from gossip.experiments.records import JsonlWriter, cut_jsonl
 from gossip.experiments.run_state import RunState
 from gossip.experiments.summary import RankReport, summarise
 from gossip.experiments.tracing import BACKWARD, FORWARD, Tracer
-from gossip.world import World
 
 MODEL_FILE = "model.safetensors"
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossip import Exchange, GossipDataParallel, Transport, World, launch
-from gossip.transports import DistributedTransport
+from gossip.communication.transports import DistributedTransport
 from topologies import Round, build
 
 NUM_STEPS = 4

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import topologies
 from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
-from gossip.transports import _shared_groups
+from gossip.communication.transports import _shared_groups
 from topologies import Round, Topology
 
 WORLD_SIZE = 4

@@ -16,7 +16,7 @@ from replicas import SGD, TINY_BUCKETS, NormalisedNet, assert_equal_states, rank
 from torch import nn
 
 from gossip import DistributedTransport, ExchangeError, GossipDataParallel, LaunchError, World, launch
-from gossip.roll_call import RollCall
+from gossip.communication.roll_call import RollCall
 from topologies import build
 
 SHORT = timedelta(seconds=0.5)
@@ -326,7 +326,7 @@ class SilentStore(dist.Store):
 
 
 def test_store_that_answers_nothing_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossip.roll_call._STORE_PATIENCE", timedelta(seconds=0.05))
+    monkeypatch.setattr("gossip.communication.roll_call._STORE_PATIENCE", timedelta(seconds=0.05))
     store = SilentStore()
     assert "does not answer" in RollCall(store, 0, 2).explain()
     store.released.set()

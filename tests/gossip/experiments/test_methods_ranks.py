@@ -12,6 +12,7 @@ import torch
 from composing import composed
 from safetensors.torch import load_file
 
+from gossip.communication.world import World
 from gossip.errors import ExchangeError, LaunchError
 from gossip.experiments.build import build
 from gossip.experiments.evaluation import cross_entropy
@@ -20,7 +21,6 @@ from gossip.experiments.methods import AllReduceMethod
 from gossip.experiments.records import read_jsonl
 from gossip.experiments.training import train
 from gossip.launcher import launch
-from gossip.world import World
 
 SMALL = ("training.epochs=1", "training.batch_size=60", "launch.world_size=3", "training.consensus_every_steps=0")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from gossip.communication.world import World
 from gossip.experiments.evaluation import cross_entropy, evaluate, evaluate_together
-from gossip.world import World
 
 
 class Recorder(nn.Module):

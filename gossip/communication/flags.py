@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from gossip.courier import Courier
+from gossip.communication.courier import Courier
+from gossip.communication.lanes import Lanes, Pending
+from gossip.communication.world import CLOSING_PATIENCE, DEATH_PATIENCE, World
 from gossip.errors import ExchangeError
-from gossip.lanes import Lanes, Pending
-from gossip.world import CLOSING_PATIENCE, DEATH_PATIENCE, World
 
 
 class AgreedFlag:

@@ -13,11 +13,11 @@ from datetime import timedelta
 
 import torch
 
-from gossip.courier import Works
+from gossip.communication.courier import Works
+from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
+from gossip.communication.transports import Transport, check_device, weighted_sum
+from gossip.communication.world import World, device_is_idle
 from gossip.errors import ExchangeError
-from gossip.lanes import Message, Pending, Tensors, post_point_to_point
-from gossip.transports import Transport, check_device, weighted_sum
-from gossip.world import World, device_is_idle
 from topologies import Round
 
 _MAGIC = 0x676F73736970  # "gossip"

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from gossip.courier import Works
+from gossip.communication.courier import Works
+from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
+from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import ExchangeError
-from gossip.lanes import Message, Pending, Tensors, post_point_to_point
-from gossip.world import World, accumulation_dtype
 from topologies import Phase, Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossip.courier import Courier, Works
+from gossip.communication.courier import Courier, Works
+from gossip.communication.lanes import Lanes, Tensors
+from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
+from gossip.communication.roll_call import RollCall
 from gossip.errors import ExchangeError
-from gossip.lanes import Lanes, Tensors
-from gossip.membership import Group, Membership, gloo_group, own_connection, registered_group
-from gossip.roll_call import RollCall
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gossip.courier import Courier, Works
-from gossip.membership import Group
+from gossip.communication.courier import Courier, Works
+from gossip.communication.membership import Group
 
 Tensors = Sequence[torch.Tensor]
 Post = Callable[[Tensors, Tensors], Works]
@@ -45,7 +45,7 @@ class Lanes:
     ================= ======================= ======================================================================
     device            backend                 way
     ================= ======================= ======================================================================
-    cpu               any                     through the :class:`gossip.courier.Courier`
+    cpu               any                     through the :class:`gossip.communication.courier.Courier`
     cuda and alike    gloo                    through pinned memory and the courier: gloo itself copies synchronously
     cuda and alike    all others (nccl)       posted at once on a stream of our own; the host waits for nothing
     ================= ======================= ======================================================================
