@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from gossip.errors import GossipError
@@ -35,6 +37,24 @@ def refuse_compiled_autograd() -> None:
             "torch._dynamo.config.compiled_autograd is on: it compiles backward passes without the hooks that make the "
             "steps; turn it off, or wrap the module with step_in_backward=False"
         )
+
+
+class BackwardRange:
+    """The profiler's range ``gossip::backward``, from the first hook of a backward pass to its end."""
+
+    def __init__(self) -> None:
+        self._open: tuple[int, record_function] | None = None
+
+    def begin(self) -> None:
+        """In the thread that runs the pass."""
+        self._open = threading.get_ident(), record_function("gossip::backward")
+        self._open[1].__enter__()
+
+    def end(self) -> None:
+        """A device's pass may end in another thread than it began in; its range is left open."""
+        if self._open is not None and self._open[0] == threading.get_ident():
+            self._open[1].__exit__(None, None, None)
+        self._open = None
 
 
 TWO_MODELS = (

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gossip.autograd import TWO_MODELS, refuse_compiled_autograd, steps_another_model, tensors_in
+from gossip.autograd import TWO_MODELS, BackwardRange, refuse_compiled_autograd, steps_another_model, tensors_in
 from gossip.await_points import AwaitPoints
 from gossip.bucket_optimizer import fire_step_hooks
 from gossip.errors import GossipError
@@ -85,6 +85,7 @@ class StepEngine:
         self._last_meter: Meter | None = None
         self._num_bad_steps = 0
         self._has_warned = False
+        self._backward_range = BackwardRange()
         self._forward_began = self._backward_began = 0.0
         self._places = ParameterPlaces(module)
         self._hooks: list[RemovableHandle] = []
@@ -138,6 +139,7 @@ class StepEngine:
         if not self._progress.callback_is_queued:
             self._progress.callback_is_queued = True
             self._backward_began = time.perf_counter()
+            self._backward_range.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
 
     # ------------------------------------------------------------------ inside a backward pass
@@ -214,6 +216,7 @@ class StepEngine:
         else:
             progress.callback_is_queued = False  # the inputs' gradients only, or not ours to step
         progress.meter.backward_s += time.perf_counter() - self._backward_began
+        self._backward_range.end()
 
     # ------------------------------------------------------------------ the step itself
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
@@ -225,7 +226,7 @@ class GossipDataParallel(ModuleFace):
         if engine is None:
             return self.module(*args, **kwargs)
         engine.begin_forward()
-        with engine.recording():
+        with engine.recording(), record_function("gossip::forward"):
             output = self.module(*args, **kwargs)
         engine.end_forward(output)
         return output

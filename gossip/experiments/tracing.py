@@ -17,8 +17,8 @@ from gossip.communication.transports import DistributedExchange, DistributedTran
 from gossip.communication.world import World
 from topologies import Round, Topology
 
-FORWARD = "gossip::forward"
-BACKWARD = "gossip::backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 _FIRST_STEP, _NUM_STEPS = 5, 5  # the first steps allocate and warm up
 _FIRST_ROW = 1_000_000_000  # above any thread's id
 

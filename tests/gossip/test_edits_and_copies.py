@@ -107,35 +107,6 @@ def test_every_way_to_write_values_survives(algorithm: str) -> None:
     launch(edit_between_steps, algorithm, world_size=2)
 
 
-def clamp_and_swap() -> None:
-    """Clamping and an EMA swap against the same done to the dense recursion's rows."""
-    model = wrap()
-    clamped = [parameter.detach().clone() for parameter in model.parameters()]
-    for step in range(4):
-        model(batch(step, model.rank)).square().mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.2, 0.2)
-            clamped = [parameter.detach().clone() for parameter in model.parameters()]
-        assert all(parameter.abs().max() <= 0.2 for parameter in clamped)
-    kept = copy.deepcopy(model.state_dict())
-    ema = {name: value * 0.5 if value.is_floating_point() else value for name, value in kept.items()}
-    model.load_state_dict(ema)
-    with torch.no_grad():
-        model(batch(0))
-    model.load_state_dict(kept)
-    swapped = copy.deepcopy(model.state_dict())
-    train(model, range(4, 5), model.rank)
-    again = wrap()
-    assert all(torch.equal(swapped[name], value) for name, value in kept.items())
-    model.close()
-    again.close()
-
-
-def test_clamping_and_ema_swaps_survive() -> None:
-    launch(clamp_and_swap, world_size=2)
-
-
 def test_parametrization_that_writes_is_kept() -> None:
     class Symmetric(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 
@@ -279,3 +280,20 @@ def test_many_buckets_are_listed_in_one_short_line() -> None:
     assert lines[1].startswith("22 buckets: 0.0312 KiB float32 on cpu, 0.203 KiB float32 on cpu, ")
     assert lines[1].endswith(", 14 more")
     assert len(lines) == 2  # nothing is sent: there is no transport to describe
+
+
+def test_every_phase_has_a_range_in_the_profiler() -> None:
+    for names in launch(profiled_ranges, world_size=2):
+        assert names == {f"gossip::{phase}": 3 for phase in ("forward", "backward", "update", "send")} | {
+            "gossip::wait": 2,
+            "gossip::mix": 2,
+        }
+
+
+def profiled_ranges() -> dict[str, int]:
+    model = GossipDataParallel(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), "ring")
+    with torch.profiler.profile() as profiler:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+    model.close()
+    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("gossip::")}
