@@ -179,7 +179,7 @@ def test_debugged_training_is_the_same(topology: str) -> None:
 @pytest.mark.parametrize("debug", ["DETAIL", "info", True])
 def test_debug_refuses_other_values(debug: Any) -> None:
     with pytest.raises(ValueError, match=r'debug must be None or "detail", got'):
-        GossipDataParallel(nn.Linear(2, 1), debug=debug)
+        GossipDataParallel(nn.Linear(2, 1), None, debug=debug)
 
 
 def test_debug_refuses_a_transport_of_the_callers() -> None:

@@ -87,7 +87,7 @@ def outsiders() -> list[str]:
     for given in (group, object()):
         if dist.get_rank() == 2 or given is not group:
             with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the texts are looked at below
-                GossipDataParallel(nn.Linear(2, 1), process_group=given)
+                GossipDataParallel(nn.Linear(2, 1), None, process_group=given)
             texts.append(str(caught.value))
     return texts
 
