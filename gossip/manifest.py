@@ -36,11 +36,11 @@ def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str,
         "byte order": sys.byteorder,
         "module": type(module).__name__,
         "topology": describe_topology(topology),
-        **settings,
     }
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for place, (name, tensor) in enumerate(tensors, 1):
             manifest[f"{kind} {place}"] = _describe(name, tensor)
+    manifest.update(settings)  # last: an optimizer differs wherever its module does
     return manifest
 
 
