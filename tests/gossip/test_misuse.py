@@ -259,7 +259,7 @@ def load_under_adapt_then_combine() -> None:
     model = GossipDataParallel(make_module(), SGD, "ring", algorithm="adapt_then_combine")
     for step in range(3):
         model(batch(10 * dist.get_rank() + step)).square().mean().backward()
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.module.named_parameters()})
     assert not any(bool(value.any()) for value in model.state_dict().values())
     model(batch(dist.get_rank())).square().mean().backward()
     with torch.no_grad():
