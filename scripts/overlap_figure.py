@@ -46,7 +46,7 @@ RANGES = {
 
 def train(topology: str) -> str | None:
     """Runs on every rank; rank 0 returns its trace as JSON text."""
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)]
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()) for _ in range(NUM_LAYERS)]
     model = GossipDataParallel(nn.Sequential(*layers), partial(torch.optim.SGD, lr=0.01), topology, bucket_cap_mb=1.0)
     inputs = torch.randn(BATCH_SIZE, WIDTH)
 
