@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from gossip.bucket_optimizer import BucketOptimizer, check_parameters_held
+from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
 from gossip.scaling import SharedScaler
@@ -176,7 +177,7 @@ class Updater:
         return False
 
     def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
-        norm = get_total_norm([_values(gradient) for gradient in gradients])
+        norm = _total_norm([_values(gradient) for gradient in gradients])
         if not self._is_finite(norm, gradients, f"step {step}", meter):
             return False
         if self._clip_grad_norm is None:
@@ -223,16 +224,25 @@ def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
     """Euclidean, of gradients of one bucket."""
     try:
         if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
-            return get_total_norm(gradients)
+            return _total_norm(gradients)
         # Of many small tensors it is the calls that cost, not the copies.
         chunks = [gradients[start : start + _CHUNK] for start in range(0, len(gradients), _CHUNK)]
-        norms = [torch.linalg.vector_norm(_flatten_dense_tensors(chunk)) for chunk in chunks]
+        dtype = accumulation_dtype(gradients[0].dtype)
+        norms = [torch.linalg.vector_norm(_flatten_dense_tensors(chunk), dtype=dtype) for chunk in chunks]
     except RuntimeError:
         if not any(gradient.is_sparse for gradient in gradients):
             raise
-        return get_total_norm([_values(gradient) for gradient in gradients])
+        return _total_norm([_values(gradient) for gradient in gradients])
     norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean, as torch's own, but in float32 for half precision: in float16 it would overflow, and clip to zero."""
+    if all(accumulation_dtype(gradient.dtype) == gradient.dtype for gradient in gradients):
+        return get_total_norm(gradients)
+    wide = [torch.linalg.vector_norm(gradient, dtype=accumulation_dtype(gradient.dtype)) for gradient in gradients]
+    return get_total_norm(wide)
 
 
 def _clip_(parameters: Sequence[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:

@@ -296,3 +296,18 @@ def test_large_gradients_whose_norm_overflows_are_applied() -> None:
     model = GossipDataParallel(nn.Linear(4, 1, bias=False), functools.partial(torch.optim.SGD, lr=1e-30))
     (model(torch.ones(1, 4)).sum() * 1e30).backward()
     assert model.stats().num_skipped == 0
+
+
+@pytest.mark.parametrize("clip", ["global", "bucket"])
+@pytest.mark.parametrize("num_features", [64, 8192])  # a small tensor, and one whose norm is taken by itself
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norm_of_half_precision_gradients_does_not_overflow(dtype: torch.dtype, num_features: int, clip: str) -> None:
+    module = nn.Linear(num_features, 1, bias=False, dtype=dtype)
+    optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+    model = GossipDataParallel(module, optimizer, clip_grad_norm=1.0, clip=clip)
+    before = module.weight.detach().float()
+    inputs = torch.full((1, num_features), 3.0e4, dtype=dtype)
+    model(inputs).backward(torch.ones(1, 1, dtype=dtype))
+    assert model.grad_norm == pytest.approx(3.0e4 * math.sqrt(num_features), rel=0.01)
+    assert (module.weight.float() - before).norm().item() == pytest.approx(1.0, rel=0.1)
+    model.close()
