@@ -16,6 +16,7 @@ from topologies.registry import available as available
 from topologies.registry import build as build
 from topologies.registry import family as family
 from topologies.registry import register as register
+from topologies.registry import variants as variants
 from topologies.round import Round as Round
 from topologies.schedules import Phase as Phase
 from topologies.topology import Topology as Topology
@@ -37,5 +38,6 @@ __all__ = [
     "product",
     "register",
     "slem",
+    "variants",
     "weighted_round",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import networkx as nx
 import numpy as np
@@ -17,17 +18,35 @@ from topologies.topology import Topology
 from topologies.validation import check_world_size
 
 Family = Callable[..., Topology]
+
+#: ``(world_size, local_size) -> options``: what is worth trying of a family for n ranks on nodes of ``local_size``.
+Variants = Callable[[int, int], Iterable[Mapping[str, Any]]]
 _FamilyT = TypeVar("_FamilyT", bound=Family)
 
-_FAMILIES: dict[str, Family] = {}
+
+class _Entry(NamedTuple):
+    function: Family
+    variants: Variants | None
 
 
-def register(name: str) -> Callable[[_FamilyT], _FamilyT]:
+_FAMILIES: dict[str, _Entry] = {}
+
+
+def register(name: str, *, variants: Variants | None = None) -> Callable[[_FamilyT], _FamilyT]:
     """Return a decorator that makes a family available to :func:`build`.
 
     The family is a function ``(world_size, *, option=...) -> Topology`` for ``world_size >= 2``; a single rank
     is served for it. It refuses a size or an option that it cannot serve with a ValueError that says what it
     can. Name and options of the result are filled in.
+
+    Parameters
+    ----------
+    name
+        What :func:`build` knows it by.
+    variants
+        ``(world_size, local_size) -> [options, ..]``: the options that comparisons of all families try, for
+        ``world_size >= 2`` ranks on nodes of ``local_size`` (1: each rank is alone). By default the family's own
+        defaults; none if an option has no default.
 
     Raises
     ------
@@ -48,16 +67,16 @@ def register(name: str) -> Callable[[_FamilyT], _FamilyT]:
 
     def decorate(function: _FamilyT) -> _FamilyT:
         if name in _FAMILIES:
+            taken = _FAMILIES[name].function
             raise ValueError(
-                f"the topology name {name!r} is taken by {_FAMILIES[name].__module__}."
-                f"{_FAMILIES[name].__qualname__}; choose another name"
+                f"the topology name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name"
             )
         _, *options = inspect.signature(function).parameters.values()
         if any(option.kind is not inspect.Parameter.KEYWORD_ONLY for option in options):
             raise TypeError(
                 f"the options of family {name!r} must be keyword-only; put a * after world_size in its signature"
             )
-        _FAMILIES[name] = function
+        _FAMILIES[name] = _Entry(function, variants)
         return function
 
     return decorate
@@ -77,10 +96,41 @@ def family(name: str) -> Family:
         If there is none; the error lists what exists and the nearest match.
     """
     if name in _FAMILIES:
-        return _FAMILIES[name]
+        return _FAMILIES[name].function
     nearest = difflib.get_close_matches(str(name), available(), n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"unknown topology {name!r}.{hint} Available: {', '.join(available())}")
+
+
+def variants(name: str, world_size: int, *, local_size: int = 1) -> list[Topology]:
+    """Return the topologies of a family that are worth comparing for n ranks; none if it cannot serve n.
+
+    Parameters
+    ----------
+    name
+        One of :func:`available`.
+    world_size
+        Number of ranks n.
+    local_size
+        Ranks per node; a family of nodes takes it as an option where it divides n.
+
+    Examples
+    --------
+    >>> variants("hypercube", 8), variants("hypercube", 9)
+    ([Topology('hypercube', world_size=8, period=1)], [])
+    """
+    function = family(name)
+    given = _FAMILIES[name].variants
+    if given is not None:
+        choices = list(given(world_size, local_size)) if world_size > 1 else []
+    else:
+        _, *parameters = inspect.signature(function).parameters.values()
+        choices = [] if any(parameter.default is parameter.empty for parameter in parameters) else [{}]
+    built = []
+    for options in choices:
+        with contextlib.suppress(ValueError):  # the family's own refusal of this size
+            built.append(build(name, world_size, **options))
+    return built
 
 
 def build(name: str, world_size: int, **options: Any) -> Topology:

@@ -14,7 +14,7 @@ from topologies.topology import Topology
 from topologies.validation import check_integer, unserved_size
 
 
-@register("hyper_cuboid")
+@register("hyper_cuboid", variants=lambda world_size, _: [{"factors": prime_factors(world_size)}])
 def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
     """Ranks as the points of a box with sides f_0, f_1, ..; round l averages along side l, weights 1/f_l.
 
@@ -53,7 +53,7 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
     return Topology(world_size, along_side, len(sides), promised_exact_after=last_mixing + 1)
 
 
-@register("hyper_hypercube")
+@register("hyper_hypercube", variants=lambda *_: [{"k": k} for k in (1, 2, 3, 4)])
 def hyper_hypercube(world_size: int, *, k: int) -> Topology:
     """The box of hyper_cuboid with the fewest sides of at most k + 1, largest first.
 
@@ -82,7 +82,7 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
     return hyper_cuboid(world_size, factors=factors)
 
 
-@register("local_global")
+@register("local_global", variants=lambda world_size, local_size: _node_sizes(world_size, local_size))
 def local_global(world_size: int, *, local_size: int) -> Topology:
     """Average inside every node, then across the nodes: a hyper_cuboid of (local_size, n / local_size).
 
@@ -110,7 +110,7 @@ def local_global(world_size: int, *, local_size: int) -> Topology:
     return hyper_cuboid(world_size, factors=(local_size, world_size // local_size))
 
 
-@register("alternating_exp_ring")
+@register("alternating_exp_ring", variants=lambda world_size, local_size: _node_sizes(world_size, local_size))
 def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
     """Pairs of nodes at distance 2^i average, half of the pairs inside their nodes while the others use the network.
 
@@ -156,6 +156,13 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
         return Round.from_groups(world_size, groups)
 
     return Topology(world_size, pairs_at, 2 * num_hops, promised_exact_after=2 * num_hops)
+
+
+def _node_sizes(world_size: int, local_size: int) -> list[dict[str, int]]:
+    """Return the ranks per node to try: those of the machines, or else as many as there are nodes, about."""
+    if local_size > 1:
+        return [{"local_size": local_size}]
+    return [{"local_size": max(size for size in range(1, math.isqrt(world_size) + 1) if world_size % size == 0)}]
 
 
 def _node_pairs(num_nodes: int, hop: int) -> list[tuple[int, int]]:
