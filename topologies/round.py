@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from topologies.storage import (
+    Explicit,
+    FloatArray,
+    Formula,
+    Groups,
+    IntArray,
+    SparseRows,
+    Storage,
+    UniformGroups,
+    complete_row,
+)
 from topologies.validation import check_integer, check_world_size
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-Groups = tuple[tuple[int, ...], ...]
-
-#: Weights closer than this to 1/g count as 1/g when uniform groups are recognised.
-_WEIGHT_TOLERANCE = 1e-12
-
-
-class _Rows(NamedTuple):
-    """The matrix by compressed rows, without its diagonal: row i is the slice ``starts[i]:starts[i + 1]``."""
-
-    starts: IntArray
-    sources: IntArray
-    weights: FloatArray
-    self_weights: FloatArray
-
-    @property
-    def targets(self) -> IntArray:
-        """The row of every stored entry."""
-        return np.repeat(np.arange(len(self.self_weights)), np.diff(self.starts))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,8 +31,8 @@ class Round:
 
     ``W[i, j]`` is the weight that rank i gives to what it gets from rank j; data flows along the edge j -> i.
     A round is immutable and knows no transport. It is built by :meth:`from_groups`, :meth:`from_edges`,
-    :meth:`from_rows`, :meth:`from_matrix` or :meth:`identity`, and stores either disjoint uniform groups or
-    sparse rows: no n x n matrix exists unless :meth:`matrix` is called.
+    :meth:`from_rows`, :meth:`from_matrix`, :meth:`from_formula` or :meth:`identity`. It stores disjoint uniform
+    groups, sparse rows or a formula: no n x n matrix exists unless :meth:`matrix` is called.
 
     Examples
     --------
@@ -52,8 +42,7 @@ class Round:
     """
 
     world_size: int
-    _uniform: Groups | None
-    _rows: _Rows | None
+    _storage: Storage
 
     @classmethod
     def identity(cls, world_size: int) -> Round:
@@ -92,7 +81,7 @@ class Round:
             if members:
                 partition.append(members)
         partition.extend((int(rank),) for rank in np.flatnonzero(alone))
-        return cls(world_size, tuple(sorted(partition)), None)
+        return cls(world_size, UniformGroups(world_size, tuple(sorted(partition))))
 
     @classmethod
     def from_edges(
@@ -148,10 +137,7 @@ class Round:
                 rank = int(np.flatnonzero(~np.isfinite(diagonal))[0])
                 raise ValueError(f"W[{rank}, {rank}] is {float(diagonal[rank])}; every weight must be finite")
         starts = np.concatenate(([0], np.cumsum(np.bincount(target, minlength=world_size))))
-        rows = _Rows(starts, source, weight, diagonal)
-        for array in rows:
-            array.setflags(write=False)
-        return cls(world_size, None, rows)
+        return cls(world_size, SparseRows(starts, source, weight, diagonal))
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[int, float]]) -> Round:
@@ -164,8 +150,9 @@ class Round:
         >>> Round.from_rows([{1: 0.25}, {0: 0.5, 1: 0.5}]).self_weight(0)
         0.75
         """
+        rows = [complete_row(i, row) for i, row in enumerate(rows)]
         edges = [(i, j, weight) for i, row in enumerate(rows) for j, weight in row.items() if j != i]
-        own = [row.get(i, 1.0 - sum(row.values())) for i, row in enumerate(rows)]
+        own = [row[i] for i, row in enumerate(rows)]
         targets, sources, weights = zip(*edges, strict=True) if edges else ((), (), ())
         return cls.from_edges(len(rows), targets, sources, weights, own)
 
@@ -189,15 +176,65 @@ class Round:
         targets, sources = np.nonzero(off_diagonal)
         return cls.from_edges(len(dense), targets, sources, dense[targets, sources], np.diagonal(dense))
 
+    @classmethod
+    def from_formula(
+        cls,
+        world_size: int,
+        row: Callable[[int], Mapping[int, float]],
+        *,
+        readers: Callable[[int], tuple[int, ...]] | None = None,
+        whole: Callable[[], Round] | None = None,
+    ) -> Round:
+        """Return a round that is known by a formula for one rank: a rank's row costs the same for any world size.
+
+        It is for closed forms, which are right by construction: nothing is checked.
+
+        Parameters
+        ----------
+        world_size
+            Number of ranks n.
+        row
+            ``row(i) -> {j: W[i, j]}`` by rising j; what does not name i itself keeps what the others leave, as in
+            :meth:`from_rows`.
+        readers
+            ``readers(j)`` -> the ranks other than j that read j, in rising order. By default W is symmetric, and
+            these are the ranks that j reads.
+        whole
+            Returns the same round built by another constructor, faster than asking for every row; it is called
+            when something is asked about the round as a whole.
+
+        Examples
+        --------
+        >>> Round.from_formula(10**9, lambda i: {i ^ 1: 0.5}).neighbours(123_456_789)
+        {123456788: 0.5}
+        """
+        world_size = check_world_size(world_size)
+
+        def write_down() -> Explicit:
+            return (cls.from_rows([row(rank) for rank in range(world_size)]) if whole is None else whole())._explicit
+
+        return cls(world_size, Formula(world_size, row, readers, write_down))
+
+    @property
+    def is_formula(self) -> bool:
+        """Whether the round comes from :meth:`from_formula`."""
+        return isinstance(self._storage, Formula)
+
+    @property
+    def _explicit(self) -> Explicit:
+        return self._storage.explicit if isinstance(self._storage, Formula) else self._storage
+
     def matrix(self) -> FloatArray:
         """Return W as a new float64 array of shape ``[n, n]``."""
-        dense = np.zeros((self.world_size, self.world_size))
-        if self._rows is not None:
-            dense[self._rows.targets, self._rows.sources] = self._rows.weights
-            np.fill_diagonal(dense, self._rows.self_weights)
-        for group in self._uniform or ():
-            dense[np.ix_(group, group)] = 1.0 / len(group)
-        return dense
+        return self._explicit.matrix()
+
+    def mix(self, values: npt.ArrayLike) -> FloatArray:
+        """Return ``W x`` for the values x of all ranks, shape ``[n, ...]``, without a dense W."""
+        return self._explicit.mix(self._check_values(values))
+
+    def mix_transposed(self, values: npt.ArrayLike) -> FloatArray:
+        """Return ``W^T x`` for x of shape ``[n, ...]``, without a dense W."""
+        return self._explicit.mix_transposed(self._check_values(values))
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -212,19 +249,13 @@ class Round:
     def neighbours(self, rank: int) -> dict[int, float]:
         """Return ``{j: W[rank, j]}`` for the others that ``rank`` reads, by rising j."""
         rank = self._check_rank(rank)
-        if self._rows is None:
-            group = self._group_of(rank)
-            return {other: 1.0 / len(group) for other in group if other != rank}
-        row = slice(self._rows.starts[rank], self._rows.starts[rank + 1])
-        return dict(zip(self._rows.sources[row].tolist(), self._rows.weights[row].tolist(), strict=True))
+        row = self._storage.row(rank)
+        del row[rank]
+        return row
 
     def targets(self, rank: int) -> tuple[int, ...]:
         """Return the others that read ``rank``, in rising order."""
-        rank = self._check_rank(rank)
-        if self._rows is None:
-            return tuple(other for other in self._group_of(rank) if other != rank)
-        starts, readers = self._columns
-        return tuple(readers[starts[rank] : starts[rank + 1]].tolist())
+        return self._storage.readers(self._check_rank(rank))
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """Return the others that ``rank`` reads or is read by, in rising order."""
@@ -232,94 +263,50 @@ class Round:
 
     def self_weight(self, rank: int) -> float:
         """Return ``W[rank, rank]``."""
-        rank = self._check_rank(rank)
-        if self._rows is None:
-            return 1.0 / len(self._group_of(rank))
-        return float(self._rows.self_weights[rank])
+        return self._storage.self_weight(self._check_rank(rank))
 
-    @cached_property
+    @property
     def groups(self) -> Groups:
         """The connected components, each sorted, by their smallest rank; a rank that is alone is one too."""
-        if self._rows is None:
-            assert self._uniform is not None
-            return self._uniform
-        labels = _component_labels(self.world_size, self._rows.targets, self._rows.sources)
-        order = np.argsort(labels, kind="stable")
-        parts = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
-        return tuple(tuple(part.tolist()) for part in parts)
+        return self._explicit.groups
 
-    @cached_property
+    @property
     def uniform_groups(self) -> Groups | None:
         """The groups, if W is 1/g between all pairs of every group of g ranks; else ``None``.
 
         Such a round can run as one small all-reduce per group.
         """
-        if self._rows is None:
-            return self._uniform
-        size = np.empty(self.world_size, dtype=np.int64)
-        for group in self.groups:
-            size[list(group)] = len(group)
-        all_pairs = np.array_equal(np.diff(self._rows.starts), size - 1)
-        weights = np.concatenate((self._rows.self_weights, self._rows.weights))
-        expected = 1.0 / np.concatenate((size, size[self._rows.targets]))
-        if all_pairs and bool(np.all(np.abs(weights - expected) <= _WEIGHT_TOLERANCE)):
-            return self.groups
-        return None
+        return self._explicit.uniform_groups
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Whether nothing is sent and every rank keeps what it has."""
-        if self._rows is None:
-            return len(self.groups) == self.world_size
-        return not len(self._rows.sources) and bool(np.all(self._rows.self_weights == 1.0))
+        return self._explicit.is_identity
 
     @cached_property
     def is_symmetric(self) -> bool:
         """Whether ``W[i, j] == W[j, i]`` for all pairs, to the last few bits."""
-        if self._rows is None:
-            return True
-        rows = self._rows
-        forward = np.lexsort((rows.sources, rows.targets))
-        backward = np.lexsort((rows.targets, rows.sources))
-        return (
-            np.array_equal(rows.targets[forward], rows.sources[backward])
-            and np.array_equal(rows.sources[forward], rows.targets[backward])
-            and bool(np.all(np.abs(rows.weights[forward] - rows.weights[backward]) <= _WEIGHT_TOLERANCE))
-        )
+        return self._explicit.is_symmetric
 
     def num_sources(self) -> IntArray:
         """Return how many others each rank reads, shape ``[n]``."""
-        return self._group_sizes() - 1 if self._rows is None else np.diff(self._rows.starts)
+        return self._explicit.num_sources()
 
     def num_targets(self) -> IntArray:
         """Return by how many others each rank is read, shape ``[n]``."""
-        return self._group_sizes() - 1 if self._rows is None else np.diff(self._columns[0])
+        return self._explicit.num_targets()
 
     def row_sums(self) -> FloatArray:
         """Return ``sum_j W[i, j]`` for every i, shape ``[n]``."""
-        if self._rows is None:
-            return np.ones(self.world_size)  # g entries of 1/g
-        sums = np.bincount(self._rows.targets, weights=self._rows.weights, minlength=self.world_size)
-        return sums + self._rows.self_weights
+        return self._explicit.row_sums()
 
     def column_sums(self) -> FloatArray:
         """Return ``sum_i W[i, j]`` for every j, shape ``[n]``."""
-        if self._rows is None:
-            return np.ones(self.world_size)
-        sums = np.bincount(self._rows.sources, weights=self._rows.weights, minlength=self.world_size)
-        return sums + self._rows.self_weights
+        return self._explicit.column_sums()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the round as plain JSON types; :meth:`from_dict` reads them back exactly."""
-        if self._rows is None:
-            return {"world_size": self.world_size, "groups": [list(g) for g in self.groups if len(g) > 1]}
-        return {
-            "world_size": self.world_size,
-            "targets": self._rows.targets.tolist(),
-            "sources": self._rows.sources.tolist(),
-            "weights": self._rows.weights.tolist(),
-            "self_weights": self._rows.self_weights.tolist(),
-        }
+        return self._explicit.to_dict()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Round:
@@ -337,19 +324,24 @@ class Round:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Round):
             return NotImplemented
+        if self is other:
+            return True
         if self.world_size != other.world_size or self.groups != other.groups:
             return False
-        if self._rows is None and other._rows is None:
+        mine, theirs = self._explicit, other._explicit
+        if isinstance(mine, UniformGroups) and isinstance(theirs, UniformGroups):
             return True
-        return all(
-            self.self_weight(rank) == other.self_weight(rank) and self.neighbours(rank) == other.neighbours(rank)
-            for rank in range(self.world_size)
-        )
+        return all(mine.row(rank) == theirs.row(rank) for rank in range(self.world_size))
 
     def __hash__(self) -> int:
         return hash((self.world_size, self.groups))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Round, (self.world_size, self._explicit)  # a formula may close over anything
+
     def __repr__(self) -> str:
+        if self.is_formula:
+            return f"<Round: a formula for {self.world_size} ranks>"
         if self.is_identity:
             return f"<Round: identity on {self.world_size} ranks>"
         if self.uniform_groups is not None:
@@ -363,26 +355,14 @@ class Round:
             raise ValueError(f"rank must be between 0 and {self.world_size - 1}, got {rank}; pass one of these")
         return rank
 
-    @cached_property
-    def _group_index(self) -> IntArray:
-        index = np.empty(self.world_size, dtype=np.int64)
-        for number, group in enumerate(self.groups):
-            index[list(group)] = number
-        return index
-
-    def _group_of(self, rank: int) -> tuple[int, ...]:
-        return self.groups[self._group_index[rank]]
-
-    def _group_sizes(self) -> IntArray:
-        return np.array([len(group) for group in self.groups], dtype=np.int64)[self._group_index]
-
-    @cached_property
-    def _columns(self) -> tuple[IntArray, IntArray]:
-        """The readers of rank j are ``readers[starts[j]:starts[j + 1]]``."""
-        assert self._rows is not None
-        readers = self._rows.targets[np.argsort(self._rows.sources, kind="stable")]
-        counts = np.bincount(self._rows.sources, minlength=self.world_size)
-        return np.concatenate(([0], np.cumsum(counts))), readers
+    def _check_values(self, values: npt.ArrayLike) -> FloatArray:
+        array = np.asarray(values, dtype=np.float64)
+        if not array.ndim or len(array) != self.world_size:
+            raise ValueError(
+                f"values must have the shape [{self.world_size}, ...], one row per rank, got {list(array.shape)}; "
+                f"stack what the ranks hold"
+            )
+        return array
 
 
 def _check_edges(world_size: int, targets: IntArray, sources: IntArray, weights: FloatArray) -> None:
@@ -401,19 +381,3 @@ def _check_edges(world_size: int, targets: IntArray, sources: IntArray, weights:
     if len(wrong):
         edge = wrong[0]
         raise ValueError(f"W[{targets[edge]}, {sources[edge]}] is {float(weights[edge])}; every weight must be finite")
-
-
-def _component_labels(world_size: int, targets: IntArray, sources: IntArray) -> IntArray:
-    """Return for every rank the smallest rank of its component.
-
-    Every edge hooks the larger of its two roots below the smaller, then all paths are shortened to their root;
-    a few sweeps suffice, also on long rings.
-    """
-    labels = np.arange(world_size)
-    while True:
-        one, other = labels[targets], labels[sources]
-        if np.array_equal(one, other):
-            return labels
-        np.minimum.at(labels, np.maximum(one, other), np.minimum(one, other))
-        while not np.array_equal(shorter := labels[labels], labels):
-            labels = shorter

@@ -18,7 +18,8 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.round import FloatArray, IntArray, Round
+from topologies.round import Round
+from topologies.storage import FloatArray, IntArray
 
 #: Weight of an edge from the degrees of the rank that reads and of the one that is read, shape [edges] each, and
 #: the largest degree of all.

@@ -181,3 +181,56 @@ def test_large_rounds_need_no_dense_matrix() -> None:
     ring = Round.from_edges(n, np.r_[ranks, ranks], np.r_[(ranks + 1) % n, (ranks - 1) % n], 1 / 3, 1 / 3)
     assert ring.groups == (tuple(range(n)),)
     assert ring.peers(0) == (1, n - 1)
+
+
+def test_a_formula_is_the_round_that_it_writes_down() -> None:
+    shift = Round.from_formula(5, lambda i: {(i + 1) % 5: 0.25}, readers=lambda j: ((j - 1) % 5,))
+    written = Round.from_rows([{(i + 1) % 5: 0.25} for i in range(5)])
+    assert shift == written
+    assert hash(shift) == hash(written)
+    assert pickle.loads(pickle.dumps(shift)) == written
+    for rank in range(5):
+        assert shift.neighbours(rank) == written.neighbours(rank)
+        assert shift.self_weight(rank) == written.self_weight(rank) == 0.75
+        assert shift.targets(rank) == written.targets(rank) == ((rank - 1) % 5,)
+    np.testing.assert_array_equal(shift.matrix(), written.matrix())
+    assert shift.is_formula
+    assert not written.is_formula
+
+
+def test_a_formula_is_asked_for_one_rank_alone() -> None:
+    asked = []
+
+    def row(rank: int) -> dict[int, float]:
+        asked.append(rank)
+        return {rank ^ 1: 0.5}
+
+    round_ = Round.from_formula(10**6, row)
+    assert round_.neighbours(7) == {6: 0.5}
+    assert round_.peers(7) == (6,)
+    assert round_.targets(8) == (9,)
+    assert round_.self_weight(8) == 0.5
+    assert set(asked) == {7, 8}
+    assert repr(round_) == "<Round: a formula for 1000000 ranks>"
+    assert set(asked) == {7, 8}
+
+
+@given(st.integers(1, 9), st.integers(0, 2**32), st.booleans())
+def test_mixing_is_the_product_with_the_matrix(world_size: int, seed: int, grouped: bool) -> None:
+    generator = np.random.default_rng(seed)
+    if grouped:
+        labels = generator.integers(3, size=world_size)
+        round_ = Round.from_groups(world_size, [np.flatnonzero(labels == label).tolist() for label in range(3)])
+    else:
+        matrix = generator.normal(size=(world_size, world_size)) * (generator.random((world_size, world_size)) < 0.5)
+        round_ = Round.from_matrix(matrix)
+    for shape in ((world_size,), (world_size, 3), (world_size, 2, 2)):
+        values = generator.normal(size=shape)
+        matrix = round_.matrix()
+        np.testing.assert_allclose(round_.mix(values), np.tensordot(matrix, values, axes=1), atol=1e-12)
+        np.testing.assert_allclose(round_.mix_transposed(values), np.tensordot(matrix.T, values, axes=1), atol=1e-12)
+
+
+def test_values_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"values must have the shape \[4, ...\], one row per rank, got \[3, 2\]"):
+        Round.identity(4).mix(np.ones((3, 2)))

@@ -45,10 +45,7 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
     last_mixing = max(index for index, side in enumerate(sides) if side > 1)
 
     def along_side(index: int) -> Round:
-        # numpy counts the last axis fastest, digit 0 is the fastest here: the axes are the sides reversed.
-        box = np.arange(world_size).reshape(sides[::-1])
-        lines = np.moveaxis(box, len(sides) - 1 - index, -1).reshape(-1, sides[index])
-        return Round.from_groups(world_size, lines.tolist())
+        return strided_groups(world_size, math.prod(sides[:index]), sides[index])
 
     return Topology(world_size, along_side, len(sides), promised_exact_after=last_mixing + 1)
 
@@ -156,6 +153,23 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
         return Round.from_groups(world_size, groups)
 
     return Topology(world_size, pairs_at, 2 * num_hops, promised_exact_after=2 * num_hops)
+
+
+def strided_groups(world_size: int, stride: int, size: int) -> Round:
+    """Return the round whose groups are ``size`` ranks at distances of ``stride``; the two multiply to a divisor of n.
+
+    In mixed radix these are the ranks that differ in one digit, of place value ``stride``, alone.
+    """
+
+    def row(rank: int) -> dict[int, float]:
+        first = rank - rank // stride % size * stride
+        return dict.fromkeys(range(first, first + size * stride, stride), 1.0 / size)
+
+    def whole() -> Round:
+        groups = np.arange(world_size).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
+        return Round.from_groups(world_size, groups.tolist())
+
+    return Round.from_formula(world_size, row, whole=whole)
 
 
 def _node_sizes(world_size: int, local_size: int) -> list[dict[str, int]]:

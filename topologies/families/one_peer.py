@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from topologies.families.groups import strided_groups
 from topologies.families.static import circulant
 from topologies.registry import register
 from topologies.round import Round
@@ -60,8 +61,6 @@ def one_peer_hypercube(world_size: int) -> Topology:
         raise unserved_size("one_peer_hypercube", world_size, "a power of two", lambda size: not size & (size - 1))
     num_bits = world_size.bit_length() - 1
 
-    def pairs(t: int) -> Round:
-        lower = (rank for rank in range(world_size) if not rank >> t & 1)
-        return Round.from_groups(world_size, ((rank, rank ^ 1 << t) for rank in lower))
-
-    return Topology(world_size, pairs, num_bits, promised_exact_after=num_bits)
+    return Topology(
+        world_size, lambda t: strided_groups(world_size, 1 << t, 2), num_bits, promised_exact_after=num_bits
+    )

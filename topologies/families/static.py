@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -138,11 +138,28 @@ def powers_of_two(world_size: int) -> tuple[int, ...]:
 
 def circulant(world_size: int, hops: Iterable[int]) -> Round:
     """Return the round in which i reads i + hop mod n for every distinct hop, all and oneself with equal weights."""
-    distinct = sorted({hop % world_size for hop in hops} - {0})
-    targets = np.repeat(np.arange(world_size), len(distinct))
-    sources = (targets + np.tile(np.array(distinct, dtype=np.int64), world_size)) % world_size
-    weight = 1.0 / (1 + len(distinct))
-    return Round.from_edges(world_size, targets, sources, weight, weight)
+    distinct = {hop % world_size for hop in hops} | {0}
+    return weighted_circulant(world_size, dict.fromkeys(distinct, 1.0 / len(distinct)))
+
+
+def weighted_circulant(world_size: int, weights: Mapping[int, float]) -> Round:
+    """Return the round with ``W[i, i + hop mod n] = weights[hop]``; the hops are 0 and others, distinct modulo n."""
+    others = {hop % world_size: weight for hop, weight in weights.items() if hop % world_size}
+    hops = np.array(sorted(others), dtype=np.int64)
+
+    def row(rank: int) -> dict[int, float]:
+        return dict(sorted([(rank, weights[0]), *(((rank + hop) % world_size, others[hop]) for hop in others)]))
+
+    def readers(rank: int) -> tuple[int, ...]:
+        return tuple(sorted((rank - hop) % world_size for hop in others))
+
+    def whole() -> Round:
+        targets = np.repeat(np.arange(world_size), len(hops))
+        sources = (targets + np.tile(hops, world_size)) % world_size
+        each = np.tile([others[hop] for hop in hops.tolist()], world_size)
+        return Round.from_edges(world_size, targets, sources, each, weights[0])
+
+    return Round.from_formula(world_size, row, readers=readers, whole=whole)
 
 
 def _repeat(round_: Round, *, promised_exact_after: int | None = None, **options: object) -> Topology:

@@ -1,0 +1,277 @@
+"""How a round keeps its weights: as uniform groups, as sparse rows, or as a formula for one rank's row.
+
+None of the three holds a matrix of n x n numbers. A ``Row`` is ``{j: W[i, j]}`` of one rank i, itself included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Groups = tuple[tuple[int, ...], ...]
+Row = dict[int, float]
+
+#: Weights closer than this to each other count as equal.
+WEIGHT_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class UniformGroups:
+    """Disjoint groups that cover all ranks; on a group of g ranks all weights are 1/g."""
+
+    world_size: int
+    groups: Groups
+
+    def row(self, rank: int) -> Row:
+        return self._rows_of_groups[self._index[rank]].copy()
+
+    def self_weight(self, rank: int) -> float:
+        return 1.0 / len(self._group_of(rank))
+
+    def readers(self, rank: int) -> tuple[int, ...]:
+        return tuple(other for other in self._group_of(rank) if other != rank)
+
+    @property
+    def uniform_groups(self) -> Groups:
+        return self.groups
+
+    @property
+    def is_identity(self) -> bool:
+        return len(self.groups) == self.world_size
+
+    @property
+    def is_symmetric(self) -> bool:
+        return True
+
+    def num_sources(self) -> IntArray:
+        return self._sizes[self._index] - 1
+
+    num_targets = num_sources
+
+    def row_sums(self) -> FloatArray:
+        return np.ones(self.world_size)  # g entries of 1/g
+
+    column_sums = row_sums
+
+    def matrix(self) -> FloatArray:
+        dense = np.zeros((self.world_size, self.world_size))
+        for group in self.groups:
+            dense[np.ix_(group, group)] = 1.0 / len(group)
+        return dense
+
+    def mix(self, values: FloatArray) -> FloatArray:
+        sums = np.zeros((len(self.groups), *values.shape[1:]))
+        np.add.at(sums, self._index, values)
+        return (sums / self._sizes.reshape(-1, *[1] * (values.ndim - 1)))[self._index]
+
+    mix_transposed = mix
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"world_size": self.world_size, "groups": [list(group) for group in self.groups if len(group) > 1]}
+
+    def _group_of(self, rank: int) -> tuple[int, ...]:
+        return self.groups[self._index[rank]]
+
+    @cached_property
+    def _index(self) -> IntArray:
+        """The number of every rank's group."""
+        index = np.empty(self.world_size, dtype=np.int64)
+        index[np.concatenate(self.groups)] = np.repeat(np.arange(len(self.groups)), self._sizes)
+        return index
+
+    @cached_property
+    def _sizes(self) -> IntArray:
+        return np.fromiter(map(len, self.groups), dtype=np.int64, count=len(self.groups))
+
+    @cached_property
+    def _rows_of_groups(self) -> _RowOfGroup:
+        return _RowOfGroup(self.groups)
+
+
+class _RowOfGroup(dict[int, Row]):
+    """The row that all members of group number k share, made when it is first asked for."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def __missing__(self, number: int) -> Row:
+        group = self.groups[number]
+        row = self[number] = dict.fromkeys(group, 1.0 / len(group))
+        return row
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRows:
+    """The matrix by compressed rows, without its diagonal: row i is the slice ``starts[i]:starts[i + 1]``."""
+
+    starts: IntArray
+    sources: IntArray
+    weights: FloatArray
+    self_weights: FloatArray
+
+    def __post_init__(self) -> None:
+        for array in (self.starts, self.sources, self.weights, self.self_weights):
+            array.setflags(write=False)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.self_weights)
+
+    @cached_property
+    def targets(self) -> IntArray:
+        """The row of every stored entry."""
+        return np.repeat(np.arange(self.world_size), np.diff(self.starts))
+
+    def row(self, rank: int) -> Row:
+        others = slice(self.starts[rank], self.starts[rank + 1])
+        row = dict(zip(self.sources[others].tolist(), self.weights[others].tolist(), strict=True))
+        row[rank] = float(self.self_weights[rank])
+        return row
+
+    def self_weight(self, rank: int) -> float:
+        return float(self.self_weights[rank])
+
+    def readers(self, rank: int) -> tuple[int, ...]:
+        starts, readers = self._columns
+        return tuple(readers[starts[rank] : starts[rank + 1]].tolist())
+
+    @cached_property
+    def groups(self) -> Groups:
+        labels = _component_labels(self.world_size, self.targets, self.sources)
+        order = np.argsort(labels, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+        return tuple(tuple(part.tolist()) for part in parts)
+
+    @cached_property
+    def uniform_groups(self) -> Groups | None:
+        size = np.empty(self.world_size, dtype=np.int64)
+        for group in self.groups:
+            size[list(group)] = len(group)
+        all_pairs = np.array_equal(np.diff(self.starts), size - 1)
+        weights = np.concatenate((self.self_weights, self.weights))
+        expected = 1.0 / np.concatenate((size, size[self.targets]))
+        uniform = all_pairs and bool(np.all(np.abs(weights - expected) <= WEIGHT_TOLERANCE))
+        return self.groups if uniform else None
+
+    @property
+    def is_identity(self) -> bool:
+        return not len(self.sources) and bool(np.all(self.self_weights == 1.0))
+
+    @property
+    def is_symmetric(self) -> bool:
+        backward = np.lexsort((self.targets, self.sources))
+        return (
+            np.array_equal(self.targets, self.sources[backward])
+            and np.array_equal(self.sources, self.targets[backward])
+            and bool(np.all(np.abs(self.weights - self.weights[backward]) <= WEIGHT_TOLERANCE))
+        )
+
+    def num_sources(self) -> IntArray:
+        return np.diff(self.starts)
+
+    def num_targets(self) -> IntArray:
+        return np.bincount(self.sources, minlength=self.world_size)
+
+    def row_sums(self) -> FloatArray:
+        return np.bincount(self.targets, weights=self.weights, minlength=self.world_size) + self.self_weights
+
+    def column_sums(self) -> FloatArray:
+        return np.bincount(self.sources, weights=self.weights, minlength=self.world_size) + self.self_weights
+
+    def matrix(self) -> FloatArray:
+        dense = np.diag(self.self_weights)
+        dense[self.targets, self.sources] = self.weights
+        return dense
+
+    def mix(self, values: FloatArray) -> FloatArray:
+        return self._times(self._scipy, values)
+
+    def mix_transposed(self, values: FloatArray) -> FloatArray:
+        return self._times(self._scipy.T, values)
+
+    def _times(self, matrix: Any, values: FloatArray) -> FloatArray:
+        return np.asarray(matrix @ values.reshape(self.world_size, -1)).reshape(values.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "world_size": self.world_size,
+            "targets": self.targets.tolist(),
+            "sources": self.sources.tolist(),
+            "weights": self.weights.tolist(),
+            "self_weights": self.self_weights.tolist(),
+        }
+
+    @cached_property
+    def _scipy(self) -> Any:
+        from scipy import sparse  # 0.1 s that only an analysis needs
+
+        shape = (self.world_size, self.world_size)
+        others = sparse.csr_array((self.weights, self.sources, self.starts), shape=shape)
+        return (others + sparse.diags_array(self.self_weights)).tocsr()
+
+    @cached_property
+    def _columns(self) -> tuple[IntArray, IntArray]:
+        """The readers of rank j are ``readers[starts[j]:starts[j + 1]]``."""
+        readers = self.targets[np.argsort(self.sources, kind="stable")]
+        return np.concatenate(([0], np.cumsum(self.num_targets()))), readers
+
+
+Explicit = UniformGroups | SparseRows
+
+
+@dataclass(frozen=True, eq=False)
+class Formula:
+    """Rows and readers by a formula for one rank; everything else by writing all of them down when it is needed."""
+
+    world_size: int
+    formula: Callable[[int], Mapping[int, float]]
+    #: ``None``: W is symmetric, a rank is read by those it reads.
+    read_by: Callable[[int], tuple[int, ...]] | None
+    write_down: Callable[[], Explicit]
+
+    def row(self, rank: int) -> Row:
+        return complete_row(rank, self.formula(rank))
+
+    def self_weight(self, rank: int) -> float:
+        return self.row(rank)[rank]
+
+    def readers(self, rank: int) -> tuple[int, ...]:
+        if self.read_by is not None:
+            return self.read_by(rank)
+        return tuple(sorted(other for other in self.formula(rank) if other != rank))
+
+    @cached_property
+    def explicit(self) -> Explicit:
+        return self.write_down()
+
+
+Storage = Explicit | Formula
+
+
+def complete_row(rank: int, row: Mapping[int, float]) -> Row:
+    """Return the row with the weight that a rank keeps: by default what the others leave."""
+    return dict(row) if rank in row else {**row, rank: 1.0 - sum(row.values())}
+
+
+def _component_labels(world_size: int, targets: IntArray, sources: IntArray) -> IntArray:
+    """Return for every rank the smallest rank of its component.
+
+    Every edge hooks the larger of its two roots below the smaller, then all paths are shortened to their root;
+    a few sweeps suffice, also on long rings.
+    """
+    labels = np.arange(world_size)
+    while True:
+        one, other = labels[targets], labels[sources]
+        if np.array_equal(one, other):
+            return labels
+        np.minimum.at(labels, np.maximum(one, other), np.minimum(one, other))
+        while not np.array_equal(shorter := labels[labels], labels):
+            labels = shorter
