@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, before it is imported: as for torch below
+
 import threading
 from collections.abc import Iterator
 

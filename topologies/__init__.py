@@ -6,9 +6,8 @@
 {2: 0.5}
 """
 
+from topologies import analysis as analysis
 from topologies import families as families
-from topologies.analysis import beta as beta
-from topologies.analysis import slem as slem
 from topologies.describe import Description as Description
 from topologies.drawing import draw as draw
 from topologies.phases import Phase as Phase
@@ -28,14 +27,13 @@ __all__ = [
     "Round",
     "Stochasticity",
     "Topology",
+    "analysis",
     "available",
-    "beta",
     "build",
     "draw",
     "families",
     "family",
     "register",
-    "slem",
     "variants",
     "weighted_round",
 ]

@@ -1,34 +1,28 @@
-"""What can be measured of a topology, as text and as plain data."""
+"""What can be measured of a topology, as one page of text and as plain data."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-import networkx as nx
-import numpy as np
+from typing import Any
 
 from topologies import analysis
+from topologies.analysis.structure import MAX_DIAMETER_WORLD_SIZE, distinct_rounds, repeated_rounds
 from topologies.phases import brief_options
-from topologies.topology import MAX_DENSE_WORLD_SIZE
+from topologies.topology import Topology
 from topologies.validation import Stochasticity
 
-if TYPE_CHECKING:
-    from topologies.round import Round
-    from topologies.topology import Topology
-
-#: How many rounds are measured of a schedule without a period.
-SAMPLED_ROUNDS = 16
+#: What ranks agree to when they are said to agree: 1 % of the worst disagreement is left.
+TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class Description:
     """What :meth:`Topology.describe` found; ``str()`` is one page of text, :meth:`to_dict` plain JSON types.
 
-    A value that was not measured is ``None``: ``slem`` and ``spectral_gap`` unless the period is 1, ``exact_after``
-    without a period or if it never is, and these and ``beta`` above 1024 ranks.
+    ``None`` stands for what is not defined: ``slem`` and ``spectral_gap`` unless the period is 1, ``exact_after`` if
+    it never is or without a period, ``diameter`` and ``rounds_to_tolerance`` if it is never reached; and for the
+    diameter of more than 16,384 ranks, which is not measured.
 
     Attributes
     ----------
@@ -40,19 +34,27 @@ class Description:
     num_rounds
         Rounds measured after the warm-up: one period, or those of the first 16 exchanges of a schedule without one.
     max_sends, max_receives
-        Most messages of one rank in one round.
+        Most messages of one rank in one round, point to point.
     mean_messages
         Messages sent per rank and round, on average, point to point.
+    bytes_per_rank
+        Models sent per rank and round, on average, where uniform groups run as ring all-reduces.
+    num_communicators
+        Distinct uniform groups of two and more ranks.
+    uniform_groups
+        Whether every round can run as one small all-reduce per group.
+    connected, diameter
+        Whether the edges of the rounds measured join all ranks (in both directions), and over how many of them.
     largest_deviation
         Largest ``|sum - 1|`` over the rows and columns that must sum to 1.
     slem
         Second largest modulus of the eigenvalues of W.
     beta
         ``||product of the rounds measured - J||_2``.
-    connected
-        Whether the edges of the rounds measured join all ranks (in both directions).
-    uniform_groups
-        Whether every round can run as one small all-reduce per group.
+    rate
+        The factor per round by which a disagreement shrinks in the long run, 0.0 if it vanishes exactly.
+    rounds_to_tolerance
+        Rounds until at most 1 % is left of the worst disagreement.
     """
 
     name: str
@@ -64,14 +66,19 @@ class Description:
     max_sends: int
     max_receives: int
     mean_messages: float
+    bytes_per_rank: float
+    num_communicators: int
     uniform_groups: bool
     connected: bool
+    diameter: int | None
     stochasticity: Stochasticity
     largest_deviation: float
     symmetric: bool
     slem: float | None
     spectral_gap: float | None
-    beta: float | None
+    beta: float
+    rate: float
+    rounds_to_tolerance: int | None
     exact_after: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,20 +92,18 @@ class Description:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
     def _lines(self) -> list[tuple[str, str]]:
-        measured = "one period" if self.period else f"the first {self.num_rounds} rounds"
-        period = _count(self.period, "round") if self.period else "none"
+        measured = "one period" if self.period else f"the first {count(self.num_rounds, 'round')}"
+        period = count(self.period, "round") if self.period else "none"
         if self.warmup:
             measured += " after the warm-up; degree, groups, sums and symmetry over both"
-            period += f", after a warm-up of {_count(self.warmup, 'round')}"
-        large = self.world_size > MAX_DENSE_WORLD_SIZE
-        unmeasured = f"not measured above {MAX_DENSE_WORLD_SIZE} ranks"
-        no_slem = unmeasured if large else "only defined for period 1"
-        if self.exact_after:
-            exact = _count(self.exact_after, "round")
-        elif not self.period:
-            exact = "not promised: no period"
-        else:
-            exact = unmeasured if large else "never"
+            period += f", after a warm-up of {count(self.warmup, 'round')}"
+        exact = count(self.exact_after, "round") if self.exact_after else "never"
+        agreed = (
+            "never" if self.rounds_to_tolerance is None else f"{self.rounds_to_tolerance} from the worst disagreement"
+        )
+        large = self.world_size > MAX_DIAMETER_WORLD_SIZE
+        diameter = f"not measured above {MAX_DIAMETER_WORLD_SIZE} ranks" if large else "not connected"
+        no_slem = "only defined for period 1"
         return [
             ("topology", self.name + (f" ({brief_options(self.options)})" if self.options else "")),
             ("world size", str(self.world_size)),
@@ -106,31 +111,33 @@ class Description:
             ("measured over", measured),
             (
                 "degree",
-                f"at most {_count(self.max_sends, 'send')} and {_count(self.max_receives, 'receive')} per rank and "
-                f"round",
+                f"at most {count(self.max_sends, 'send')} and {count(self.max_receives, 'receive')} per rank and round",
             ),
             ("messages", f"{self.mean_messages:.4g} per rank and round on average, point to point"),
+            ("bytes", f"{self.bytes_per_rank:.4g} x the model per rank and round on average"),
             ("uniform groups", "yes: every round can run as small all-reduces" if self.uniform_groups else "no"),
+            ("communicators", f"{self.num_communicators} for these" if self.num_communicators else "none"),
             ("connected", "yes" if self.connected else "no"),
+            ("diameter", diameter if self.diameter is None else count(self.diameter, "edge")),
             ("stochastic", f"{self.stochasticity}, largest deviation {self.largest_deviation:.1e}"),
             ("symmetric", "yes" if self.symmetric else "no"),
             ("SLEM", _number(self.slem, no_slem)),
             ("spectral gap", _number(self.spectral_gap, no_slem)),
-            ("beta", _number(self.beta, unmeasured) + " = ||product - J||"),
-            ("exact after", exact),
+            ("beta", _number(self.beta) + " = ||product - J||"),
+            ("consensus rate", f"{_number(self.rate)} per round in the long run"),
+            ("rounds to 1 %", agreed),
+            ("exact after", exact if self.period else "not promised: no period"),
         ]
 
 
 def describe(topology: Topology) -> Description:
     """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none."""
-    parts = [
-        [phase.topology.round(exchange) for exchange in range(phase.num_distinct(sampled=SAMPLED_ROUNDS))]
-        for phase in topology.phases
-    ]
     last = topology.phases[-1]
-    rounds, repeated = [round_ for part in parts for round_ in part], parts[-1]
-    dense = topology.world_size <= MAX_DENSE_WORLD_SIZE
-    slem = analysis.slem(repeated[0].matrix()) if dense and topology.period == 1 else None
+    repeated, all_rounds = repeated_rounds(topology), distinct_rounds(topology)
+    sums, degrees, traffic = analysis.sums(all_rounds), analysis.degrees(topology), analysis.traffic(topology)
+    deviations = {"doubly": max(sums.rows, sums.columns), "row": sums.rows, "column": sums.columns}
+    slem = analysis.slem(repeated[0]) if topology.period == 1 else None
+    large = topology.world_size > MAX_DIAMETER_WORLD_SIZE
     return Description(
         name=topology.name,
         options=dict(topology.options),
@@ -138,48 +145,32 @@ def describe(topology: Topology) -> Description:
         warmup=topology.warmup,
         period=topology.period,
         num_rounds=len(repeated) * last.every,
-        max_sends=max(int(round_.num_targets().max()) for round_ in rounds),
-        max_receives=max(int(round_.num_sources().max()) for round_ in rounds),
-        mean_messages=float(np.mean([round_.num_targets().mean() for round_ in repeated])) / last.every,
-        uniform_groups=all(round_.uniform_groups is not None for round_ in rounds),
-        connected=_connected(topology.world_size, repeated),
+        max_sends=degrees.max_sends,
+        max_receives=degrees.max_receives,
+        mean_messages=degrees.mean,
+        bytes_per_rank=traffic.bytes_per_rank,
+        num_communicators=traffic.num_communicators,
+        uniform_groups=all(round_.uniform_groups is not None for round_ in all_rounds),
+        connected=analysis.connected(topology),
+        diameter=None if large else analysis.diameter(topology),
         stochasticity=topology.stochasticity,
-        largest_deviation=_largest_deviation(rounds, topology.stochasticity),
-        symmetric=all(round_.is_symmetric for round_ in rounds),
+        largest_deviation=deviations[topology.stochasticity],
+        symmetric=all(round_.is_symmetric for round_ in all_rounds),
         slem=slem,
         spectral_gap=None if slem is None else 1.0 - slem,
-        beta=analysis.beta(analysis.product(last.topology, len(repeated))) if dense else None,
+        beta=analysis.beta(last.topology, len(repeated)),
+        rate=analysis.consensus_rate(topology),
+        rounds_to_tolerance=analysis.rounds_to(topology, TOLERANCE),
         exact_after=topology.exact_after,
     )
 
 
-def _largest_deviation(rounds: Sequence[Round], stochasticity: Stochasticity) -> float:
-    sums = []
-    for round_ in rounds:
-        if stochasticity in ("doubly", "row"):
-            sums.append(round_.row_sums())
-        if stochasticity in ("doubly", "column"):
-            sums.append(round_.column_sums())
-    return float(max(np.abs(each - 1.0).max() for each in sums))
-
-
-def _connected(world_size: int, rounds: Sequence[Round]) -> bool:
-    union = nx.DiGraph()
-    union.add_nodes_from(range(world_size))
-    for round_ in rounds:
-        if round_.uniform_groups is None:
-            union.add_edges_from((j, i) for i in range(world_size) for j in round_.neighbours(i))
-        else:  # a cycle joins a group with fewer edges than all its pairs
-            for group in round_.uniform_groups:
-                union.add_edges_from(zip(group, (*group[1:], group[0]), strict=True))
-    return bool(nx.is_strongly_connected(union))
-
-
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """Return "1 round", "2 rounds"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _number(value: float | None, otherwise: str) -> str:
+def _number(value: float | None, otherwise: str = "") -> str:
     """Return six digits; what is left of 0 after rounding prints as 0."""
     if value is None:
         return otherwise

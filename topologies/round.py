@@ -228,6 +228,10 @@ class Round:
         """Return W as a new float64 array of shape ``[n, n]``."""
         return self._explicit.matrix()
 
+    def sparse(self) -> Any:
+        """Return W as a ``scipy.sparse.csr_array`` of shape ``[n, n]``."""
+        return self._explicit.sparse()
+
     def mix(self, values: npt.ArrayLike) -> FloatArray:
         """Return ``W x`` for the values x of all ranks, shape ``[n, ...]``, without a dense W."""
         return self._explicit.mix(self._check_values(values))
@@ -290,6 +294,18 @@ class Round:
     def is_symmetric(self) -> bool:
         """Whether ``W[i, j] == W[j, i]`` for all pairs, to the last few bits."""
         return self._explicit.is_symmetric
+
+    @property
+    def smallest_weight(self) -> float:
+        """The smallest entry of W; 0.0 where a rank does not read another, below 0 for some optimised weights."""
+        return self._explicit.smallest_weight
+
+    def edges(self) -> tuple[IntArray, IntArray, FloatArray]:
+        """Return readers, senders and weights of all edges, shape ``[edges]`` each, without what a rank keeps.
+
+        By rising reader, then sender. A group of g ranks has g (g - 1) edges.
+        """
+        return self._explicit.edges()
 
     def num_sources(self) -> IntArray:
         """Return how many others each rank reads, shape ``[n]``."""

@@ -5,6 +5,7 @@ None of the three holds a matrix of n x n numbers. A ``Row`` is ``{j: W[i, j]}``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,10 @@ class UniformGroups:
     def is_symmetric(self) -> bool:
         return True
 
+    @property
+    def smallest_weight(self) -> float:
+        return 1.0 / max(self._sizes.tolist()) if len(self.groups) == 1 else 0.0
+
     def num_sources(self) -> IntArray:
         return self._sizes[self._index] - 1
 
@@ -67,11 +72,26 @@ class UniformGroups:
         return dense
 
     def mix(self, values: FloatArray) -> FloatArray:
-        sums = np.zeros((len(self.groups), *values.shape[1:]))
-        np.add.at(sums, self._index, values)
-        return (sums / self._sizes.reshape(-1, *[1] * (values.ndim - 1)))[self._index]
+        order, starts = self._order
+        means = np.add.reduceat(values[order], starts) / self._sizes.reshape(-1, *[1] * (values.ndim - 1))
+        return means[self._index]
 
     mix_transposed = mix
+
+    def edges(self) -> tuple[IntArray, IntArray, FloatArray]:
+        entries = self.sparse().tocoo()
+        others = entries.row != entries.col
+        return entries.row[others], entries.col[others], entries.data[others]
+
+    def sparse(self) -> Any:
+        from scipy import sparse
+
+        sizes = self._sizes[self._index]
+        columns = np.fromiter(
+            itertools.chain.from_iterable(map(self._group_of, range(self.world_size))), np.int64, count=sizes.sum()
+        )
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        return sparse.csr_array((np.repeat(1.0 / sizes, sizes), columns, starts))
 
     def to_dict(self) -> dict[str, Any]:
         return {"world_size": self.world_size, "groups": [list(group) for group in self.groups if len(group) > 1]}
@@ -83,8 +103,14 @@ class UniformGroups:
     def _index(self) -> IntArray:
         """The number of every rank's group."""
         index = np.empty(self.world_size, dtype=np.int64)
-        index[np.concatenate(self.groups)] = np.repeat(np.arange(len(self.groups)), self._sizes)
+        index[self._order[0]] = np.repeat(np.arange(len(self.groups)), self._sizes)
         return index
+
+    @cached_property
+    def _order(self) -> tuple[IntArray, IntArray]:
+        """All ranks, group by group, and where each group starts."""
+        ranks = np.fromiter(itertools.chain.from_iterable(self.groups), dtype=np.int64, count=self.world_size)
+        return ranks, np.concatenate(([0], np.cumsum(self._sizes)[:-1]))
 
     @cached_property
     def _sizes(self) -> IntArray:
@@ -174,6 +200,12 @@ class SparseRows:
             and bool(np.all(np.abs(self.weights - self.weights[backward]) <= WEIGHT_TOLERANCE))
         )
 
+    @property
+    def smallest_weight(self) -> float:
+        stored = min(self.self_weights.min(), self.weights.min(initial=np.inf))
+        everywhere = len(self.sources) == self.world_size * (self.world_size - 1)
+        return float(stored if everywhere else min(stored, 0.0))
+
     def num_sources(self) -> IntArray:
         return np.diff(self.starts)
 
@@ -192,10 +224,10 @@ class SparseRows:
         return dense
 
     def mix(self, values: FloatArray) -> FloatArray:
-        return self._times(self._scipy, values)
+        return self._times(self.sparse(), values)
 
     def mix_transposed(self, values: FloatArray) -> FloatArray:
-        return self._times(self._scipy.T, values)
+        return self._times(self.sparse().T, values)
 
     def _times(self, matrix: Any, values: FloatArray) -> FloatArray:
         return np.asarray(matrix @ values.reshape(self.world_size, -1)).reshape(values.shape)
@@ -209,8 +241,14 @@ class SparseRows:
             "self_weights": self.self_weights.tolist(),
         }
 
+    def edges(self) -> tuple[IntArray, IntArray, FloatArray]:
+        return self.targets, self.sources, self.weights
+
+    def sparse(self) -> Any:
+        return self._sparse
+
     @cached_property
-    def _scipy(self) -> Any:
+    def _sparse(self) -> Any:
         from scipy import sparse  # 0.1 s that only an analysis needs
 
         shape = (self.world_size, self.world_size)

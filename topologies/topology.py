@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 #: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
 _CACHED_ROUNDS = 64
 
-#: Above this size properties that need dense matrices are not measured.
-MAX_DENSE_WORLD_SIZE = 1024
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Topology:
@@ -375,14 +372,12 @@ class Topology:
 
     @property
     def exact_after(self) -> int | None:
-        """After how many rounds from a period boundary all ranks hold exactly the mean; ``None``: not promised.
+        """After how many rounds from a period boundary all ranks hold exactly the mean; ``None``: never.
 
-        Promised by the family, or else measured for a schedule with a period on at most 1024 ranks.
+        Promised by the family, or else measured for a schedule with a period, see ``topologies.analysis``.
         """
-        if self.promised_exact_after is not None:
+        if self.promised_exact_after is not None or self.period is None:
             return self.promised_exact_after
-        if self.period is None or self.world_size > MAX_DENSE_WORLD_SIZE:
-            return None
         from topologies import analysis
 
         return analysis.exact_after(self)

@@ -47,6 +47,27 @@ def fewest(n: int, largest: int) -> int:
     return min(1 + fewest(n // f, largest) for f in range(2, largest + 1) if n % f == 0 and is_smooth(n // f, largest))
 
 
+def digits(n: int, base: int) -> list[int]:
+    return [*digits(n // base, base), n % base] if n else []
+
+
+def simple_base_length(n: int, k: int) -> int:
+    if is_smooth(n, k + 1):
+        return fewest(n, k + 1)
+    first, *others = digits(n, k + 1)
+    return 2 * len(others) + 1 + (first > 1)
+
+
+def base_length(n: int, k: int) -> int:
+    smooth = max(p for p in range(1, n + 1) if n % p == 0 and is_smooth(p, k + 1))
+    return min(simple_base_length(n, k), simple_base_length(n // smooth, k) + fewest(smooth, k + 1))
+
+
+def hops_are_symmetric(n: int, num_hops: int, seed: int) -> bool:
+    hops = np.random.default_rng((seed,)).integers(1, n, size=num_hops)
+    return sorted(hops) == sorted(n - hops)
+
+
 @dataclass
 class Contract:
     """What a family promises; every function takes the world size (2 or more) and the options."""
@@ -159,6 +180,20 @@ CONTRACTS = [
         uniform_groups=True,
     ),
     Contract(
+        "simple_base",
+        options=[{}, *({"k": k} for k in (2, 3, 4, 5))],
+        period=lambda n, k=1: simple_base_length(n, k),
+        degree=lambda n, k=1: k,
+        exact=lambda n, k=1: simple_base_length(n, k),
+    ),
+    Contract(
+        "base",
+        options=[{}, *({"k": k} for k in (2, 3, 4, 5))],
+        period=lambda n, k=1: base_length(n, k),
+        degree=lambda n, k=1: k,
+        exact=lambda n, k=1: base_length(n, k),
+    ),
+    Contract(
         "local_global",
         options=[{"local_size": size} for size in (1, 2, 3, 4, 8)],
         serves=lambda n, local_size: n % local_size == 0,
@@ -175,6 +210,27 @@ CONTRACTS = [
         degree=lambda n, local_size: 2 * local_size - 1,
         exact=lambda n, local_size: 2 * tau(n // local_size),
         uniform_groups=True,
+    ),
+    Contract(
+        "de_bruijn",
+        options=[{"p": p} for p in (2, 3, 4, 5)],
+        serves=lambda n, p: digits(n, p) == [1] + [0] * (len(digits(n, p)) - 1),
+        degree=lambda n, p: min(p, n - 1),
+        exact=lambda n, p: len(digits(n, p)) - 1,
+        symmetric=lambda n, p: n == p,
+    ),
+    Contract(
+        "equi_static",
+        options=[{}, {"m": 3, "seed": 5}, {"directed": True}, {"m": 2, "seed": 1, "directed": True}],
+        degree=lambda n, m=None, seed=0, directed=False: min((m or tau(n)) * (1 if directed else 2), n - 1),
+        symmetric=lambda n, m=None, seed=0, directed=False: not directed or hops_are_symmetric(n, m or tau(n), seed),
+    ),
+    Contract(
+        "equi_dyn",
+        options=[{}, {"seed": 5, "eta": 1.0}, {"directed": True}, {"seed": 3, "directed": True, "eta": 0.25}],
+        period=lambda n, **_: None,
+        degree=lambda n, **_: 1,
+        symmetric=lambda n, directed=False, **_: not directed or n == 2,
     ),
     Contract(
         "random_matching",

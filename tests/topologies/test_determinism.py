@@ -17,7 +17,7 @@ required = {
     "alternating_exp_ring": {"local_size": 3}, "graph": {"graph": graph},
 }
 for name in topologies.available():
-    world_size = 8 if name in ("hypercube", "one_peer_hypercube") else 12
+    world_size = 8 if name in ("hypercube", "one_peer_hypercube", "de_bruijn") else 12
     topology = topologies.build(name, world_size, **required.get(name, {}))
     print(topology.to_json())
     for t in (1000, 0, 1, 2):

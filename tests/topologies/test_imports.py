@@ -10,7 +10,7 @@ before = set(sys.modules)
 import topologies
 for name in topologies.available():
     topologies.family(name)
-topologies.build("ring", 4).describe()
+topologies.build("ring", 4).round(0).matrix()
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
 

@@ -4,10 +4,13 @@ A family is one function, in the module of its kind. It states its rounds in clo
 to the properties that its docstring claims.
 """
 
+from topologies.families import base as base
+from topologies.families import de_bruijn as de_bruijn
+from topologies.families import equitopo as equitopo
 from topologies.families import graphs as graphs
 from topologies.families import groups as groups
 from topologies.families import one_peer as one_peer
 from topologies.families import random as random
 from topologies.families import static as static
 
-__all__ = ["graphs", "groups", "one_peer", "random", "static"]
+__all__ = ["base", "de_bruijn", "equitopo", "graphs", "groups", "one_peer", "random", "static"]

@@ -1,0 +1,121 @@
+"""What holds exactly: the mean after some rounds, and the sums of rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from topologies.analysis.operators import ROUNDING
+from topologies.analysis.structure import distinct_rounds, exchanges_from
+from topologies.round import Round
+from topologies.storage import FloatArray
+from topologies.topology import Topology
+from topologies.validation import SUM_TOLERANCE, Stochasticity
+
+#: Up to so many ranks exactness is a statement about the whole matrix, beyond about eight random vectors.
+_MAX_DENSE_PRODUCT = 1024
+
+
+def exact_after(topology: Topology, *, start: int | None = None) -> int | None:
+    """Return the smallest k for which the product of k rounds is J, or ``None`` if there is none.
+
+    Searched up to two periods and ceil(log2 n) exchanges more. A product that only comes ever closer to J is not
+    exact: once it is within 1e-6 it counts only if the very next round brings it there. Above 1024 ranks the rounds
+    are applied to eight random vectors: a product other than J takes these to their means with probability 0. Of
+    column-stochastic rounds the ratios are judged that push-sum forms.
+
+    Parameters
+    ----------
+    start
+        The first round; by default the first after the warm-up, which is a period boundary. From another round most
+        schedules need longer.
+
+    Raises
+    ------
+    ValueError
+        If the topology has no period.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topology = topologies.build("alternating_exp_ring", 8, local_size=2)
+    >>> exact_after(topology), exact_after(topology, start=1)
+    (4, 5)
+    """
+    if topology.period is None:
+        raise ValueError(f"topology {topology.name!r} has no period; exactness is a property of a repeated schedule")
+    repeated, first, num_rounds_of = exchanges_from(topology, start)
+    assert repeated.period is not None
+    every = repeated.phases[-1].every
+    most = max(0, repeated.warmup - first) + 2 * repeated.period + every * (topology.world_size - 1).bit_length()
+    mixed = start_values = _start_values(topology.world_size)
+    mean = start_values.mean(axis=0)
+    scale = np.ones((topology.world_size, 1))
+    for exchange in range(most):
+        round_ = repeated.round(first + exchange)
+        mixed = round_.mix(mixed)
+        if topology.stochasticity == "column":
+            scale = round_.mix(scale)
+        distance = float(np.abs(mixed / scale - mean).max())
+        if distance <= ROUNDING * max(1.0, float(np.abs(start_values).max())):
+            return num_rounds_of(exchange + 1)
+        if distance <= 1e-6 and not round_.is_identity:
+            return None
+    return None
+
+
+def _start_values(world_size: int) -> FloatArray:
+    if world_size <= _MAX_DENSE_PRODUCT:
+        return np.eye(world_size)
+    return np.random.default_rng(0).normal(size=(world_size, 8))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How far the sums of a schedule's matrices are from 1, over the rounds looked at.
+
+    Attributes
+    ----------
+    rows, columns
+        Largest ``|sum - 1|`` over all rows, and over all columns.
+    smallest_weight
+        Smallest entry of any W; below 0 for some optimised weights.
+    """
+
+    rows: float
+    columns: float
+    smallest_weight: float
+
+    @property
+    def proven(self) -> Stochasticity | None:
+        """What the sums prove: "doubly", "row" or "column" stochastic, or ``None`` for neither."""
+        rows, columns = self.rows <= SUM_TOLERANCE, self.columns <= SUM_TOLERANCE
+        if rows and columns:
+            return "doubly"
+        return "row" if rows else "column" if columns else None
+
+
+def sums(of: Topology | Iterable[Round]) -> Sums:
+    """Add up the rows and columns of every matrix: the proof that the mean is kept, and its largest deviation.
+
+    Parameters
+    ----------
+    of
+        Rounds; or a topology, of which all exchanges of its warm-up and of one period are taken (16 of a part
+        without a period).
+
+    Examples
+    --------
+    >>> import topologies
+    >>> sums(topologies.build("star", 5)).proven
+    'doubly'
+    """
+    rows = columns = 0.0
+    smallest = float("inf")
+    for round_ in distinct_rounds(of) if isinstance(of, Topology) else of:
+        rows = max(rows, float(np.abs(round_.row_sums() - 1.0).max()))
+        columns = max(columns, float(np.abs(round_.column_sums() - 1.0).max()))
+        smallest = min(smallest, round_.smallest_weight)
+    return Sums(rows, columns, smallest)

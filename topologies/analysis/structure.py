@@ -1,0 +1,165 @@
+"""Who reaches whom: degrees, connectivity and diameter over a period."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from topologies.round import Round
+from topologies.topology import Topology
+from topologies.validation import check_integer
+
+#: Above this size the sets of who has heard of whom, n^2 bits, are not formed.
+MAX_DIAMETER_WORLD_SIZE = 16_384
+
+#: How many exchanges are looked at of a schedule without a period.
+SAMPLED_ROUNDS = 16
+
+
+def repeated_rounds(topology: Topology) -> list[Round]:
+    """Return the exchanges of one period after the warm-up, or the first 16 without a period; no local steps."""
+    last = topology.phases[-1]
+    return [last.topology.round(exchange) for exchange in range(last.num_distinct(sampled=SAMPLED_ROUNDS))]
+
+
+def distinct_rounds(topology: Topology) -> list[Round]:
+    """Return the exchanges of the warm-up and of one period, 16 of a part without a period; no local steps."""
+    return [
+        phase.topology.round(exchange)
+        for phase in topology.phases
+        for exchange in range(phase.num_distinct(sampled=SAMPLED_ROUNDS))
+    ]
+
+
+def exchanges_from(topology: Topology, start: int | None) -> tuple[Topology, int, Callable[[int], int]]:
+    """Return what takes place from round ``start`` on, without the local steps in between.
+
+    Parameters
+    ----------
+    start
+        A round; by default the first after the warm-up.
+
+    Returns
+    -------
+    The topology whose rounds are exchanged, the first of them, and how many rounds of the schedule k of them take.
+    """
+    start = topology.warmup if start is None else check_integer("start", start, minimum=0)
+    last = topology.phases[-1]
+    if start < last.start:
+        return topology, start, lambda k: k
+    first = (start - last.start) // last.every
+    return last.topology, first, lambda k: last.start + last.every * (first + k) - start
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Messages of the busiest rank in any round, and on average over ranks and rounds, point to point."""
+
+    max_sends: int
+    max_receives: int
+    mean: float
+
+
+def degrees(topology: Topology) -> Degrees:
+    """Return how many others a rank sends to and reads: at most, and on average after the warm-up.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> degrees(topologies.build("star", 5))
+    Degrees(max_sends=4, max_receives=4, mean=1.6)
+    """
+    rounds, repeated = distinct_rounds(topology), repeated_rounds(topology)
+    return Degrees(
+        max_sends=max(int(round_.num_targets().max()) for round_ in rounds),
+        max_receives=max(int(round_.num_sources().max()) for round_ in rounds),
+        mean=float(np.mean([round_.num_targets().mean() for round_ in repeated])) / topology.phases[-1].every,
+    )
+
+
+def connected(topology: Topology) -> bool:
+    """Whether what any rank holds reaches every other over repeated periods (without one: over 16 exchanges).
+
+    Examples
+    --------
+    >>> import topologies
+    >>> connected(topologies.build("one_peer_ring", 6))
+    True
+    """
+    from scipy import sparse
+
+    readers, senders, num_nodes = [], [], topology.world_size
+    for round_ in repeated_rounds(topology):
+        links = _Links(round_)
+        readers += [links.readers, links.members, links.hubs + num_nodes]
+        senders += [links.senders, links.hubs + num_nodes, links.members]
+        num_nodes += links.num_hubs
+    ends = np.concatenate(readers), np.concatenate(senders)
+    graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(num_nodes, num_nodes))
+    num_components, _ = sparse.csgraph.connected_components(graph, directed=True, connection="strong")
+    return bool(num_components == 1)
+
+
+def diameter(topology: Topology) -> int | None:
+    """Return over how many edges the farthest two ranks hear of each other; ``None``: never.
+
+    The edges are those of all rounds of a period (without one, of 16 exchanges) together.
+
+    Raises
+    ------
+    ValueError
+        Above 16,384 ranks.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> diameter(topologies.build("ring", 9)), diameter(topologies.build("one_peer_hypercube", 8))
+    (4, 3)
+    """
+    n = topology.world_size
+    if n > MAX_DIAMETER_WORLD_SIZE:
+        raise ValueError(
+            f"the diameter of {n} ranks is not computed, at most that of {MAX_DIAMETER_WORLD_SIZE} is; use fewer ranks"
+        )
+    links = [_Links(round_) for round_ in repeated_rounds(topology)]
+    ranks = np.arange(n)
+    heard = np.zeros((n, (n + 63) // 64), dtype=np.uint64)  # row i: one bit for each rank that i has heard of
+    heard[ranks, ranks // 64] = np.uint64(1) << (ranks % 64).astype(np.uint64)
+    everybody = np.bitwise_or.reduce(heard, axis=0)
+    for distance in range(n):
+        if bool((heard == everybody).all()):
+            return distance
+        farther = heard.copy()
+        for each in links:
+            each.spread(heard, farther)
+        if np.array_equal(farther, heard):
+            return None
+        heard = farther
+    return None
+
+
+class _Links:
+    """The edges of a round, with a hub for every uniform group instead of an edge for each of its pairs."""
+
+    def __init__(self, round_: Round) -> None:
+        none = np.empty(0, dtype=np.int64)
+        self.readers, self.senders, self.members, self.hubs = none, none, none, none
+        groups = [group for group in round_.uniform_groups or () if len(group) > 1]
+        self.num_hubs = len(groups)
+        if round_.uniform_groups is None:
+            self.readers, self.senders, _ = round_.edges()
+        elif groups:
+            self.members = np.concatenate([np.array(group, dtype=np.int64) for group in groups])
+            self.hubs = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+
+    def spread(self, heard: npt.NDArray[np.uint64], farther: npt.NDArray[np.uint64]) -> None:
+        """Add to ``farther`` what each rank hears of in this round."""
+        if len(self.readers):
+            ranks, starts = np.unique(self.readers, return_index=True)
+            farther[ranks] |= np.bitwise_or.reduceat(heard[self.senders], starts)
+        if self.num_hubs:
+            starts = np.flatnonzero(np.diff(self.hubs, prepend=-1))
+            farther[self.members] |= np.bitwise_or.reduceat(heard[self.members], starts)[self.hubs]

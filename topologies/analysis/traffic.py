@@ -1,0 +1,183 @@
+"""What a topology puts on the wire: messages and bytes per rank, on the busiest link and across the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from topologies.analysis.structure import repeated_rounds
+from topologies.round import Round
+from topologies.storage import FloatArray, IntArray
+from topologies.topology import Topology
+from topologies.validation import check_integer
+
+
+@dataclass(frozen=True)
+class RoundTraffic:
+    """What one round sends, in messages of one model each.
+
+    A uniform group of g ranks exchanges by a ring all-reduce in the order of its ranks: each sends ``2 (g - 1) / g``
+    messages to the next one, in ``2 (g - 1)`` steps; all else goes point to point, one message and one step an edge.
+    Ranks ``m L .. m L + L - 1`` are node m, for L ranks per node; what stays inside a node is not on the network.
+
+    Attributes
+    ----------
+    sent
+        Messages that each rank sends, shape ``[n]``.
+    sent_by_node, received_by_node
+        Messages that leave and enter each node, shape ``[nodes]``.
+    largest_link
+        Most messages from one node to one other.
+    steps
+        Most steps of any rank, one after the other, of exchanges that use the network.
+    """
+
+    sent: FloatArray
+    sent_by_node: FloatArray
+    received_by_node: FloatArray
+    largest_link: float
+    steps: int
+
+    @property
+    def busiest_node(self) -> float:
+        """Messages that leave or enter the busiest node, whichever is more."""
+        return float(max(self.sent_by_node.max(), self.received_by_node.max()))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a schedule sends, over one period of exchanges (16 without a period); see :class:`RoundTraffic`.
+
+    Attributes
+    ----------
+    rounds
+        The traffic of each exchange.
+    every
+        An exchange takes place in every so many rounds.
+    message_bytes
+        Bytes of one message.
+    num_communicators
+        Distinct uniform groups of two and more ranks: what runs each of them as a small all-reduce needs so many.
+    """
+
+    rounds: tuple[RoundTraffic, ...]
+    every: int
+    message_bytes: float
+    num_communicators: int
+
+    @property
+    def bytes_per_rank(self) -> float:
+        """Bytes that a rank sends per round, the mean over ranks and rounds."""
+        return self._mean([round_.sent.mean() for round_ in self.rounds])
+
+    @property
+    def max_bytes_per_rank(self) -> float:
+        """Bytes that the busiest rank sends in its busiest round."""
+        return self.message_bytes * max(float(round_.sent.max()) for round_ in self.rounds)
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that all nodes together put on the network per round, the mean over rounds."""
+        return self._mean([round_.sent_by_node.sum() for round_ in self.rounds])
+
+    @property
+    def max_node_bytes(self) -> float:
+        """Bytes that leave or enter the busiest node in its busiest round."""
+        return self.message_bytes * max(round_.busiest_node for round_ in self.rounds)
+
+    @property
+    def max_link_bytes(self) -> float:
+        """Bytes from one node to one other in the busiest round."""
+        return self.message_bytes * max(round_.largest_link for round_ in self.rounds)
+
+    def _mean(self, messages: list[float]) -> float:
+        return self.message_bytes * float(np.mean(messages)) / self.every
+
+
+def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int = 1) -> Traffic:
+    """Return what a topology sends, for messages of ``message_bytes`` and nodes of ``local_size`` ranks.
+
+    Parameters
+    ----------
+    message_bytes
+        Bytes of one message, usually those of the model; 1.0 counts in models.
+    local_size
+        Ranks per node; it divides the world size.
+
+    Raises
+    ------
+    ValueError
+        If ``message_bytes`` is negative, or ``local_size`` does not divide the world size.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> found = traffic(topologies.build("ring", 8), message_bytes=100.0, local_size=4)
+    >>> found.bytes_per_rank, found.max_node_bytes, found.network_bytes
+    (200.0, 200.0, 400.0)
+    """
+    if not message_bytes >= 0:
+        raise ValueError(f"message_bytes must not be negative, got {message_bytes!r}; pass the bytes of one message")
+    local_size = check_local_size(local_size, topology.world_size)
+    rounds = repeated_rounds(topology)
+    return Traffic(
+        rounds=tuple(round_traffic(round_, local_size) for round_ in rounds),
+        every=topology.phases[-1].every,
+        message_bytes=float(message_bytes),
+        num_communicators=len({group for round_ in rounds for group in round_.uniform_groups or () if len(group) > 1}),
+    )
+
+
+def check_local_size(local_size: int, world_size: int) -> int:
+    """Return the ranks per node, which divide the world size."""
+    local_size = check_integer("local_size", local_size, minimum=1)
+    if world_size % local_size:
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"local_size must divide world_size {world_size}, got {local_size}; use one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    return local_size
+
+
+def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
+    """Return what one round sends, for nodes of ``local_size`` ranks."""
+    n = round_.world_size
+    if round_.uniform_groups is None:
+        receivers, senders, _ = round_.edges()
+        amount = np.ones(len(senders))
+        steps = np.ones(len(senders))
+    else:
+        groups = [np.array(group) for group in round_.uniform_groups if len(group) > 1]
+        none = np.empty(0, dtype=np.int64)
+        senders = np.concatenate([none, *groups])
+        receivers = np.concatenate([none, *(np.roll(group, -1) for group in groups)])
+        sizes = np.repeat([len(group) for group in groups], [len(group) for group in groups]).astype(np.float64)
+        amount = 2.0 * (sizes - 1.0) / np.maximum(sizes, 1.0)
+        steps = np.where(sizes > 2, 2.0 * (sizes - 1.0), 1.0)
+    from_node, to_node = senders // local_size, receivers // local_size
+    crosses = from_node != to_node
+    num_nodes = n // local_size
+    links = np.unique(from_node[crosses] * num_nodes + to_node[crosses], return_inverse=True)[1]
+    return RoundTraffic(
+        sent=_total(senders, amount, n),
+        sent_by_node=_total(from_node[crosses], amount[crosses], num_nodes),
+        received_by_node=_total(to_node[crosses], amount[crosses], num_nodes),
+        largest_link=float(_total(links, amount[crosses], 1).max()),
+        steps=_steps(round_, senders[crosses], receivers[crosses], steps[crosses]),
+    )
+
+
+def _total(places: IntArray, amounts: FloatArray, num_places: int) -> FloatArray:
+    """Return the sum of the amounts at each place."""
+    return np.bincount(places, weights=amounts, minlength=num_places).astype(np.float64)
+
+
+def _steps(round_: Round, senders: IntArray, receivers: IntArray, steps: FloatArray) -> int:
+    """Return the most steps of a rank, one after the other."""
+    if round_.uniform_groups is not None:
+        return int(steps.max(initial=0.0))  # a ring all-reduce keeps all members busy for as long
+    sends = np.bincount(senders, minlength=1).max()
+    receives = np.bincount(receivers, minlength=1).max()
+    return int(max(sends, receives))
