@@ -6,8 +6,9 @@ to the properties that its docstring claims.
 
 from topologies.families import graphs as graphs
 from topologies.families import groups as groups
+from topologies.families import matchings as matchings
 from topologies.families import one_peer as one_peer
 from topologies.families import random as random
 from topologies.families import static as static
 
-__all__ = ["graphs", "groups", "one_peer", "random", "static"]
+__all__ = ["graphs", "groups", "matchings", "one_peer", "random", "static"]
