@@ -11,7 +11,8 @@ from topologies.round import FloatArray, IntArray
 #: Up to this size a dense eigendecomposition is both faster and exact.
 DENSE_WORLD_SIZE = 300
 
-_RESTARTS = 40
+#: Lanczos restarts before the matrix is factorized, and relative residuals (eigenvalues err by far less).
+_RESTARTS, _RESIDUAL = 40, 1e-9
 
 
 def laplacian(world_size: int, edges: IntArray, weights: FloatArray) -> Any:
@@ -53,7 +54,9 @@ def lowest(matrix: Any, count: int, *, floor: float = 0.0) -> tuple[FloatArray, 
     start = np.random.default_rng(0).standard_normal(n)
     lifted = linalg.LinearOperator((n, n), matvec=lambda x: matrix @ x + lift * x.mean(), dtype=np.float64)
     try:
-        values, vectors = linalg.eigsh(lifted, count, which="SA", v0=start, ncv=count + 40, maxiter=_RESTARTS)
+        values, vectors = linalg.eigsh(
+            lifted, count, which="SA", v0=start, ncv=count + 40, maxiter=_RESTARTS, tol=_RESIDUAL
+        )
     except linalg.ArpackNoConvergence:
         shift, factors = _factorize_below(matrix, floor, 1e-6 * lift)
 
