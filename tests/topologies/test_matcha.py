@@ -14,6 +14,7 @@ from topologies import Topology
 from topologies.activation import Activation, activation
 from topologies.edge_colouring import edge_colouring
 from topologies.families.matchings import SampledMatchings
+from topologies.spectrum import laplacian, lowest
 
 
 def activated(graph: nx.Graph, budget: float) -> Activation:
@@ -264,3 +265,13 @@ def test_matcha_refuses_a_budget(budget: object, error: type[Exception], message
 def test_matcha_refuses_a_seed() -> None:
     with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
         topologies.build("matcha", 4, graph="ring", seed=-1)
+
+
+@pytest.mark.parametrize("floor", [0.0, -4.0])
+def test_lowest_finds_the_low_end_whatever_the_guess(floor: float) -> None:
+    """Of minus a path's Laplacian, whose lowest eigenvalues are close together and far below 0."""
+    edges = np.stack((np.arange(499), np.arange(1, 500)), axis=1)
+    values, vectors = lowest(-laplacian(500, edges, np.ones(499)), 3, floor=floor)
+    expected = [-2 + 2 * math.cos(math.pi * k / 500) for k in (499, 498, 497)]
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(vectors.sum(axis=0), 0, atol=1e-8)
