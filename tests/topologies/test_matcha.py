@@ -36,9 +36,9 @@ def second_moment(n: int, found: Activation) -> np.ndarray:
     for active in itertools.product((False, True), repeat=len(found.matchings)):
         w = np.eye(n)
         chance = 1.0
-        for used, p, laplacian in zip(active, found.probabilities, laplacians(n, found.matchings), strict=True):
+        for used, p, part in zip(active, found.probabilities, laplacians(n, found.matchings), strict=True):
             chance *= p if used else 1 - p
-            w = w - found.alpha * used * laplacian
+            w = w - found.alpha * used * part
         total += chance * w.T @ w
     return total - 1 / n
 
