@@ -15,6 +15,7 @@ graph.add_edges_from({(f"rank {i}", f"rank {(i + hop) % 12}") for i in range(12)
 required = {
     "hyper_cuboid": {"factors": (3, 4)}, "hyper_hypercube": {"k": 2}, "local_global": {"local_size": 3},
     "alternating_exp_ring": {"local_size": 3}, "graph": {"graph": graph},
+    "matchings": {"graph": graph}, "matcha": {"graph": graph},
 }
 for name in topologies.available():
     world_size = 8 if name in ("hypercube", "one_peer_hypercube", "de_bruijn") else 12

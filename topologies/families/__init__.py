@@ -9,8 +9,9 @@ from topologies.families import de_bruijn as de_bruijn
 from topologies.families import equitopo as equitopo
 from topologies.families import graphs as graphs
 from topologies.families import groups as groups
+from topologies.families import matchings as matchings
 from topologies.families import one_peer as one_peer
 from topologies.families import random as random
 from topologies.families import static as static
 
-__all__ = ["base", "de_bruijn", "equitopo", "graphs", "groups", "one_peer", "random", "static"]
+__all__ = ["base", "de_bruijn", "equitopo", "graphs", "groups", "matchings", "one_peer", "random", "static"]

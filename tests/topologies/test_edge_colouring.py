@@ -1,0 +1,154 @@
+"""Edge colourings: every edge in exactly one matching, and how many matchings there are."""
+
+import os
+import subprocess
+import sys
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topologies import edge_colouring as module
+from topologies.edge_colouring import edge_colouring
+
+
+def largest_degree(graph: nx.Graph) -> int:
+    return max(degree for _, degree in graph.degree)
+
+
+def num_colours(graph: nx.Graph) -> int:
+    """The number of matchings, after a check that they are one colouring in the promised form."""
+    matchings = edge_colouring(graph)
+    found = [tuple(pair) for matching in matchings for pair in matching.tolist()]
+    assert sorted(found) == sorted(tuple(sorted(edge)) for edge in graph.edges)
+    for matching in matchings:
+        assert matching.dtype == np.int64
+        assert matching.size
+        assert len(np.unique(matching)) == matching.size
+        assert matching.tolist() == sorted(matching.tolist())
+    return len(matchings)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, bipartite: bool = False) -> nx.Graph:
+    n = draw(st.integers(2, 14))
+    pairs = [(i, j) for i in range(n) for j in range(i + 1, n) if not bipartite or (i + j) % 2]
+    chosen = draw(st.lists(st.sampled_from(pairs), min_size=1, unique=True))
+    return nx.Graph(chosen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_edge_colouring_is_proper_with_at_most_one_colour_too_many(graph: nx.Graph) -> None:
+    assert largest_degree(graph) <= num_colours(graph) <= largest_degree(graph) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(bipartite=True))
+def test_edge_colouring_of_a_bipartite_graph_is_optimal(graph: nx.Graph) -> None:
+    assert num_colours(graph) == largest_degree(graph)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_edge_colouring_by_fans_alone_needs_one_colour_more_at_most(graph: nx.Graph) -> None:
+    edges = module._sorted_edges(graph)
+    degree = largest_degree(graph)
+    colouring = module._Colouring(int(edges.max()) + 1, degree + 1)
+    for u, v in edges.tolist():
+        colouring.join_by_fan(u, v)
+    for node in graph:
+        colours = [colouring.colour_of[node][other] for other in graph[node]]
+        assert len(set(colours)) == len(colours)
+        assert all(0 <= colour <= degree for colour in colours)
+        assert colouring.free[node] == sum(1 << c for c in range(degree + 1) if c not in colours)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 23, 24, 65])
+def test_edge_colouring_of_the_complete_graph_is_optimal(n: int) -> None:
+    assert num_colours(nx.complete_graph(n)) == (n - 1 if n % 2 == 0 else n)
+
+
+@pytest.mark.parametrize(
+    ("graph", "colours"),
+    [
+        (nx.cycle_graph(8), 2),
+        (nx.cycle_graph(9), 3),
+        (nx.path_graph(9), 2),
+        (nx.star_graph(9), 9),
+        (nx.hypercube_graph(4), 4),
+        (nx.complete_bipartite_graph(7, 7), 7),
+        (nx.petersen_graph(), 4),  # the smallest cubic graph without bridges that needs 4
+        (nx.dodecahedral_graph(), 3),
+        (nx.icosahedral_graph(), 5),
+        (nx.wheel_graph(9), 8),
+        (nx.circulant_graph(9, [1, 2]), 5),  # regular of odd order: overfull
+        (nx.karate_club_graph(), 17),
+    ],
+)
+def test_edge_colouring_known_numbers(graph: nx.Graph, colours: int) -> None:
+    assert num_colours(nx.convert_node_labels_to_integers(graph)) == colours
+
+
+@pytest.mark.parametrize("degree", [3, 4, 10])
+def test_edge_colouring_of_large_random_regular_graphs_is_optimal(degree: int) -> None:
+    """These have a colouring with `degree` colours with overwhelming probability; the attempts find it."""
+    assert num_colours(nx.random_regular_graph(degree, 1024, seed=3)) == degree
+
+
+def test_edge_colouring_swaps_paths_on_a_shuffled_ring() -> None:
+    order = np.random.default_rng(0).permutation(4096)
+    assert num_colours(nx.Graph(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))) == 2
+
+
+def test_edge_colouring_of_nothing() -> None:
+    assert edge_colouring([]) == edge_colouring(nx.empty_graph(4)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.randoms(use_true_random=False))
+def test_edge_colouring_depends_on_the_set_of_edges_alone(graph: nx.Graph, random: object) -> None:
+    edges = [edge if random.random() < 0.5 else edge[::-1] for edge in graph.edges]  # type: ignore[attr-defined]
+    random.shuffle(edges)  # type: ignore[attr-defined]
+    for one, other in zip(edge_colouring(graph), edge_colouring(edges), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_edge_colouring_does_not_depend_on_the_hash_seed() -> None:
+    code = """
+import networkx, topologies.edge_colouring as module
+graph = networkx.random_regular_graph(5, 200, seed=1)
+labels = {f"node {i}" for i in graph}  # their order depends on the hash seed
+shuffled = networkx.Graph((u, v) for label in labels for u in [int(label[5:])] for v in graph[u])
+print([matching.tolist() for matching in module.edge_colouring(shuffled)])
+"""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4321")
+    }
+    assert len(outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (nx.DiGraph([(0, 1)]), r"graph is directed.*to_undirected"),
+        ([(0, 1), (1, 0)], r"the edge \(0, 1\) twice; pass every edge once"),
+        ([(0, 1), (2, 2)], "a loop at node 2"),
+        ([(0, -1)], "integers of at least 0.*relabel it"),
+        ([("a", "b")], "integers of at least 0.*relabel it"),
+        ([(0.0, 1.0)], "integers of at least 0.*relabel it"),
+        ([0, 1], r"shape \[2\]"),
+    ],
+)
+def test_edge_colouring_refuses(graph: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        edge_colouring(graph)
