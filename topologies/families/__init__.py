@@ -4,10 +4,13 @@ A family is one function, in the module of its kind. It states its rounds in clo
 to the properties that its docstring claims.
 """
 
+from topologies.families import expanders as expanders
 from topologies.families import graphs as graphs
 from topologies.families import groups as groups
 from topologies.families import one_peer as one_peer
 from topologies.families import random as random
+from topologies.families import random_graphs as random_graphs
+from topologies.families import social as social
 from topologies.families import static as static
 
-__all__ = ["graphs", "groups", "one_peer", "random", "static"]
+__all__ = ["expanders", "graphs", "groups", "one_peer", "random", "random_graphs", "social", "static"]
