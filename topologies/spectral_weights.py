@@ -78,11 +78,8 @@ def _sparse_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]
     Lanczos iterations are quick where the eigenvalue sought stands apart, as in expanders. Where it does not, as in
     rings and grids, the graph has small cuts, so that the factors of a shifted L stay sparse: then shift and invert.
     """
-    try:
-        from scipy.sparse import coo_array, diags_array
-        from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
-    except ImportError as error:
-        raise _missing(f"weights='best_constant' needs scipy above {_MAX_DENSE} ranks") from error
+    from scipy.sparse import coo_array, diags_array
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     ends = np.concatenate((pairs, pairs[:, ::-1])).T
     adjacency = coo_array((np.ones(ends.shape[1]), tuple(ends)), shape=(world_size, world_size)).tocsr()
@@ -117,11 +114,14 @@ def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) 
             f"weights={scheme!r} solves a semidefinite program, which is hopeless beyond {MAX_PROGRAM_WORLD_SIZE} "
             f"ranks, and the graph has {world_size}; use weights='best_constant' or 'metropolis'"
         )
+    from scipy.sparse import csc_array
+
     try:
         import cvxpy
-        from scipy.sparse import csc_array
     except ImportError as error:
-        raise _missing(f"weights={scheme!r} needs cvxpy") from error
+        raise ImportError(
+            f"weights={scheme!r} needs cvxpy; install it with pip install \"gossip-training[weights]\""
+        ) from error
 
     columns = np.tile(np.arange(len(pairs)), 2)
     ends = pairs.T.reshape(-1)
@@ -151,7 +151,3 @@ def _clean(weight: FloatArray, world_size: int, ends: IntArray, *, nonnegative: 
     cleaned = np.floor(weight / _GRAIN) * _GRAIN
     cleaned[np.abs(cleaned) < _SOLVER_TOLERANCE] = 0.0
     return cleaned
-
-
-def _missing(what: str) -> ImportError:
-    return ImportError(f'{what}; install it with pip install "gossip-training[weights]"')

@@ -102,7 +102,7 @@ def weighted_round(
         If the scheme is unknown, or not defined for a directed graph; if "best_constant", "fdla" or "fmmc" meet a
         graph that is not connected, or the latter two one that is too large.
     ImportError
-        If "fdla" or "fmmc" miss cvxpy, or "best_constant" for many ranks scipy.
+        If "fdla" or "fmmc" miss cvxpy.
 
     Examples
     --------
