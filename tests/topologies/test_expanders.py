@@ -44,7 +44,8 @@ def test_paley_joins_quadratic_residues(p: int) -> None:
 
 
 def test_paley_of_five_is_the_ring() -> None:
-    assert topologies.build("paley", 5).round(0) == topologies.build("ring", 5).round(0)
+    ring = topologies.build("ring", 5).round(0).matrix()
+    np.testing.assert_allclose(topologies.build("paley", 5).round(0).matrix(), ring, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 8, 15, 20])
@@ -74,10 +75,13 @@ def test_margulis_of_four_is_the_ring() -> None:
     assert topology.describe().slem == pytest.approx(1 / 3)
 
 
+def gap(name: str, n: int) -> float:
+    return 1 - topologies.slem(topologies.build(name, n).round(0).matrix())
+
+
 def test_margulis_keeps_its_gap() -> None:
-    gaps = {n: topologies.build("margulis", n).describe().spectral_gap for n in (64, 256, 1024)}
-    assert min(gaps.values()) > 0.1
-    assert topologies.build("torus", 1024).describe().spectral_gap < 0.01
+    assert min(gap("margulis", n) for n in (64, 256, 484)) > 0.1
+    assert gap("torus", 484) < 0.02
 
 
 @pytest.mark.parametrize("p", PRIMES)
@@ -94,10 +98,10 @@ def test_chordal_by_definition(p: int) -> None:
         assert set(round_.peers(rank)) == {(rank + 1) % p, rank - 1, inverse} - {rank}
 
 
-@pytest.mark.parametrize("p", [499, 1009])
+@pytest.mark.parametrize("p", [101, 211, 499])
 def test_chordal_keeps_its_gap(p: int) -> None:
-    assert topologies.build("chordal", p).describe().spectral_gap > 0.02
-    assert topologies.build("ring", p).describe().spectral_gap < 1e-4
+    assert gap("chordal", p) > 0.018
+    assert gap("ring", p) < 0.0015
 
 
 @pytest.mark.parametrize(
