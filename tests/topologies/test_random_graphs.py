@@ -49,10 +49,11 @@ def test_the_graph_is_connected_and_simple(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_schemes_are_those_of_graphs(name: str) -> None:
+    graph = nx.Graph(graph_of(topologies.build(name, 12)).edges)  # fmmc leaves out edges that do not help
     for scheme in ("metropolis", "best_constant", "fmmc"):
         topology = topologies.build(name, 12, weights=scheme)
         assert topology.options["weights"] == scheme
-        assert topology.round(0) == Topology.from_graph(graph_of(topology), scheme).round(0)
+        assert topology.round(0) == Topology.from_graph(graph, scheme).round(0)
         assert Topology.from_json(topology.to_json()) == topology
     irregular = name != "random_regular"
     assert topologies.build(name, 12, weights="uniform").stochasticity == ("row" if irregular else "doubly")
