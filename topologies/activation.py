@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from topologies.round import FloatArray, IntArray
 from topologies.spectrum import DENSE_WORLD_SIZE, laplacian, lowest
+from topologies.storage import FloatArray, IntArray
 
 #: Relative distance from the best possible connectivity at which the search stops, and steps of the search at most.
 _TOLERANCE, _SPARSE_TOLERANCE = 1e-9, 1e-7

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import numbers
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import networkx as nx
 
-from topologies.weights import DIRECTED_SCHEMES, SCHEMES, unknown_scheme
+from topologies.weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
 
 
 def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) -> nx.Graph:
@@ -22,8 +24,10 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     Parameters
     ----------
     source
-        A path with the suffix .graphml, .gexf, .edgelist (lines ``a b``, ``a b weight`` or ``a b {..}``) or .json
-        (node-link), a mapping in node-link form, or a networkx graph.
+        A path with the suffix .graphml, .gexf, .json (node-link), or .edgelist, .edges or .txt (lines ``a b``,
+        ``a b weight`` or ``a b {..}``); a mapping in node-link form; or a networkx graph. An edge list does not say
+        whether it is directed and counts as undirected; read a directed one with ``networkx.read_edgelist(path,
+        create_using=networkx.DiGraph)`` and pass the graph.
 
     Raises
     ------
@@ -50,8 +54,9 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
 def clean_graph(graph: nx.Graph, weights: str = "metropolis") -> nx.Graph:
     """Return the graph for n ranks: simple, connected, nodes 0 .. n-1 in the sorted order of their labels.
 
-    Labels that are all texts of integers sort as integers. Self-loops and parallel edges are dropped, and edge
-    weights ignored, with a warning, where the scheme takes its weights from the degrees.
+    Labels that are all texts of integers sort as integers, other texts as Python sorts them ("b10" before "b9").
+    Parallel edges are merged, and self-loops dropped and edge weights ignored unless they are the weights, with a
+    warning.
 
     Raises
     ------
@@ -60,17 +65,14 @@ def clean_graph(graph: nx.Graph, weights: str = "metropolis") -> nx.Graph:
         parallel edges whose given weights contradict each other.
     """
     if weights != "given" and weights not in SCHEMES:
-        raise unknown_scheme(weights)
+        raise unknown_scheme(weights, (*SCHEMES, "given"))
     _check_weights(graph, weights)
     simple = _merge_parallel_edges(graph, weights)
     if weights != "given":
         simple = _drop_loops(simple)
     if simple.is_directed() and weights not in DIRECTED_SCHEMES:
         if any(not simple.has_edge(target, source) for source, target in simple.edges):
-            raise ValueError(
-                f"graph is directed and has an edge without its reverse, but weights={weights!r} is for "
-                f"undirected graphs; use weights='uniform' or 'given', or graph.to_undirected()"
-            )
+            raise directed_graph(weights)
         simple = simple.to_undirected()
     _check_connected(simple)
     rank_of = {label: rank for rank, label in enumerate(_sorted_labels(list(simple)))}
@@ -96,7 +98,8 @@ def _check_weights(graph: nx.Graph, weights: str) -> None:
                     f"attribute 'weight', or use another scheme"
                 )
             continue
-        if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight <= 0:
+        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight) or weight <= 0:
             raise ValueError(
                 f"the edge {source!r} - {target!r} of graph has the weight {weight!r}, it must be a positive "
                 f"number; remove the edge or correct it (a matrix with negative weights goes through "
@@ -116,10 +119,13 @@ def _merge_parallel_edges(graph: nx.Graph, weights: str) -> nx.Graph:
     simple = nx.DiGraph(graph) if graph.is_directed() else nx.Graph(graph)
     if simple.number_of_edges() < graph.number_of_edges():
         if weights == "given":
-            raise ValueError(
-                "graph has parallel edges, and with weights='given' it is not clear which weight counts; merge "
-                "them first"
-            )
+            for source, target, weight in graph.edges(data="weight"):
+                if weight != simple[source][target]["weight"]:
+                    raise ValueError(
+                        f"graph has parallel edges {source!r} - {target!r} of the weights {weight!r} and "
+                        f"{simple[source][target]['weight']!r}, and weights='given' cannot tell which counts; merge "
+                        f"them first"
+                    )
         _warn("parallel edges of graph count once; merge them to silence this warning")
     return simple
 
@@ -147,20 +153,21 @@ def _check_connected(graph: nx.Graph) -> None:
 
 def _sorted_labels(labels: list[Any]) -> list[Any]:
     """Sort labels the same way on every rank: by value, never by hash or order of insertion."""
-    if all(isinstance(label, str) for label in labels):
-        try:
-            if len({int(label) for label in labels}) == len(labels):
-                return sorted(labels, key=int)
-        except ValueError:
-            pass
+    if all(isinstance(label, str) and re.fullmatch("-?[0-9]+", label) for label in labels):
+        return sorted(labels, key=lambda label: (int(label), label))
     try:
-        return sorted(labels)
+        ordered = sorted(labels)
+        # Sets compare without a TypeError, but not all of them; and nothing compares with NaN.
+        in_order = all(one < other for one, other in itertools.pairwise(ordered))
     except TypeError:
+        in_order = False
+    if not in_order:
         kinds = sorted({type(label).__name__ for label in labels})
         raise ValueError(
             f"graph has labels of the types {', '.join(kinds)}, which have no common order; relabel its nodes with "
             f"integers or strings"
-        ) from None
+        )
+    return ordered
 
 
 def _from_file(path: Path) -> nx.Graph:
@@ -194,10 +201,11 @@ def _read_node_link(path: Path) -> nx.Graph:
 
 
 def _read_edge_list(path: Path) -> nx.Graph:
+    # As a multigraph: the same pair twice, with other weights perhaps, must not go unnoticed.
     try:
-        return nx.read_edgelist(path)
+        return nx.read_edgelist(path, create_using=nx.MultiGraph)
     except (TypeError, IndexError):  # a third column that is a number, not a dictionary
-        return nx.read_weighted_edgelist(path)
+        return nx.read_weighted_edgelist(path, create_using=nx.MultiGraph)
 
 
 def _warn(message: str) -> None:

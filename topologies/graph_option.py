@@ -13,7 +13,8 @@ import numpy as np
 
 from topologies import registry
 from topologies.files import clean_graph, read_graph
-from topologies.round import IntArray, Round
+from topologies.round import Round
+from topologies.storage import IntArray
 
 GraphOption: TypeAlias = str | os.PathLike[str] | nx.Graph | Mapping[str, Any]
 

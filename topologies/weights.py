@@ -1,28 +1,31 @@
 """Weights for a graph: from its edges to a mixing matrix.
 
-Every scheme is a formula for the weight that a rank gives to one neighbour; the rank keeps what the others leave,
-``W[i, i] = 1 - sum_j W[i, j]``. Below, d is the number of others that a rank reads.
+A scheme is a formula for the weight that a rank gives to one neighbour; the rank keeps what the others leave,
+``W[i, i] = 1 - sum_j W[i, j]``. Below, d is the number of others that a rank reads (and, unless the graph is
+directed, is read by). The schemes of :mod:`topologies.spectral_weights` look at the whole graph instead.
 
 References
 ----------
 Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004, section 4 (max_degree, metropolis).
 Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (metropolis_hastings, lazy).
+Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", 2003 (push_sum).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from topologies.round import Round
+from topologies.spectral_weights import SPECTRAL_SCHEMES
 from topologies.storage import FloatArray, IntArray
 
-#: Weight of an edge from the degrees of the rank that reads and of the one that is read, shape [edges] each, and
-#: the largest degree of all.
+#: Weight of an edge from the number of ranks that its reader reads and from the number that read its sender, shape
+#: [edges] each, and the largest of all.
 Scheme = Callable[[FloatArray, FloatArray, float], FloatArray]
 
 
@@ -55,16 +58,28 @@ def uniform(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArra
     return 1.0 / (1.0 + reader)
 
 
-SCHEMES: dict[str, Scheme] = {
+def push_sum(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``1 / (1 + outdegree_j)``: a rank splits what it has; only column-stochastic on an irregular graph.
+
+    The transpose of uniform on the reversed graph. For push-sum algorithms, which correct the bias.
+    """
+    del reader, largest
+    return 1.0 / (1.0 + sender)
+
+
+DEGREE_SCHEMES: dict[str, Scheme] = {
     "metropolis": metropolis,
     "metropolis_hastings": metropolis_hastings,
     "max_degree": max_degree,
     "lazy": lazy,
     "uniform": uniform,
+    "push_sum": push_sum,
 }
 
+SCHEMES = (*DEGREE_SCHEMES, *SPECTRAL_SCHEMES)
+
 #: Schemes that also serve a directed graph.
-DIRECTED_SCHEMES = ("uniform", "given")
+DIRECTED_SCHEMES = ("uniform", "push_sum", "given")
 
 
 def weighted_round(
@@ -79,39 +94,66 @@ def weighted_round(
     edges
         Shape ``[edges, 2]``, each edge once: pairs of ranks; if ``directed``, the second reads the first.
     weights
-        One of :data:`SCHEMES`.
+        One of :data:`SCHEMES`. Of "best_constant" and "fdla" some may be negative.
 
     Raises
     ------
     ValueError
-        If the scheme is unknown, or not defined for a directed graph.
+        If the scheme is unknown, or not defined for a directed graph; if "best_constant", "fdla" or "fmmc" meet a
+        graph that is not connected, or the latter two one that is too large.
+    ImportError
+        If "fdla" or "fmmc" miss cvxpy.
+
+    Examples
+    --------
+    >>> weighted_round(3, [(0, 1), (1, 2)], "best_constant").neighbours(1)
+    {0: 0.5, 2: 0.5}
     """
     if weights not in SCHEMES:
-        raise unknown_scheme(weights)
+        raise unknown_scheme(weights, SCHEMES)
     if directed and weights not in DIRECTED_SCHEMES:
-        raise ValueError(
-            f"weights={weights!r} is defined for undirected graphs, this one is directed; use one of "
-            f"{', '.join(map(repr, DIRECTED_SCHEMES))}, or graph.to_undirected()"
-        )
+        raise directed_graph(weights)
     pairs = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
     sources, targets = pairs[:, 0], pairs[:, 1]
     if not directed:
         sources, targets = np.concatenate((sources, targets)), np.concatenate((targets, sources))
-    degree = np.bincount(targets, minlength=world_size).astype(np.float64)
-    if weights == "metropolis_hastings" and _swaps_for_ever(world_size, pairs, degree):
+    if weights in SPECTRAL_SCHEMES:
+        _check_connected(Round.from_edges(world_size, targets, sources, 1.0), weights)
+        weight = SPECTRAL_SCHEMES[weights](world_size, pairs) if len(pairs) else np.empty(0)
+        return Round.from_edges(world_size, targets, sources, np.tile(weight, 2))
+    reads = np.bincount(targets, minlength=world_size).astype(np.float64)
+    is_read = np.bincount(sources, minlength=world_size).astype(np.float64)
+    if weights == "metropolis_hastings" and _swaps_for_ever(world_size, pairs, reads):
         warnings.warn(
             "weights='metropolis_hastings' never converges on a regular bipartite graph (nobody keeps anything, "
             "the two halves swap for ever); use 'metropolis' or 'lazy'",
             UserWarning,
             stacklevel=2,
         )
-    weight = SCHEMES[weights](degree[targets], degree[sources], float(degree.max()))
-    return Round.from_edges(world_size, targets, sources, weight)
+    weight = DEGREE_SCHEMES[weights](reads[targets], is_read[sources], float(reads.max()))
+    kept = 1.0 / (1.0 + is_read) if weights == "push_sum" else None
+    return Round.from_edges(world_size, targets, sources, weight, kept)
 
 
-def unknown_scheme(weights: object) -> ValueError:
+def unknown_scheme(weights: object, known: Iterable[str]) -> ValueError:
     """Return the error for a scheme that does not exist."""
-    return ValueError(f"unknown weights {weights!r}; available: {', '.join(SCHEMES)}, given")
+    return ValueError(f"unknown weights {weights!r}; available: {', '.join(known)}")
+
+
+def directed_graph(weights: str) -> ValueError:
+    """Return the error for a scheme that needs an undirected graph."""
+    return ValueError(
+        f"weights={weights!r} is defined for undirected graphs, this one is directed; use one of "
+        f"{', '.join(map(repr, DIRECTED_SCHEMES))}, or graph.to_undirected()"
+    )
+
+
+def _check_connected(round_: Round, weights: str) -> None:
+    if len(round_.groups) > 1:
+        raise ValueError(
+            f"edges join the ranks to {len(round_.groups)} separate groups, and weights={weights!r} is defined for "
+            f"connected graphs; add edges, or use weights='metropolis'"
+        )
 
 
 def _swaps_for_ever(world_size: int, pairs: IntArray, degree: FloatArray) -> bool:

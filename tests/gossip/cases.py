@@ -16,6 +16,14 @@ OPTIONS = {
     "local_global": ({"local_size": 2}, {"local_size": 1}),
     "alternating_exp_ring": ({"local_size": 2}, {"local_size": 1}),
     "random_matching": ({"seed": 3},),
+    "base": ({"k": 1}, {"k": 2}),
+    "simple_base": ({"k": 1}, {"k": 2}),
+    "de_bruijn": ({"p": 2}, {"p": 3}),
+    "equi_static": ({"directed": True}, {"directed": False}),
+    "equi_dyn": ({"directed": True}, {"directed": False}),
+    "matchings": ({"graph": "star"},),
+    "matcha": ({"graph": "ring"}, {"graph": "complete", "budget": 0.4}),
+    "erdos_renyi": ({"probability": 0.6},),
 }
 """Option values of a family; those not listed run with their defaults."""
 
@@ -41,7 +49,13 @@ def compositions(world_size: int) -> tuple[Topology, ...]:
     complete, ring, exponential, matching = (
         topologies.build(name, world_size) for name in ("complete", "ring", "one_peer_exponential", "random_matching")
     )
+    halves = (
+        () if world_size % 2 else (topologies.build("star", world_size // 2).product(topologies.build("complete", 2)),)
+    )
     return (
+        *halves,
+        exponential.permuted(range(world_size)[::-1]),
+        exponential.interleave(matching),
         exponential.every(3),
         complete.then(ring.every(2), after=4),
         matching.every(2).then(complete.then(exponential, after=2), after=5),

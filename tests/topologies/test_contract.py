@@ -1,4 +1,4 @@
-"""One contract for every family: what TOPOLOGIES states about it, for every size from 1 to 33.
+"""One contract for every family: what TOPOLOGIES states about it, for every size from 1 to 40.
 
 A new family costs one row in CONTRACTS.
 """
@@ -18,7 +18,7 @@ import pytest
 import topologies
 from topologies import Topology
 
-SIZES = range(1, 34)
+SIZES = range(1, 41)
 TOLERANCE = 1e-12
 
 #: Exactness: the family never averages exactly, or promises nothing about it.
@@ -38,6 +38,14 @@ def is_smooth(n: int, largest: int) -> bool:
         while n % factor == 0:
             n //= factor
     return n == 1
+
+
+def is_prime(n: int) -> bool:
+    return n > 1 and all(n % divisor for divisor in range(2, n))
+
+
+def ring_slem(n: int) -> float:
+    return 1 / 3 + 2 / 3 * math.cos(2 * math.pi / n) if n >= 3 else 0.0
 
 
 def fewest(n: int, largest: int) -> int:
@@ -81,8 +89,9 @@ class Contract:
     symmetric: Callable[..., bool] = lambda n, **_: True
     stochasticity: Callable[..., str] = lambda n, **_: "doubly"
     uniform_groups: bool = False
-    non_negative: bool = True
     slem: Callable[..., float | None] = lambda n, **_: None
+    negative_weights: Callable[..., bool | None] = lambda n, **_: False
+    more_sizes: tuple[int, ...] = ()
 
 
 def up_to(limit: int) -> Callable[..., Any]:
@@ -92,7 +101,15 @@ def up_to(limit: int) -> Callable[..., Any]:
 def graph_options(n: int) -> list[dict[str, Any]]:
     return [
         {"graph": nx.wheel_graph(n), "weights": scheme}
-        for scheme in ("metropolis", "metropolis_hastings", "max_degree", "lazy", "uniform")
+        for scheme in (
+            "metropolis",
+            "metropolis_hastings",
+            "max_degree",
+            "lazy",
+            "uniform",
+            "push_sum",
+            "best_constant",
+        )
     ]
 
 
@@ -102,7 +119,7 @@ CONTRACTS = [
         "ring",
         degree=lambda n: min(2, n - 1),
         exact=up_to(3),
-        slem=lambda n: 1 / 3 + 2 / 3 * math.cos(2 * math.pi / n) if n >= 3 else 0.0,
+        slem=lambda n: ring_slem(n),
     ),
     Contract("directed_ring", degree=lambda n: 1, exact=up_to(2), symmetric=lambda n: n == 2),
     Contract("path", degree=lambda n: min(2, n - 1), exact=up_to(2)),
@@ -242,11 +259,22 @@ CONTRACTS = [
     ),
     Contract(
         "graph",
-        options=[option for n in (2, 4, 5, 9) for option in graph_options(n)],
+        options=[option for n in (2, 4, 6, 9) for option in graph_options(n)],
         serves=lambda n, graph, weights: len(graph) == n,
-        symmetric=lambda n, graph, weights: weights != "uniform" or nx.is_regular(graph),
+        symmetric=lambda n, graph, weights: weights not in ("uniform", "push_sum") or nx.is_regular(graph),
         stochasticity=lambda n, graph, weights: (
-            "row" if weights == "uniform" and not nx.is_regular(graph) else "doubly"
+            "doubly" if nx.is_regular(graph) else {"uniform": "row", "push_sum": "column"}.get(weights, "doubly")
+        ),
+        # L has the eigenvalues 0, 3 - 2 cos(2 pi / (n - 1)) < 3 and n: the hub keeps less than 1 - 2 (n - 1) / (n + 3).
+        negative_weights=lambda n, graph, weights: weights == "best_constant" and n > 5,
+    ),
+    Contract(
+        "random_regular",
+        options=[{}, {"degree": 3, "seed": 5}, {"degree": 2}, {"degree": 6, "weights": "lazy"}, {"degree": 31}],
+        serves=lambda n, degree=None, **_: degree is None or (n > degree and n * degree % 2 == 0),
+        degree=lambda n, degree=None, **_: min(n - 1, 3 + n % 2) if degree is None else degree,
+        exact=lambda n, degree=None, weights="metropolis", **_: (
+            1 if weights == "metropolis" and n - 1 <= (degree or 3) else UNPROMISED
         ),
     ),
     Contract(
@@ -269,8 +297,50 @@ CONTRACTS = [
         period=lambda n, budget=0.5, **_: 1 if budget == 1 else None,
         degree=lambda n, graph, **_: num_matchings(n, graph) if n > 2 else 1,
         exact=lambda n, graph, **_: 1 if graph == "complete" else UNPROMISED,
-        non_negative=False,
+        negative_weights=lambda n, **_: None,
     ),
+    Contract(
+        "erdos_renyi",
+        options=[{}, {"seed": 3}, {"probability": 0.5, "weights": "max_degree"}, {"probability": 1}],
+        exact=lambda n, probability=None, **_: 1 if probability == 1 or n == 2 else UNPROMISED,
+    ),
+    Contract(
+        "watts_strogatz",
+        options=[{}, {"neighbours": 2, "probability": 0.0}, {"neighbours": 6, "probability": 0.5, "seed": 4}],
+        serves=lambda n, neighbours=2, **_: n >= neighbours,
+        slem=lambda n, neighbours=4, probability=0.1, **_: ring_slem(n) if neighbours == 2 else None,
+    ),
+    Contract(
+        "barabasi_albert",
+        options=[{}, {"attachments": 1, "seed": 9}, {"attachments": 5, "weights": "lazy"}],
+        serves=lambda n, attachments=1, **_: n > attachments,
+        exact=lambda n, weights="metropolis", **_: 1 if n == 2 and weights == "metropolis" else UNPROMISED,
+    ),
+    Contract(
+        "margulis",
+        options=[{}, {"weights": "lazy"}],
+        serves=lambda n, **_: math.isqrt(n) ** 2 == n,
+        degree=lambda n, **_: min(8, n - 1),
+    ),
+    Contract(
+        "chordal",
+        options=[{}, {"weights": "max_degree"}],
+        serves=lambda n, **_: is_prime(n),
+        degree=lambda n, **_: min(3, n - 1),
+        exact=up_to(3),
+    ),
+    Contract(
+        "paley",
+        options=[{}, {"weights": "best_constant"}],
+        serves=lambda n, **_: n % 4 == 1 and is_prime(n),
+        degree=lambda n, **_: (n - 1) // 2,
+        exact=lambda n, **_: NEVER,
+        slem=lambda n, weights="metropolis": (1 + math.sqrt(n)) / (1 + n) if weights == "metropolis" else n**-0.5,
+    ),
+    Contract("karate_club", serves=lambda n: n == 34, degree=lambda n: 17, exact=lambda n: NEVER),
+    Contract("davis", serves=lambda n: n == 32, degree=lambda n: 14, exact=lambda n: NEVER),
+    Contract("florentine", serves=lambda n: n == 15, degree=lambda n: 6, exact=lambda n: NEVER),
+    Contract("les_miserables", serves=lambda n: n == 77, degree=lambda n: 36, exact=lambda n: NEVER, more_sizes=(77,)),
 ]
 
 
@@ -301,7 +371,7 @@ quiet = pytest.mark.filterwarnings("ignore:weights='metropolis_hastings' never c
 
 
 def served_sizes(contract: Contract, options: dict[str, Any]) -> list[int]:
-    return [n for n in SIZES if n > 1 and contract.serves(n, **options)]
+    return [n for n in (*SIZES, *contract.more_sizes) if n > 1 and contract.serves(n, **options)]
 
 
 def dense_product(topology: Topology, num_rounds: int) -> np.ndarray:
@@ -345,13 +415,13 @@ def test_period_degree_sums_and_symmetry(contract: Contract, options: dict[str, 
             matrix = round_.matrix()
             assert matrix.shape == (n, n)
             assert matrix.dtype == np.float64
-            if contract.non_negative:
-                assert (matrix >= 0).all(), (n, t)
-            np.testing.assert_allclose(matrix.sum(axis=1), 1, rtol=0, atol=1e-15 * n)
-            if contract.stochasticity(n, **options) == "doubly":
-                np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-15 * n)
-            else:
-                assert np.abs(matrix.sum(axis=0) - 1).max() > TOLERANCE
+            if (negative := contract.negative_weights(n, **options)) is not None:
+                assert bool((matrix < 0).any()) is negative, (n, t)
+            for axis, kind in ((1, "row"), (0, "column")):
+                if contract.stochasticity(n, **options) in ("doubly", kind):
+                    np.testing.assert_allclose(matrix.sum(axis=axis), 1, rtol=0, atol=1e-15 * n)
+                else:
+                    assert np.abs(matrix.sum(axis=axis) - 1).max() > TOLERANCE
             if contract.uniform_groups:
                 assert round_.uniform_groups == round_.groups, (n, t)
             off_diagonal = matrix - np.diag(np.diag(matrix))

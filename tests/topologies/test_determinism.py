@@ -17,12 +17,18 @@ required = {
     "alternating_exp_ring": {"local_size": 3}, "graph": {"graph": graph},
     "matchings": {"graph": graph}, "matcha": {"graph": graph},
 }
+sizes = {
+    "hypercube": 8, "one_peer_hypercube": 8, "de_bruijn": 8, "margulis": 9, "chordal": 13, "paley": 13,
+    "florentine": 15, "davis": 32, "karate_club": 34, "les_miserables": 77,
+}
 for name in topologies.available():
-    world_size = 8 if name in ("hypercube", "one_peer_hypercube", "de_bruijn") else 12
+    world_size = sizes.get(name, 12)
     topology = topologies.build(name, world_size, **required.get(name, {}))
     print(topology.to_json())
     for t in (1000, 0, 1, 2):
         print(json.dumps(topology.round(t).to_dict()))
+for weights in ("best_constant", "fdla", "fmmc"):
+    print(topologies.build("graph", 12, graph=graph, weights=weights).round(0).to_dict())
 """
 
 
@@ -35,7 +41,7 @@ def output(hash_seed: str) -> str:
 
 def test_rounds_do_not_depend_on_the_hash_seed() -> None:
     first = output("0")
-    assert first.count("\n") == 5 * len(topologies.available())
+    assert first.count("\n") == 5 * len(topologies.available()) + 3
     assert output("1") == output("4321") == first
 
 

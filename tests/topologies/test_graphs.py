@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Round, Topology, weighted_round
-from topologies.weights import SCHEMES
+from topologies.weights import DEGREE_SCHEMES, SCHEMES
 
 KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
 
@@ -53,15 +53,15 @@ def test_schemes_by_hand(scheme: str, expected: list[list[float]]) -> None:
 def test_schemes_on_any_graph(graph: nx.Graph) -> None:
     n = len(graph)
     adjacency = nx.to_numpy_array(graph, nodelist=range(n))
-    for scheme in SCHEMES:
+    for scheme in DEGREE_SCHEMES:
         topology = Topology.from_graph(graph, scheme)
         w = topology.round(0).matrix()
         off_diagonal = w - np.diag(np.diag(w))
         np.testing.assert_array_equal(off_diagonal != 0, adjacency != 0)
-        np.testing.assert_allclose(w.sum(axis=1), 1, atol=1e-14)
+        np.testing.assert_allclose(w.sum(axis=0 if scheme == "push_sum" else 1), 1, rtol=0, atol=1e-14)
         assert (w >= -1e-15).all()
-        if scheme == "uniform" and not nx.is_regular(graph):
-            assert topology.stochasticity == "row"
+        if scheme in ("uniform", "push_sum") and not nx.is_regular(graph):
+            assert topology.stochasticity == ("row" if scheme == "uniform" else "column")
             continue
         assert topology.stochasticity == "doubly"
         assert topology.symmetric
@@ -86,7 +86,7 @@ def test_metropolis_hastings_is_fine_elsewhere(graph: nx.Graph) -> None:
 
 
 def test_an_unknown_scheme_lists_the_schemes() -> None:
-    with pytest.raises(ValueError, match=r"unknown weights 'metro'.*metropolis_hastings.*uniform, given"):
+    with pytest.raises(ValueError, match=r"unknown weights 'metro'.*metropolis_hastings.*fmmc, given"):
         Topology.from_graph(KITE, "metro")
     with pytest.raises(ValueError, match=r"unknown weights 'metro'"):
         weighted_round(2, [(0, 1)], "metro")
@@ -118,6 +118,15 @@ def test_given_weights_that_sum_to_nothing_are_refused() -> None:
         Topology.from_graph(graph, "given")
 
 
+def test_given_weights_that_leave_less_than_nothing_are_refused() -> None:
+    graph = nx.Graph([(0, 1, {"weight": 0.75}), (1, 2, {"weight": 0.5})])
+    with pytest.raises(ValueError, match=r"rank 1 gives to others sum to 1\.25, .* -0\.25 for itself; scale them"):
+        Topology.from_graph(graph, "given")
+    thirds = nx.complete_graph(11)
+    nx.set_edge_attributes(thirds, 0.1, "weight")  # ten of them sum to 1 but for the last bits
+    assert Topology.from_graph(thirds, "given").round(0).self_weight(0) == 0.0
+
+
 def test_directed_graphs_take_uniform_weights() -> None:
     graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
     topology = Topology.from_graph(graph, "uniform")
@@ -126,7 +135,7 @@ def test_directed_graphs_take_uniform_weights() -> None:
     assert topology.stochasticity == "row"
     cycle = Topology.from_graph(nx.cycle_graph(4, create_using=nx.DiGraph), "uniform")
     assert cycle.doubly_stochastic
-    with pytest.raises(ValueError, match=r"directed.*'uniform' or 'given'"):
+    with pytest.raises(ValueError, match=r"directed.*'uniform', 'push_sum', 'given'"):
         Topology.from_graph(graph)
     with pytest.raises(ValueError, match="defined for undirected graphs"):
         weighted_round(2, [(0, 1)], "lazy", directed=True)
@@ -158,9 +167,26 @@ def test_labels_of_any_order_give_the_same_ranks() -> None:
     assert Topology.from_graph(nx.grid_2d_graph(2, 3)).round(0) == topologies.build("grid", 6).round(0)
 
 
-def test_labels_without_an_order_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"labels of the types int, str.*relabel"):
-        Topology.from_graph(nx.Graph([(0, "a")]))
+@pytest.mark.parametrize(
+    ("one", "other", "kinds"),
+    [
+        (0, "a", "int, str"),
+        (frozenset({1}), frozenset({2}), "frozenset"),  # compares as subsets, so it sorts, but to no order
+        (float("nan"), 1.0, "float"),
+        (1j, 2j, "complex"),
+        ((0, "a"), (0, 1), "tuple"),
+    ],
+)
+def test_labels_without_an_order_are_refused(one: object, other: object, kinds: str) -> None:
+    with pytest.raises(ValueError, match=rf"labels of the types {kinds}, which have no common order; relabel"):
+        Topology.from_graph(nx.Graph([(one, other)]))
+
+
+def test_labels_that_only_python_takes_for_integers_sort_as_texts() -> None:
+    graph = nx.Graph([("1_0", "0_2"), ("0_2", "0_1")])  # int("1_0") is 10
+    assert Topology.from_graph(graph).round(0).peers(1) == (0, 2)
+    zeros = nx.Graph([("1", "01"), ("01", "2")])
+    assert Topology.from_graph(zeros).round(0).peers(0) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +197,17 @@ def test_labels_without_an_order_are_refused() -> None:
         (nx.Graph([(0, 1, {"weight": -1.0}), (1, 2)]), r"edge 0 - 1 .* weight -1\.0, it must be a positive"),
         (nx.Graph([(0, 1, {"weight": float("nan")}), (1, 2)]), r"weight nan"),
         (nx.Graph([(0, 1, {"weight": 0}), (1, 2)]), r"weight 0,"),
+        (nx.Graph([(0, 1, {"weight": float("inf")}), (1, 2)]), r"weight inf"),
         (nx.Graph([(0, 1, {"weight": "heavy"}), (1, 2)]), r"weight 'heavy'"),
+        (nx.Graph([(0, 1, {"weight": True}), (1, 2)]), r"weight True"),
     ],
 )
 def test_graphs_that_cannot_work_are_refused(graph: nx.Graph, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Topology.from_graph(graph)
+    for scheme in (*SCHEMES, "given"):
+        if scheme == "given":
+            nx.set_edge_attributes(graph, {edge: {"weight": 0.5} for edge in graph.edges if not graph.edges[edge]})
+        with pytest.raises(ValueError, match=message):
+            Topology.from_graph(graph, scheme)
 
 
 def test_an_empty_graph_is_refused() -> None:
@@ -209,10 +240,16 @@ def test_parallel_edges_count_once_with_a_warning() -> None:
         topology = Topology.from_graph(nx.MultiGraph([*KITE.edges, (0, 1)]))
     assert topology == Topology.from_graph(KITE)
     assert Topology.from_graph(nx.MultiGraph(KITE)) == Topology.from_graph(KITE)
+
+
+def test_parallel_edges_must_agree_on_given_weights() -> None:
     twice = nx.MultiGraph()
     twice.add_weighted_edges_from([(0, 1, 0.25), (0, 1, 0.5)])
-    with pytest.raises(ValueError, match=r"parallel edges.*weights='given'"):
+    with pytest.raises(ValueError, match=r"parallel edges 0 - 1 of the weights 0\.25 and 0\.5.*weights='given'"):
         Topology.from_graph(twice, "given")
+    twice.edges[0, 1, 1]["weight"] = 0.25
+    with pytest.warns(UserWarning, match="parallel edges of graph count once"):
+        assert Topology.from_graph(twice, "given").round(0).neighbours(0) == {1: 0.25}
 
 
 def test_weights_that_are_not_used_cause_a_warning() -> None:
@@ -268,6 +305,48 @@ def test_given_weights_from_files(tmp_path: Path) -> None:
     for suffix in (".graphml", ".json", ".gexf"):
         path = write(round_.graph.copy(), tmp_path / f"net{suffix}")
         assert topologies.build("graph", 12, graph=path, weights="given").round(0) == round_
+
+
+LABELS = {
+    "integers": lambda rank: 7 * rank,
+    "texts of integers": str,
+    "texts": lambda rank: f"b{rank}",
+    "letters": lambda rank: "nmlkjihgfedcba"[rank],
+}
+
+
+# An edge list does not say that it is directed.
+@pytest.mark.parametrize(
+    ("suffix", "directed"),
+    [
+        *((suffix, False) for suffix in (".graphml", ".gexf", ".json", ".edgelist", ".txt")),
+        *((suffix, True) for suffix in (".graphml", ".gexf", ".json")),
+    ],
+)
+@pytest.mark.parametrize("labels", LABELS)
+def test_files_keep_labels_and_directions(suffix: str, directed: bool, labels: str, tmp_path: Path) -> None:
+    graph = nx.DiGraph([*nx.cycle_graph(13, create_using=nx.DiGraph).edges, (0, 5), (0, 9), (3, 1)])
+    if not directed:
+        graph = graph.to_undirected()
+    graph = nx.relabel_nodes(graph, LABELS[labels])
+    path = write(graph, tmp_path / f"net{suffix}")
+    weights = "push_sum" if directed else "metropolis"
+    topology = topologies.build("graph", 13, graph=path, weights=weights)
+    rank_of = {label: rank for rank, label in enumerate(sorted(graph, key=int if "integers" in labels else None))}
+    for label, rank in rank_of.items():
+        assert topology.round(0).targets(rank) == tuple(sorted(rank_of[other] for other in graph[label]))
+    assert topology == Topology.from_graph(graph, weights)
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_edge_lists_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "net.edgelist"
+    path.write_text("a b 0.5\nb a 0.25\n")
+    with pytest.raises(ValueError, match=r"parallel edges"):
+        topologies.build("graph", 2, graph=path, weights="given")
+    path.write_text("a b 0.5\nb a 0.5\n")
+    with pytest.warns(UserWarning, match="parallel edges of graph count once"):
+        assert topologies.build("graph", 2, graph=path, weights="given").round(0).neighbours(0) == {1: 0.5}
 
 
 def test_older_node_link_files_say_links(tmp_path: Path) -> None:

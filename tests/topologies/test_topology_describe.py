@@ -36,10 +36,23 @@ def test_the_text_is_one_aligned_page() -> None:
     )
 
 
+#: Families that do not serve eight ranks.
+SIZES = {
+    "margulis": 9,
+    "chordal": 7,
+    "paley": 13,
+    "florentine": 15,
+    "davis": 32,
+    "karate_club": 34,
+    "les_miserables": 77,
+}
+
+
 @pytest.mark.parametrize("name", sorted({*topologies.available()} - {"hyper_cuboid", "hyper_hypercube", "graph"}))
 def test_the_data_is_plain_json(name: str) -> None:
-    options = {"local_size": 2} if name in ("local_global", "alternating_exp_ring") else {}
-    for world_size in (1, 8):
+    options: dict[str, object] = {"local_size": 2} if name in ("local_global", "alternating_exp_ring") else {}
+    options |= {"graph": "ring"} if name in ("matcha", "matchings") else {}
+    for world_size in (1, SIZES.get(name, 8)):
         data = topologies.build(name, world_size, **options).describe().to_dict()
         assert json.loads(json.dumps(data, allow_nan=False)) == data
         assert data["name"] == name

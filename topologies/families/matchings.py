@@ -12,7 +12,8 @@ from topologies.activation import Activation, activation
 from topologies.edge_colouring import edge_colouring
 from topologies.graph_option import GraphOption, undirected_edges
 from topologies.registry import register
-from topologies.round import IntArray, Round
+from topologies.round import Round
+from topologies.storage import IntArray
 from topologies.topology import Topology
 from topologies.validation import check_integer
 

@@ -33,16 +33,21 @@ def test_configs_topology_has_one_file_per_family() -> None:
     assert options("topology") == sorted(topologies.available())
 
 
+#: Families that do not serve four ranks.
+WORLD_SIZES = {"chordal": 5, "paley": 5, "florentine": 15, "davis": 32, "karate_club": 34, "les_miserables": 77}
+
+
 @pytest.mark.parametrize("name", options("topology"))
 def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
-    overrides = [f"topology={name}"]
+    world_size = WORLD_SIZES.get(name, 4)
+    overrides = [f"topology={name}", f"launch.world_size={world_size}"]
     if name == "graph":
         graph = tmp_path / "square.edgelist"
         graph.write_text("0 1\n1 2\n2 3\n3 0\n")
         overrides.append(f"topology.options.graph={graph}")
     topology = build(composed(*overrides)).topology
     assert topology is not None
-    assert (topology.name, topology.world_size) == (name, 4)
+    assert (topology.name, topology.world_size) == (name, world_size)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +66,11 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
         assert experiment.shards.steps_per_epoch >= 1
 
 
-def test_configs_random_matching_follows_the_seed() -> None:
-    assert composed("topology=random_matching", "seed=7")["topology"]["options"] == {"seed": 7}
+@pytest.mark.parametrize(
+    "name", ["random_matching", "random_regular", "erdos_renyi", "watts_strogatz", "barabasi_albert"]
+)
+def test_configs_random_topologies_follow_the_seed(name: str) -> None:
+    assert composed(f"topology={name}", "seed=7")["topology"]["options"]["seed"] == 7
 
 
 def test_configs_topology_local_steps_and_warm_up() -> None:

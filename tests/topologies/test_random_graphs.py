@@ -1,0 +1,213 @@
+"""Families of random graphs: what is drawn, from what it follows, and what is refused."""
+
+import math
+import re
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Topology
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "random_regular": {"degree": 3},
+    "erdos_renyi": {"probability": 0.3},
+    "watts_strogatz": {"neighbours": 4, "probability": 0.5},
+    "barabasi_albert": {"attachments": 2},
+}
+
+
+def graph_of(topology: Topology) -> nx.Graph:
+    graph = topology.round(0).graph.to_undirected()
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    return graph
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_graph_follows_from_size_options_and_seed(name: str) -> None:
+    options = FAMILIES[name]
+    topology = topologies.build(name, 20, **options, seed=3)
+    assert topologies.build(name, 20, **options, seed=3).round(0) == topology.round(0)
+    others = [topologies.build(name, 20, **options, seed=seed).round(0) for seed in range(3)]
+    assert all(other != topology.round(0) for other in others)
+    # Neither the weights nor the state of any global generator has a say.
+    np.random.seed(0)  # noqa: NPY002
+    lazy = topologies.build(name, 20, **options, seed=3, weights="lazy")
+    assert set(lazy.round(0).graph.edges) == set(topology.round(0).graph.edges)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_graph_is_connected_and_simple(name: str) -> None:
+    for n in (2, 3, 5, 8, 13, 40):
+        for seed in range(4):
+            graph = graph_of(topologies.build(name, n, seed=seed))
+            assert nx.is_connected(graph)
+            assert len(graph) == n
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_schemes_are_those_of_graphs(name: str) -> None:
+    graph = nx.Graph(graph_of(topologies.build(name, 12)).edges)  # fmmc leaves out edges that do not help
+    for scheme in ("metropolis", "best_constant", "fmmc"):
+        topology = topologies.build(name, 12, weights=scheme)
+        assert topology.options["weights"] == scheme
+        assert topology.round(0) == Topology.from_graph(graph, scheme).round(0)
+        assert Topology.from_json(topology.to_json()) == topology
+    irregular = name != "random_regular"
+    assert topologies.build(name, 12, weights="uniform").stochasticity == ("row" if irregular else "doubly")
+    assert topologies.build(name, 12, weights="push_sum").stochasticity == ("column" if irregular else "doubly")
+    with pytest.raises(ValueError, match=r"unknown weights 'given'; available: metropolis, .* fmmc$"):
+        topologies.build(name, 12, weights="given")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_recorded_as_what_they_became(name: str) -> None:
+    options = topologies.build(name, 9).options
+    assert None not in options.values()
+    assert topologies.build(name, 9, **options) == topologies.build(name, 9)
+
+
+@pytest.mark.parametrize(("n", "degree"), [(2, 1), (3, 2), (4, 3), (5, 4), (6, 3), (9, 4), (17, 4), (18, 3)])
+def test_random_regular_takes_a_degree_that_exists(n: int, degree: int) -> None:
+    topology = topologies.build("random_regular", n)
+    assert topology.options["degree"] == degree
+    assert set(topology.round(0).num_sources().tolist()) == {degree}
+
+
+@pytest.mark.parametrize(("n", "degree"), [(7, 2), (64, 2), (9, 8), (34, 32), (64, 62), (20, 11), (20, 10), (21, 10)])
+def test_random_regular_serves_every_degree(n: int, degree: int) -> None:
+    rounds = [topologies.build("random_regular", n, degree=degree, seed=seed).round(0) for seed in (0, 1)]
+    assert all(set(round_.num_sources().tolist()) == {degree} for round_ in rounds)
+    assert (rounds[0] != rounds[1]) is (degree < n - 1)
+
+
+def test_random_regular_of_degree_two_is_any_cycle() -> None:
+    # There are 3 cycles through four ranks, equally likely.
+    seen = [topologies.build("random_regular", 4, degree=2, seed=seed).round(0).peers(0) for seed in range(60)]
+    assert {peers: seen.count(peers) >= 8 for peers in seen} == {(1, 2): True, (1, 3): True, (2, 3): True}
+
+
+@pytest.mark.parametrize(
+    ("n", "degree", "message"),
+    [
+        (7, 3, r"above degree = 3 and even, got 7; the nearest are 6 and 8\..* for 7 ranks a degree out of 2, 4, 6\."),
+        (4, 5, r"above degree = 5 and even, got 4; the nearest are 1 and 6\..* for 4 ranks a degree out of 2, 3\."),
+        (3, 4, r"above degree = 4, got 3; the nearest are 1 and 5\..* for 3 ranks a degree out of 2\."),
+        (30, 31, r"for 30 ranks a degree out of 2, 3, 4, 5, 6, 7, \.\., 29\."),
+        (6, 1, r"degree 1 .* only for world_size 2, got 6; choose for 6 ranks a degree out of 2, 3, 4, 5\."),
+        (6, 0, r"degree must be at least 1, got 0"),
+    ],
+)
+def test_random_regular_refuses_degrees_that_do_not_exist(n: int, degree: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topologies.build("random_regular", n, degree=degree)
+
+
+def test_random_regular_is_an_expander() -> None:
+    # Friedman: the second eigenvalue of A is at most 2 sqrt(d - 1) + epsilon for almost all graphs.
+    for seed in range(3):
+        slem = topologies.build("random_regular", 256, degree=4, seed=seed).describe().slem
+        assert slem == pytest.approx((1 + 2 * math.sqrt(3)) / 5, abs=0.03)
+
+
+def test_erdos_renyi_has_the_edges_it_should() -> None:
+    edges = [graph_of(topologies.build("erdos_renyi", 60, probability=0.4, seed=s)).size() for s in range(20)]
+    assert np.mean(edges) == pytest.approx(0.4 * 60 * 59 / 2, rel=0.03)
+    default = topologies.build("erdos_renyi", 60).options["probability"]
+    assert default == pytest.approx(2 * math.log(60) / 60)
+    assert topologies.build("erdos_renyi", 3).options["probability"] == pytest.approx(2 * math.log(3) / 3)
+    for n in range(2, 9):
+        assert 0 < topologies.build("erdos_renyi", n).options["probability"] <= 1
+
+
+def test_erdos_renyi_draws_again_until_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    real = nx.is_connected
+    monkeypatch.setattr(nx, "is_connected", lambda graph: drawn.append(graph) or real(graph))
+    topology = topologies.build("erdos_renyi", 12, probability=0.2, seed=1)
+    assert len(drawn) > 1
+    assert [real(graph) for graph in drawn] == [False] * (len(drawn) - 1) + [True]
+    assert {frozenset(edge) for edge in drawn[-1].edges} == {frozenset(edge) for edge in graph_of(topology).edges}
+    assert len({frozenset(graph.edges) for graph in drawn}) > 1
+
+
+def test_a_probability_that_is_too_small_is_refused_with_what_to_raise() -> None:
+    with pytest.raises(
+        ValueError, match=r"100 graphs from seed 4 and none.* raise the probability, 0\.001, to more than"
+    ):
+        topologies.build("erdos_renyi", 30, probability=0.001, seed=4)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("random_regular", "degree, 3"), ("watts_strogatz", "neighbours, 4")])
+def test_attempts_are_bounded(name: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(nx, "is_connected", lambda graph: bool(drawn.append(graph)))
+    with pytest.raises(ValueError, match=rf"'{name}' drew 100 graphs from seed 0 .* raise the {remedy}$"):
+        topologies.build(name, 30)
+    assert len(drawn) == 100
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["erdos_renyi", "watts_strogatz"])
+def test_probabilities_are_probabilities(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"probability must be .* 1, got {re.escape(repr(value))}"):
+        topologies.build(name, 8, probability=value)
+
+
+def test_probabilities_are_numbers() -> None:
+    for value in ("half", True, 1j):
+        with pytest.raises(TypeError, match="probability must be a number"):
+            topologies.build("erdos_renyi", 8, probability=value)
+    with pytest.raises(ValueError, match=r"above 0 and at most 1, got 0\.0"):
+        topologies.build("erdos_renyi", 8, probability=0.0)
+
+
+def test_watts_strogatz_begins_as_a_ring_with_neighbours() -> None:
+    topology = topologies.build("watts_strogatz", 11, neighbours=4, probability=0)
+    assert topology.round(0).peers(0) == (1, 2, 9, 10)
+    assert nx.is_isomorphic(graph_of(topology), nx.circulant_graph(11, [1, 2]))
+    assert graph_of(topologies.build("watts_strogatz", 40, probability=0.5)).size() == 80
+
+
+def test_watts_strogatz_rewires_as_often_as_told() -> None:
+    ring = set(nx.circulant_graph(100, [1, 2]).edges)
+    moved = []
+    for seed in range(10):
+        graph = graph_of(topologies.build("watts_strogatz", 100, probability=0.2, seed=seed))
+        moved.append(sum(not graph.has_edge(*edge) for edge in ring))
+    assert np.mean(moved) == pytest.approx(0.2 * 200, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "message"),
+    [
+        (3, r"must be even.* got 3; use 2 or 4"),
+        (10, r"at least neighbours = 10, got 9; the nearest are 1 and 10\..* 8"),
+    ],
+)
+def test_watts_strogatz_refuses_neighbours(neighbours: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topologies.build("watts_strogatz", 9, neighbours=neighbours)
+
+
+@pytest.mark.parametrize(("n", "attachments"), [(2, 1), (10, 1), (10, 3), (10, 9), (50, 2)])
+def test_barabasi_albert_counts(n: int, attachments: int) -> None:
+    graph = graph_of(topologies.build("barabasi_albert", n, attachments=attachments))
+    assert graph.size() == (n - attachments) * attachments
+    for rank in range(attachments + 1, n):
+        assert sum(other < rank for other in graph[rank]) == attachments
+
+
+def test_barabasi_albert_needs_ranks_to_attach_to() -> None:
+    with pytest.raises(ValueError, match=r"above attachments = 5, got 5; the nearest are 1 and 6\..* at most 4"):
+        topologies.build("barabasi_albert", 5, attachments=5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_seeds_are_integers_from_0(name: str) -> None:
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        topologies.build(name, 8, seed=-1)
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        topologies.build(name, 8, seed=1.5)

@@ -1,0 +1,303 @@
+"""Families that draw one random graph from a seed and keep it for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import networkx as nx
+import numpy as np
+
+from topologies.families.graphs import weighted_topology
+from topologies.registry import register
+from topologies.topology import Topology
+from topologies.validation import check_integer, unserved_size
+
+#: How many graphs are drawn in the hope of a connected one.
+_MAX_ATTEMPTS = 100
+
+
+@register("random_regular")
+def random_regular(
+    world_size: int, *, degree: int | None = None, seed: int = 0, weights: str = "metropolis"
+) -> Topology:
+    """A random connected graph in which every rank has the same degree; 1/(degree + 1) for oneself and each of them.
+
+    W = (I + A) / (d + 1) with A the adjacency matrix of a random d-regular graph, d = ``degree``, drawn again until
+    it is connected. For d >= 3 almost every one is an expander: its gap stays away from 0 as n grows.
+
+    Properties
+    ----------
+    sizes : above degree, with n * degree even
+    degree : degree
+    period : 1
+    exact : never promised; after 1 round for degree n - 1
+    rate : SLEM about (1 + 2 sqrt(degree - 1)) / (degree + 1) for large n
+    weights : 1/(degree + 1), symmetric
+
+    Parameters
+    ----------
+    degree
+        By default 3, or 4 if n is odd; n - 1 for fewer ranks.
+    seed
+        At least 0; with n and the degree it decides the graph.
+    weights
+        A scheme of the family "graph".
+
+    References
+    ----------
+    Steger and Wormald, "Generating random regular graphs quickly", 1999 (the algorithm).
+    Friedman, "A proof of Alon's second eigenvalue conjecture", 2003 (the rate).
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("random_regular", 8, seed=1).round(0).num_sources().tolist()
+    [3, 3, 3, 3, 3, 3, 3, 3]
+    """
+    if degree is None:
+        degree = min(4 if world_size % 2 else 3, world_size - 1)
+    degree = check_integer("degree", degree, minimum=1)
+    possible = [each for each in range(1, world_size) if _has_regular_graph(world_size, each)]
+    advice = f"for {world_size} ranks a degree out of {_listed(possible)}."
+    if degree == 1 < world_size - 1:
+        raise ValueError(
+            f"degree 1 of topology 'random_regular' makes separate pairs, connected only for world_size 2, got "
+            f"{world_size}; choose {advice}"
+        )
+    if degree not in possible:
+        raise unserved_size(
+            "random_regular",
+            world_size,
+            f"above degree = {degree}" + (" and even" if degree % 2 else ""),
+            lambda size: _has_regular_graph(size, degree),
+            advice=f"Choose one of these, or {advice}",
+        )
+
+    def draw(number: int) -> nx.Graph:
+        if degree == 2:  # a connected one is a cycle, and seldom found by chance
+            return nx.cycle_graph(np.random.default_rng(number).permutation(world_size).tolist())
+        if 2 * degree < world_size:
+            return nx.random_regular_graph(degree, world_size, seed=number)
+        # networkx hardly ever ends on dense graphs; those that are missing the fewest edges are as random.
+        return nx.complement(nx.random_regular_graph(world_size - 1 - degree, world_size, seed=number))
+
+    edges = _connected_edges(draw, seed, "random_regular", f"degree, {degree}")
+    return weighted_topology(world_size, edges, weights, degree=degree, seed=seed)
+
+
+@register("erdos_renyi")
+def erdos_renyi(
+    world_size: int, *, probability: float | None = None, seed: int = 0, weights: str = "metropolis"
+) -> Topology:
+    """Every pair of ranks is an edge with the same probability, drawn again until connected; Metropolis weights.
+
+    The graph G(n, p) with p = ``probability``, conditioned on being connected, which is likely above ln(n) / n.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : p (n - 1) on average, at most n - 1
+    period : 1
+    exact : never promised; after 1 round for probability 1
+    rate : SLEM as measured by describe()
+    weights : 1/(1 + max(d_i, d_j)), symmetric
+
+    Parameters
+    ----------
+    probability
+        Above 0 and at most 1. By default ``2 ln(n) / n``, twice the threshold of connectivity, but at most 1.
+    seed
+        At least 0; with n and the probability it decides the graph.
+    weights
+        A scheme of the family "graph".
+
+    Raises
+    ------
+    ValueError
+        If none of 100 graphs is connected.
+
+    References
+    ----------
+    Erdős and Rényi, "On random graphs I", 1959, Theorem 1.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("erdos_renyi", 4, probability=1).round(0).neighbours(0)
+    {1: 0.25, 2: 0.25, 3: 0.25}
+    """
+    if probability is None:
+        probability = min(1.0, 2.0 * math.log(world_size) / world_size)
+    probability = _check_probability(probability, positive=True)
+    edges = _connected_edges(
+        lambda number: nx.fast_gnp_random_graph(world_size, probability, seed=number),
+        seed,
+        "erdos_renyi",
+        f"probability, {probability:g}, to more than ln(n) / n = {math.log(world_size) / world_size:.3g}",
+    )
+    return weighted_topology(world_size, edges, weights, probability=probability, seed=seed)
+
+
+@register("watts_strogatz")
+def watts_strogatz(
+    world_size: int,
+    *,
+    neighbours: int | None = None,
+    probability: float = 0.1,
+    seed: int = 0,
+    weights: str = "metropolis",
+) -> Topology:
+    """A small world: a ring with its nearest neighbours, some edges rewired at random; Metropolis weights.
+
+    i ~ i ± h mod n for h = 1 .. k / 2, k = ``neighbours``; then one end of every edge moves to a random rank with
+    the ``probability``. Drawn again until connected. A few long edges make a slow ring fast.
+
+    Properties
+    ----------
+    sizes : at least neighbours
+    degree : neighbours on average, at most n - 1
+    period : 1
+    exact : never promised; after 1 round for neighbours >= n - 1
+    rate : SLEM as measured by describe()
+    weights : 1/(1 + max(d_i, d_j)), symmetric
+
+    Parameters
+    ----------
+    neighbours
+        Even, at least 2 and at most n. By default 4, or 2 for two and three ranks.
+    probability
+        Between 0, the ring, and 1.
+    seed
+        At least 0; with n and the other options it decides the graph.
+    weights
+        A scheme of the family "graph".
+
+    Raises
+    ------
+    ValueError
+        If none of 100 graphs is connected.
+
+    References
+    ----------
+    Watts and Strogatz, "Collective dynamics of 'small-world' networks", 1998.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("watts_strogatz", 8, neighbours=2, probability=0).round(0).peers(0)
+    (1, 7)
+    """
+    if neighbours is None:
+        neighbours = min(4, world_size - world_size % 2)
+    neighbours = check_integer("neighbours", neighbours, minimum=2)
+    if neighbours % 2:
+        raise ValueError(
+            f"neighbours of topology 'watts_strogatz' must be even, half of them on each side, got {neighbours}; use "
+            f"{neighbours - 1} or {neighbours + 1}"
+        )
+    if world_size < neighbours:
+        raise unserved_size(
+            "watts_strogatz",
+            world_size,
+            f"at least neighbours = {neighbours}",
+            lambda size: size >= neighbours,
+            advice=f"Choose one of these, or at most {world_size - world_size % 2} neighbours for {world_size} ranks.",
+        )
+    probability = _check_probability(probability, positive=False)
+    edges = _connected_edges(
+        lambda number: nx.watts_strogatz_graph(world_size, neighbours, probability, seed=number),
+        seed,
+        "watts_strogatz",
+        f"neighbours, {neighbours}",
+    )
+    return weighted_topology(world_size, edges, weights, neighbours=neighbours, probability=probability, seed=seed)
+
+
+@register("barabasi_albert")
+def barabasi_albert(
+    world_size: int, *, attachments: int | None = None, seed: int = 0, weights: str = "metropolis"
+) -> Topology:
+    """A graph with a few hubs: each new rank attaches to some others, drawn by their degree; Metropolis weights.
+
+    Ranks 0 .. m with m = ``attachments`` begin as a star; every later one attaches to m earlier ranks, drawn with
+    probabilities proportional to their degrees. Always connected, with (n - m) m edges.
+
+    Properties
+    ----------
+    sizes : above attachments
+    degree : below 2 attachments on average, about attachments sqrt(n) at the hubs
+    period : 1
+    exact : never promised
+    rate : SLEM as measured by describe()
+    weights : 1/(1 + max(d_i, d_j)), symmetric
+
+    Parameters
+    ----------
+    attachments
+        At least 1 (a tree) and below n. By default 2, or 1 for two ranks.
+    seed
+        At least 0; with n and the attachments it decides the graph.
+    weights
+        A scheme of the family "graph".
+
+    References
+    ----------
+    Barabási and Albert, "Emergence of scaling in random networks", 1999.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("barabasi_albert", 8, attachments=1).round(0).num_sources().sum().item()
+    14
+    """
+    if attachments is None:
+        attachments = min(2, world_size - 1)
+    attachments = check_integer("attachments", attachments, minimum=1)
+    if world_size <= attachments:
+        raise unserved_size(
+            "barabasi_albert",
+            world_size,
+            f"above attachments = {attachments}",
+            lambda size: size > attachments,
+            advice=f"Choose one of these, or at most {world_size - 1} attachments for {world_size} ranks.",
+        )
+    edges = _connected_edges(
+        lambda number: nx.barabasi_albert_graph(world_size, attachments, seed=number),
+        seed,
+        "barabasi_albert",
+        f"attachments, {attachments}",
+    )
+    return weighted_topology(world_size, edges, weights, attachments=attachments, seed=seed)
+
+
+def _connected_edges(draw: Callable[[int], nx.Graph], seed: int, family: str, remedy: str) -> list[tuple[int, int]]:
+    """Return the sorted edges of the first connected graph; attempt a is drawn from (seed, a) alone."""
+    seed = check_integer("seed", seed, minimum=0)
+    for attempt in range(_MAX_ATTEMPTS):
+        number = int(np.random.default_rng((seed, attempt)).integers(1 << 32))
+        graph = draw(number)
+        if nx.is_connected(graph):
+            return sorted((min(edge), max(edge)) for edge in graph.edges)
+    raise ValueError(
+        f"topology {family!r} drew {_MAX_ATTEMPTS} graphs from seed {seed} and none is connected; raise the {remedy}"
+    )
+
+
+def _check_probability(value: object, *, positive: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"probability must be a number, got {value!r} ({type(value).__name__}); pass a float")
+    if not 0.0 <= value <= 1.0 or (positive and value == 0.0):
+        allowed = "above 0 and at most 1" if positive else "between 0 and 1"
+        raise ValueError(f"probability must be {allowed}, got {value!r}; pass such a number")
+    return float(value)
+
+
+def _has_regular_graph(world_size: int, degree: int) -> bool:
+    """Whether a connected simple graph of this degree exists; of degree 1 it is a single edge."""
+    return degree < world_size and not world_size * degree % 2 and (degree > 1 or world_size == 2)
+
+
+def _listed(degrees: list[int]) -> str:
+    text = ", ".join(map(str, degrees[:6]))
+    return text + (f", .., {degrees[-1]}" if len(degrees) > 6 else "")

@@ -1,0 +1,153 @@
+"""Weights that need the spectrum of the whole graph: the fastest of all that are equal, and of all there are.
+
+With L the Laplacian, ``W = I - L_w`` for edge weights w, and the rate of a symmetric W is its SLEM, ``||W - J||_2``.
+The results may hold negative weights where a docstring says so; such a W still converges.
+
+References
+----------
+Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004 (best_constant: equation 23; fdla: 17).
+Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (fmmc: equation 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from topologies.storage import FloatArray, IntArray
+
+#: Largest number of ranks for which the semidefinite programs are solved. On one core they take about 0.3 s for 32
+#: ranks, 4 s for 64 and a minute for 100: the time grows with the sixth power, the memory with the fourth.
+MAX_PROGRAM_WORLD_SIZE = 100
+
+#: Up to here all eigenvalues at once are faster than the two that count.
+_MAX_DENSE = 512
+
+#: A weight below this is what the solver leaves of 0: no edge, and nothing to send.
+_SOLVER_TOLERANCE = 1e-6
+
+#: Weights are rounded down to multiples of this. Such numbers add without rounding, so rows sum to exactly 1.
+_GRAIN = 2.0**-40
+
+
+def best_constant(world_size: int, pairs: IntArray) -> FloatArray:
+    """``alpha = 2 / (lambda_max + lambda_2)`` of L, on every edge: the fastest ``W = I - alpha L``.
+
+    What a rank of a large degree keeps may be negative. Optimal among all weights if all edges are alike (rings,
+    hypercubes, complete and complete bipartite graphs).
+    """
+    eigenvalues = _dense_eigenvalues if world_size <= _MAX_DENSE else _sparse_eigenvalues
+    second, largest = eigenvalues(world_size, pairs)
+    return np.full(len(pairs), 2.0 / (largest + second))
+
+
+def fdla(world_size: int, pairs: IntArray) -> FloatArray:
+    """Fastest distributed linear averaging: the symmetric W of the smallest SLEM; weights may be negative.
+
+    The SLEM is within about 1e-6 of the optimum.
+    """
+    return _solve("fdla", world_size, pairs, nonnegative=False)
+
+
+def fmmc(world_size: int, pairs: IntArray) -> FloatArray:
+    """Fastest mixing Markov chain: the symmetric W >= 0 of the smallest SLEM, which is within about 1e-6 of it."""
+    return _solve("fmmc", world_size, pairs, nonnegative=True)
+
+
+#: Name -> (world_size, pairs of shape [edges, 2], each once, of a connected graph) -> weights of shape [edges].
+SPECTRAL_SCHEMES: dict[str, Callable[[int, IntArray], FloatArray]] = {
+    "best_constant": best_constant,
+    "fdla": fdla,
+    "fmmc": fmmc,
+}
+
+
+def _dense_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]:
+    laplacian = np.zeros((world_size, world_size))
+    one, other = pairs.T
+    laplacian[one, other] = laplacian[other, one] = -1.0
+    np.fill_diagonal(laplacian, -laplacian.sum(axis=1))
+    eigenvalues = np.linalg.eigvalsh(laplacian)
+    return float(eigenvalues[1]), float(eigenvalues[-1])
+
+
+def _sparse_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]:
+    """Return lambda_2 and lambda_max.
+
+    Lanczos iterations are quick where the eigenvalue sought stands apart, as in expanders. Where it does not, as in
+    rings and grids, the graph has small cuts, so that the factors of a shifted L stay sparse: then shift and invert.
+    """
+    from scipy.sparse import coo_array, diags_array
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    ends = np.concatenate((pairs, pairs[:, ::-1])).T
+    adjacency = coo_array((np.ones(ends.shape[1]), tuple(ends)), shape=(world_size, world_size)).tocsr()
+    degree = np.bincount(ends[0], minlength=world_size).astype(np.float64)
+    laplacian = (diags_array(degree) - adjacency).tocsc()
+    # Anderson and Morley, 1985: no eigenvalue is above the largest sum of degrees along an edge.
+    bound = float(degree[pairs].sum(axis=1).max())
+    start = np.random.default_rng(0).standard_normal(world_size)  # eigsh would draw one of its own
+
+    def without_mean(vector: FloatArray) -> FloatArray:  # the eigenvalue 0 of the vector 1 becomes the bound
+        moved: FloatArray = laplacian @ vector + bound * vector.mean()
+        return moved
+
+    shape = (world_size, world_size)
+    second = LinearOperator(shape, matvec=without_mean, dtype=np.float64)
+    found = []
+    for operator, end, shift, k in ((second, "SA", -1e-6 * bound, 2), (laplacian, "LA", (1.0 + 1e-6) * bound, 1)):
+        options = {"v0": start, "return_eigenvectors": False}
+        try:
+            # The error of an eigenvalue is the square of this tolerance, which is of its vector.
+            nearest = eigsh(operator, k=1, which=end, ncv=60, maxiter=30, tol=1e-7, **options)
+        except ArpackNoConvergence:
+            nearest = eigsh(laplacian, k=k, sigma=shift, **options)
+        found.append(float(nearest.max()))
+    return found[0], found[1]
+
+
+def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) -> FloatArray:
+    """Minimise s such that ``-s I <= W - J <= s I``, and clean what the solver leaves."""
+    if world_size > MAX_PROGRAM_WORLD_SIZE:
+        raise ValueError(
+            f"weights={scheme!r} solves a semidefinite program, which is hopeless beyond {MAX_PROGRAM_WORLD_SIZE} "
+            f"ranks, and the graph has {world_size}; use weights='best_constant' or 'metropolis'"
+        )
+    from scipy.sparse import csc_array
+
+    try:
+        import cvxpy
+    except ImportError as error:
+        raise ImportError(
+            f'weights={scheme!r} needs cvxpy; install it with pip install "gossip-training[weights]"'
+        ) from error
+
+    columns = np.tile(np.arange(len(pairs)), 2)
+    ends = pairs.T.reshape(-1)
+    signs = np.repeat((1.0, -1.0), len(pairs))
+    incidence = csc_array((signs, (ends, columns)), shape=(world_size, len(pairs)))
+    weight, bound, eye = cvxpy.Variable(len(pairs)), cvxpy.Variable(), np.eye(world_size)
+    mixing = eye - incidence @ cvxpy.diag(weight) @ incidence.T
+    # J only lowers the eigenvalue of the vector 1. Left out of the second constraint, that is as sparse as the graph,
+    # and the solver ten times as fast.
+    constraints = [mixing - 1.0 / world_size << bound * eye, mixing + bound * eye >> 0]
+    if nonnegative:
+        constraints += [weight >= 0, abs(incidence) @ weight <= 1]
+    problem = cvxpy.Problem(cvxpy.Minimize(bound), constraints)
+    problem.solve(solver=cvxpy.CLARABEL)
+    if weight.value is None:
+        raise RuntimeError(
+            f"the solver of weights={scheme!r} ended with the status {problem.status!r}; use "
+            f"weights='best_constant' or 'metropolis' for this graph"
+        )
+    return _clean(np.asarray(weight.value), world_size, ends, nonnegative=nonnegative)
+
+
+def _clean(weight: FloatArray, world_size: int, ends: IntArray, *, nonnegative: bool) -> FloatArray:
+    if nonnegative:
+        given_away = np.bincount(ends, weights=np.tile(np.maximum(weight, 0.0), 2), minlength=world_size)
+        weight = np.maximum(weight, 0.0) / max(1.0, float(given_away.max()))
+    cleaned = np.floor(weight / _GRAIN) * _GRAIN
+    cleaned[np.abs(cleaned) < _SOLVER_TOLERANCE] = 0.0
+    return cleaned
