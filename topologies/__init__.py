@@ -12,6 +12,8 @@ from topologies.analysis import product as product
 from topologies.analysis import slem as slem
 from topologies.describe import Description as Description
 from topologies.drawing import draw as draw
+from topologies.facts import Facts as Facts
+from topologies.facts import facts_of as facts_of
 from topologies.registry import available as available
 from topologies.registry import build as build
 from topologies.registry import family as family
@@ -25,6 +27,7 @@ from topologies.weights import weighted_round as weighted_round
 
 __all__ = [
     "Description",
+    "Facts",
     "Phase",
     "Round",
     "Stochasticity",
@@ -33,6 +36,7 @@ __all__ = [
     "beta",
     "build",
     "draw",
+    "facts_of",
     "families",
     "family",
     "product",

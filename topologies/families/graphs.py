@@ -17,7 +17,7 @@ from topologies.validation import measure_stochasticity
 from topologies.weights import weighted_round
 
 
-@register("graph")
+@register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])
 def graph(
     world_size: int,
     *,
@@ -26,8 +26,17 @@ def graph(
 ) -> Topology:
     """A graph as it is, in every round; rank r is the node with the r-th label in sorted order.
 
-    An edge j -> i of a directed graph carries data from j to i. The graph is recorded in the options, so the
-    topology no longer needs the file.
+    An edge j -> i of a directed graph carries data from j to i. W[i, j] follows from the degrees, or is the weight of
+    the edge. The graph is recorded in the options, so the topology no longer needs the file.
+
+    Properties
+    ----------
+    sizes : the number of nodes
+    degree : the graph's
+    period : 1
+    exact : not promised
+    rate : measured: depends on the graph and its weights
+    weights : 1 / (1 + the larger degree), symmetric; or as chosen
 
     Parameters
     ----------
@@ -43,6 +52,17 @@ def graph(
     ValueError
         If the graph is empty, not connected (directed: not strongly), of another size, or has a weight that
         is not a positive number; or, with given weights, if neither rows nor columns sum to 1.
+
+    References
+    ----------
+    Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
+
+    Examples
+    --------
+    >>> import networkx as nx
+    >>> import topologies
+    >>> topologies.build("graph", 10, graph=nx.petersen_graph()).round(0).neighbours(0)
+    {1: 0.25, 4: 0.25, 5: 0.25}
     """
     cleaned = clean_graph(read_graph(graph), weights)
     if len(cleaned) != world_size:
