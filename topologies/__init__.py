@@ -8,19 +8,18 @@
 
 from topologies import families as families
 from topologies.analysis import beta as beta
-from topologies.analysis import product as product
 from topologies.analysis import slem as slem
 from topologies.describe import Description as Description
 from topologies.drawing import draw as draw
 from topologies.facts import Facts as Facts
 from topologies.facts import facts_of as facts_of
+from topologies.phases import Phase as Phase
 from topologies.registry import available as available
 from topologies.registry import build as build
 from topologies.registry import family as family
 from topologies.registry import register as register
 from topologies.registry import variants as variants
 from topologies.round import Round as Round
-from topologies.schedules import Phase as Phase
 from topologies.topology import Topology as Topology
 from topologies.validation import Stochasticity as Stochasticity
 from topologies.weights import weighted_round as weighted_round
@@ -39,7 +38,6 @@ __all__ = [
     "facts_of",
     "families",
     "family",
-    "product",
     "register",
     "slem",
     "variants",

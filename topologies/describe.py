@@ -11,7 +11,8 @@ import networkx as nx
 import numpy as np
 
 from topologies import analysis
-from topologies.topology import MAX_DENSE_WORLD_SIZE, brief_options
+from topologies.phases import brief_options
+from topologies.topology import MAX_DENSE_WORLD_SIZE
 from topologies.validation import Stochasticity
 
 if TYPE_CHECKING:

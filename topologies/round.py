@@ -246,10 +246,13 @@ class Round:
             graph.add_weighted_edges_from((source, rank, weight) for source, weight in row.items() if weight)
         return nx.freeze(graph)
 
+    def row(self, rank: int) -> dict[int, float]:
+        """Return ``{j: W[rank, j]}`` for all that ``rank`` reads, itself included."""
+        return self._storage.row(self._check_rank(rank))
+
     def neighbours(self, rank: int) -> dict[int, float]:
         """Return ``{j: W[rank, j]}`` for the others that ``rank`` reads, by rising j."""
-        rank = self._check_rank(rank)
-        row = self._storage.row(rank)
+        row = self.row(rank)
         del row[rank]
         return row
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from topologies import analysis, schedules
-from topologies.files import read_graph
+from topologies.phases import Expression, Phase, brief_options
 from topologies.round import Round
-from topologies.schedules import Composition, Phase
 from topologies.validation import (
     Stochasticity,
     check_integer,
@@ -102,6 +99,7 @@ class Topology:
         The graph is a networkx graph, node-link data or a file. The same as ``build("graph", n, graph=graph,
         weights=weights)`` for a graph of n nodes, see :func:`topologies.families.graphs.graph`.
         """
+        from topologies.files import read_graph
         from topologies.registry import build  # the registry builds topologies: it cannot come first
 
         graph = read_graph(graph)
@@ -237,7 +235,9 @@ class Topology:
         >>> [local_sgd.round(t).is_identity for t in range(6)]
         [True, True, False, True, True, False]
         """
-        return schedules.every(self, k)
+        from topologies.schedules import every
+
+        return every(self, k)
 
     def then(self, other: Topology, *, after: int) -> Topology:
         """Return the schedule of this topology for some rounds, and of another one from then on.
@@ -269,17 +269,95 @@ class Topology:
         >>> topologies.build("complete", 8).then(topologies.build("ring", 8), after=100)
         Topology('complete.then(ring, after=100)', world_size=8, warmup=100, period=1)
         """
-        return schedules.then(self, other, after)
+        from topologies.schedules import then
+
+        return then(self, other, after)
+
+    def interleave(self, other: Topology) -> Topology:
+        """Return the schedule in which this topology and another one take turns.
+
+        Round 2 s is round s of this topology, round 2 s + 1 round s of ``other``. The period is twice the least
+        common multiple of both. It takes a topology of as many ranks; neither of the two may have a warm-up.
+
+        Raises
+        ------
+        ValueError
+            If the world sizes differ, one has a warm-up, or one is row- and the other column-stochastic.
+        TypeError
+            If ``other`` is no topology.
+
+        Examples
+        --------
+        >>> import topologies
+        >>> rings = topologies.build("one_peer_ring", 8).interleave(topologies.build("one_peer_hypercube", 8))
+        >>> rings.period, rings.round(3).neighbours(0)
+        (12, {2: 0.5})
+        """
+        from topologies.schedules import interleave
+
+        return interleave(self, other)
+
+    def product(self, local: Topology) -> Topology:
+        """Return the Kronecker product: this topology between machines, ``local`` between the ranks of each.
+
+        Rank ``machine * local.world_size + place`` reads rank ``other * local.world_size + there`` with the weight
+        ``W[machine, other] * local W[place, there]`` of round t of both. The period is the least common multiple;
+        exact once both are. Neither of the two may have a warm-up.
+
+        Raises
+        ------
+        ValueError
+            If one has a warm-up, or one is row- and the other column-stochastic.
+        TypeError
+            If ``local`` is no topology.
+
+        Examples
+        --------
+        Three machines in a ring; the two ranks of each work as one:
+
+        >>> import topologies
+        >>> topology = topologies.build("ring", 3).product(topologies.build("complete", 2))
+        >>> topology.world_size, topology.round(0).self_weight(0)
+        (6, 0.16666666666666666)
+        """
+        from topologies.placement import product
+
+        return product(self, local)
+
+    def permuted(self, order: Sequence[int]) -> Topology:
+        """Return the same schedule with the ranks in other places.
+
+        Parameters
+        ----------
+        order
+            Rank ``order[place]`` does what rank ``place`` does in this topology: for a ring, the order in which it
+            passes the ranks.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If ``order`` does not name every rank once.
+
+        Examples
+        --------
+        >>> import topologies
+        >>> topologies.build("ring", 4).permuted([0, 2, 1, 3]).round(0).peers(0)
+        (2, 3)
+        """
+        from topologies.schedules import permuted
+
+        return permuted(self, order)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The topologies that run one after the other: only itself, unless made by :meth:`every` or :meth:`then`."""
-        return self.make_round.phases if isinstance(self.make_round, Composition) else (Phase(self),)
+        phases = self.make_round.phases if isinstance(self.make_round, Expression) else ()
+        return phases or (Phase(self),)
 
     @property
     def warmup(self) -> int:
         """Number of rounds before the part that repeats begins; 0 unless the topology was made by :meth:`then`."""
-        return self.phases[-1].start if self._is_composed else 0
+        return self.phases[-1].start
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -291,8 +369,8 @@ class Topology:
         """Whether every W is symmetric. Without a period: only if that was promised."""
         if self.promised_symmetric is not None:
             return self.promised_symmetric
-        if self._is_composed:
-            return all(phase.symmetric for phase in self.phases)
+        if isinstance(self.make_round, Expression):
+            return self.make_round.symmetric
         return self.period is not None and all(self.round(t).is_symmetric for t in range(self.period))
 
     @property
@@ -303,12 +381,10 @@ class Topology:
         """
         if self.promised_exact_after is not None:
             return self.promised_exact_after
-        if self._is_composed:
-            last = self.phases[-1]
-            exchanges = last.topology.exact_after  # which may be a promise
-            return None if exchanges is None else exchanges * last.every
         if self.period is None or self.world_size > MAX_DENSE_WORLD_SIZE:
             return None
+        from topologies import analysis
+
         return analysis.exact_after(self)
 
     def describe(self) -> Description:
@@ -327,7 +403,9 @@ class Topology:
         ValueError
             For a schedule from a function without a period: it has no end to write down.
         """
-        return json.dumps(self.to_dict())
+        from topologies.serialization import to_dict
+
+        return json.dumps(to_dict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -342,41 +420,9 @@ class Topology:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"text is not JSON ({error}); pass what Topology.to_json() returned") from None
-        return cls.from_dict(data)
+        from topologies.serialization import from_dict
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`to_json` writes, as plain JSON types."""
-        if self._is_composed:
-            return {"phases": schedules.to_dicts(self.phases)}
-        data: dict[str, Any] = {"name": self.name, "world_size": self.world_size}
-        if self.registered:
-            return data | {"options": dict(self.options)}
-        if self.period is None:
-            raise ValueError(
-                f"topology {self.name!r} computes its rounds by a function without a period, so JSON cannot hold "
-                f"it; register the function as a family with topologies.register, or give it a period"
-            )
-        data["stochasticity"] = self.stochasticity
-        data["rounds"] = [self.round(t).to_dict() for t in range(self.period)]
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
-        """Return the topology that :meth:`to_dict` wrote."""
-        from topologies.registry import build  # as in from_graph
-
-        keys = set(data) if isinstance(data, Mapping) else set()
-        if keys == {"name", "world_size", "options"}:
-            return build(data["name"], data["world_size"], **data["options"])
-        if keys == {"name", "world_size", "stochasticity", "rounds"}:
-            rounds = [Round.from_dict(item) for item in data["rounds"]]
-            return cls.from_rounds(rounds, stochasticity=data["stochasticity"], name=data["name"])
-        if keys == {"phases"}:
-            return schedules.from_dicts(data["phases"])
-        raise ValueError(
-            f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; or only "
-            f"phases; got {sorted(keys)}; pass what Topology.to_json() returned"
-        )
+        return from_dict(data)
 
     def __eq__(self, other: object) -> bool:
         """Whether both hold the same data; schedules from functions without a period equal only themselves."""
@@ -389,8 +435,8 @@ class Topology:
             return False
         if self.registered and other.registered:
             return True
-        if self._is_composed or other._is_composed:
-            return self.phases == other.phases
+        if isinstance(self.make_round, Expression) or isinstance(other.make_round, Expression):
+            return bool(self.make_round == other.make_round)
         return self.period is not None and all(self.round(t) == other.round(t) for t in range(self.period))
 
     def __hash__(self) -> int:
@@ -404,7 +450,9 @@ class Topology:
     def __reduce__(self) -> tuple[Callable[..., Topology], tuple[Any, ...]]:
         """Pickle a registered topology by name and options, one of rounds by its rounds, a composed one by phases."""
         if self.registered:
-            return _rebuild, (self.name, self.world_size, dict(self.options))
+            from topologies.registry import build
+
+            return functools.partial(build, self.name, self.world_size, **self.options), ()
         fields: dict[str, Any] = {
             "world_size": self.world_size,
             "make_round": self.make_round,
@@ -416,10 +464,6 @@ class Topology:
             "options": dict(self.options),
         }
         return functools.partial(Topology, **fields), ()
-
-    @property
-    def _is_composed(self) -> bool:
-        return isinstance(self.make_round, Composition)
 
     def _identity(self) -> tuple[Any, ...]:
         options = dict(self.options) if self.registered else {}
@@ -436,11 +480,13 @@ class Topology:
             check_sums(round_, self.stochasticity, where=where)
 
 
-def brief_options(options: Mapping[str, Any]) -> str:
-    """Return ``name=value, ...`` with long values cut and mappings, such as a graph, left out."""
-    return ", ".join(
-        f"{name}={'{...}' if isinstance(value, Mapping) else reprlib.repr(value)}" for name, value in options.items()
-    )
+def check_topology(argument: str, value: object, world_size: int) -> None:
+    """Refuse what is no topology."""
+    if not isinstance(value, Topology):
+        raise TypeError(
+            f"{argument} must be a Topology, got {value!r} ({type(value).__name__}); make one with "
+            f"topologies.build(name, {world_size})"
+        )
 
 
 class _Seeded:
@@ -452,9 +498,3 @@ class _Seeded:
 
     def __call__(self, t: int) -> Round:
         return self.function(t, np.random.default_rng((self.seed, t)))
-
-
-def _rebuild(name: str, world_size: int, options: Mapping[str, Any]) -> Topology:
-    from topologies.registry import build  # as in from_graph
-
-    return build(name, world_size, **options)

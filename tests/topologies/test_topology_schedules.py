@@ -435,5 +435,5 @@ def test_refusals(build: Callable[[], object], error: type[Exception], message: 
 
 
 def from_starts(*starts: object) -> Topology:
-    phases = [{"start": start, "every": 1, "topology": family("ring").to_dict()} for start in starts]
+    phases = [{"start": start, "every": 1, "topology": json.loads(family("ring").to_json())} for start in starts]
     return Topology.from_json(json.dumps({"phases": phases}))

@@ -51,7 +51,7 @@ class Layout:
         return float(min(_LARGEST_RADIUS, share * distances[~np.eye(len(distances), dtype=bool)].min()))
 
     def way_out(self, rank: int, other: int) -> tuple[float, float] | None:
-        """Return the half step from ``rank`` over the border of a torus towards ``other``; ``None``: they are inside."""
+        """Return the half step from ``rank`` over the border of a torus towards ``other``, if that is their way."""
         if self.closed_shape is None:
             return None
         rows, columns = self.closed_shape
@@ -171,7 +171,8 @@ def _lattice(rows: int, columns: int, *, closed: bool = False) -> FloatArray:
 
 def _into_square(places: FloatArray) -> FloatArray:
     low, high = places.min(axis=0), places.max(axis=0)
-    return (places - (low + high) / 2) * (2.0 / max((high - low).max(), 1e-9))
+    scale = 2.0 / max(float((high - low).max()), 1e-9)
+    return np.asarray((places - (low + high) / 2) * scale)
 
 
 def _apart(places: FloatArray, distance: float) -> FloatArray:

@@ -113,7 +113,7 @@ def draw_curve(axes: Any, topology: Topology, *, num_exchanges: int, font_size: 
     axes.set_xlabel(
         f"rounds{' after the warm-up' if topology.warmup else ''}", fontsize=font_size, color=_FAINT, labelpad=2
     )
-    axes.set_ylabel("‖ W … W − J ‖₂", fontsize=font_size, color=_FAINT, labelpad=2)
+    axes.set_ylabel("‖ W … W \N{MINUS SIGN} J ‖₂", fontsize=font_size, color=_FAINT, labelpad=2)
     axes.set_title("largest share of a disagreement left", fontsize=font_size + 1, color=_INK, pad=4)
 
 

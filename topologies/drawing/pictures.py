@@ -55,8 +55,8 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     is its weight, a dashed one is negative. An arrow points to the rank that reads; a line without one has the same
     weight in both directions. Beside or below them stand W of the first round drawn, the product of a period, and
     the curve of ``||W_(k-1) .. W_0 - J||_2`` over k rounds, after the warm-up if there is one. Of more than 80
-    ranks there are only matrices and the curve. The same topology gives the same SVG, byte for byte, under one version of
-    matplotlib.
+    ranks there are only matrices and the curve. The same topology gives the same SVG, byte for byte, under one version
+    of matplotlib.
 
     Parameters
     ----------
@@ -228,10 +228,7 @@ def _matrices(topology: Topology, numbers: Sequence[int], *, with_lines: bool) -
     last = topology.phases[-1].topology
     num_exchanges = last.period or min(len(numbers), _APERIODIC_ROUNDS)
     if num_exchanges > 1 or topology.warmup:
-        if last.period:
-            title = "product of the period"
-        else:
-            title = f"product of {num_exchanges} rounds"
+        title = "product of the period" if last.period else f"product of {num_exchanges} rounds"
         found.append((product(last, num_exchanges), title))
     return found
 

@@ -1,0 +1,195 @@
+"""Topology.product, interleave and permuted against their definitions in numpy."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import topologies
+from topologies import Round, Topology
+
+NAMES = ["complete", "ring", "directed_ring", "star", "exponential", "one_peer_exponential", "random_matching"]
+PAIRS = list(itertools.product(NAMES, NAMES))
+
+
+def row_stochastic(n: int) -> Topology:
+    return Topology.from_rounds([Round.from_rows([{0: 0.5} if i else {} for i in range(n)])], stochasticity="row")
+
+
+def column_stochastic(n: int) -> Topology:
+    matrix = row_stochastic(n).round(0).matrix().T
+    return Topology.from_rounds([Round.from_matrix(matrix)], stochasticity="column")
+
+
+def check_views(topology: Topology, num_rounds: int = 3) -> None:
+    """The views of one rank and the whole round say the same."""
+    n = topology.world_size
+    for t in range(num_rounds):
+        round_ = topology.round(t)
+        matrix = round_.matrix()
+        for i in range(n):
+            reads = [(j, matrix[i, j]) for j in range(n) if j != i and matrix[i, j]]
+            assert list(round_.neighbours(i).items()) == reads
+            assert round_.self_weight(i) == matrix[i, i]
+            assert round_.targets(i) == tuple(j for j in range(n) if j != i and matrix[j, i])
+
+
+@pytest.mark.parametrize(("machines", "local"), PAIRS)
+def test_product_is_kronecker(machines: str, local: str) -> None:
+    for num_machines, local_size in ((3, 2), (2, 4), (1, 3), (3, 1)):
+        outer, inner = topologies.build(machines, num_machines), topologies.build(local, local_size)
+        topology = outer.product(inner)
+        assert topology.world_size == num_machines * local_size
+        for t in range(6):
+            expected = np.kron(outer.round(t).matrix(), inner.round(t).matrix())
+            np.testing.assert_allclose(topology.round(t).matrix(), expected, rtol=0, atol=1e-16)
+        check_views(topology)
+        assert topology.stochasticity == "doubly"
+        assert topology.symmetric == (outer.symmetric and inner.symmetric)
+        periods = (outer.period, inner.period)
+        assert topology.period == (None if None in periods else math.lcm(*periods))
+        if None not in (outer.exact_after, inner.exact_after):
+            assert topology.exact_after == max(outer.exact_after, inner.exact_after)
+        elif topology.period is not None:
+            assert topology.exact_after is None
+
+
+def test_product_of_groups_stays_groups() -> None:
+    topology = topologies.build("one_peer_hypercube", 4).product(topologies.build("complete", 3))
+    assert topology.round(1).uniform_groups == ((0, 1, 2, 6, 7, 8), (3, 4, 5, 9, 10, 11))
+
+
+def test_a_rank_that_keeps_nothing_in_a_product() -> None:
+    swap = Topology.from_rounds([Round.from_matrix([[0, 1], [1, 0]])])
+    topology = swap.product(topologies.build("ring", 3))
+    np.testing.assert_allclose(topology.round(0).matrix(), np.kron([[0, 1], [1, 0]], np.full((3, 3), 1 / 3)))
+    check_views(topology)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_interleave_takes_turns(one: str, other: str) -> None:
+    even, odd = topologies.build(one, 4), topologies.build(other, 4)
+    topology = even.interleave(odd)
+    for t in range(12):
+        assert topology.round(t) == (even, odd)[t % 2].round(t // 2)
+    periods = (even.period, odd.period)
+    assert topology.period == (None if None in periods else 2 * math.lcm(*periods))
+    assert topology.symmetric == (even.symmetric and odd.symmetric)
+    if "complete" in (one, other) and topology.period:
+        assert topology.exact_after == (1 if one == "complete" else 2)
+
+
+@given(st.permutations(range(6)), st.sampled_from(NAMES))
+def test_permuted_moves_the_ranks(order: list[int], name: str) -> None:
+    base = topologies.build(name, 6)
+    topology = base.permuted(order)
+    for t in range(3):
+        moved = topology.round(t).matrix()
+        np.testing.assert_array_equal(moved[np.ix_(order, order)], base.round(t).matrix())
+    check_views(topology, 1)
+    assert (topology.period, topology.exact_after, topology.symmetric) == (
+        base.period,
+        base.exact_after,
+        base.symmetric,
+    )
+
+
+def test_phases_are_permuted_one_by_one() -> None:
+    schedule = topologies.build("star", 4).then(topologies.build("ring", 4).every(2), after=3)
+    topology = schedule.permuted([3, 1, 0, 2])
+    assert (topology.warmup, topology.period) == (3, 2)
+    for t in range(8):
+        expected = schedule.round(t).matrix()
+        np.testing.assert_array_equal(topology.round(t).matrix()[np.ix_([3, 1, 0, 2], [3, 1, 0, 2])], expected)
+
+
+def combinations() -> list[Topology]:
+    ring, star, exponential = (topologies.build(name, 4) for name in ("ring", "star", "one_peer_exponential"))
+    complete = topologies.build("complete", 2)
+    return [
+        ring.product(complete),
+        complete.product(ring),
+        ring.product(complete).every(3),
+        ring.every(2).product(complete),
+        ring.interleave(star),
+        star.interleave(ring),
+        ring.interleave(exponential.interleave(star)),
+        ring.permuted([0, 2, 1, 3]),
+        ring.permuted([0, 3, 1, 2]),
+        star.then(ring.permuted([0, 2, 1, 3]).interleave(star), after=3),
+        topologies.build("random_matching", 4, seed=1).product(complete),
+    ]
+
+
+def test_json_pickle_copies_and_equality() -> None:
+    for number, topology in enumerate(combinations()):
+        for again in (
+            Topology.from_json(topology.to_json()),
+            pickle.loads(pickle.dumps(topology)),
+            copy.deepcopy(topology),
+            combinations()[number],
+        ):
+            assert again == topology
+            assert hash(again) == hash(topology)
+            assert repr(again) == repr(topology)
+            for t in range(5):
+                assert again.round(t) == topology.round(t)
+        for other_number, other in enumerate(combinations()):
+            assert (topology == other) is (number == other_number), (topology, other)
+
+
+def test_names_are_the_expressions() -> None:
+    names = [topology.name for topology in combinations()]
+    assert names[0] == "ring.product(complete)"
+    assert names[3] == "ring.every(2).product(complete)"
+    assert names[6] == "ring.interleave(one_peer_exponential.interleave(star))"
+    assert names[7] == "ring.permuted"
+    assert names[-1] == "random_matching(seed=1).product(complete)"
+
+
+def test_what_cannot_be_combined_is_refused() -> None:
+    ring, complete = topologies.build("ring", 4), topologies.build("complete", 4)
+    warm = complete.then(ring, after=5)
+    for combine in (ring.product, ring.interleave):
+        with pytest.raises(ValueError, match=r"a warm-up of 5 rounds; combine first.*then\(\.\.\., after=5"):
+            combine(warm)
+        with pytest.raises(TypeError, match=r"must be a Topology, got 'ring' \(str\)"):
+            combine("ring")
+    for combine in (warm.product, warm.interleave):
+        with pytest.raises(ValueError, match="begins with a warm-up of 5 rounds"):
+            combine(ring)
+    with pytest.raises(ValueError, match=r"other is 'ring' for 3 ranks.*for 4; build both for the same world_size"):
+        ring.interleave(topologies.build("ring", 3))
+    for combine in (row_stochastic(4).product, row_stochastic(4).interleave):
+        with pytest.raises(ValueError, match=r"only row-stochastic and .* only column-stochastic"):
+            combine(column_stochastic(4))
+
+
+@pytest.mark.parametrize("combine", ["product", "interleave"])
+def test_the_weaker_sums_are_marked(combine: str) -> None:
+    ring = topologies.build("ring", 4)
+    for weaker in (row_stochastic(4), column_stochastic(4)):
+        assert getattr(ring, combine)(weaker).stochasticity == weaker.stochasticity
+        assert getattr(weaker, combine)(ring).stochasticity == weaker.stochasticity
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "text"),
+    [
+        ([0, 1, 2], ValueError, "leaves out rank 3"),
+        ([0, 1, 2, 2], ValueError, "leaves out rank 3"),
+        ([0, 1, 2, 3, 3], ValueError, "has 5 entries"),
+        ([0, 1, 2, -3], ValueError, "a rank in order must be at least 0"),
+        ([0, 1, 2, 3.0], TypeError, "a rank in order must be an integer"),
+        ("0123", TypeError, "order must be a sequence of the 4 ranks"),
+        (7, TypeError, "order must be a sequence of the 4 ranks"),
+    ],
+)
+def test_orders_name_every_rank_once(order: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        topologies.build("ring", 4).permuted(order)

@@ -1,0 +1,137 @@
+"""Where ranks stand: the Kronecker product of machines and their local ranks, and other orders of the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from topologies.phases import Expression, check_no_warmup, common_stochasticity, expression_text
+from topologies.round import Round
+from topologies.topology import Topology, check_topology
+from topologies.validation import check_integer
+
+
+@dataclass(frozen=True)
+class Product(Expression):
+    """Round t is the Kronecker product of the rounds t of both; rank = machine * local_size + local rank."""
+
+    machines: Topology
+    local: Topology
+
+    @property
+    def parts(self) -> tuple[Topology, ...]:
+        return self.machines, self.local
+
+    def __call__(self, t: int) -> Round:
+        return _kronecker(self.machines.round(t), self.local.round(t))
+
+
+def product(machines: Topology, local: Topology) -> Topology:
+    """Return :meth:`Topology.product`."""
+    check_topology("local", local, machines.world_size)
+    parts = (machines, local)
+    check_no_warmup("product", parts)
+    periods = [part.period for part in parts]
+    promises = [part.promised_exact_after for part in parts]
+    return Topology(
+        world_size=machines.world_size * local.world_size,
+        make_round=Product(*parts),
+        period=None if None in periods else math.lcm(*filter(None, periods)),
+        stochasticity=common_stochasticity(parts),
+        promised_exact_after=None if None in promises else max(filter(None, promises)),
+        name=f"{expression_text(machines)}.product({expression_text(local)})",
+    )
+
+
+def _kronecker(machines: Round, local: Round) -> Round:
+    local_size = local.world_size
+    world_size = machines.world_size * local_size
+
+    def row(rank: int) -> dict[int, float]:
+        machine, place = divmod(rank, local_size)
+        weights = {
+            other * local_size + there: outer * inner
+            for other, outer in machines.row(machine).items()
+            for there, inner in local.row(place).items()
+        }
+        return {other: weights[other] for other in sorted(weights) if weights[other] or other == rank}
+
+    def readers(rank: int) -> tuple[int, ...]:
+        machine, place = divmod(rank, local_size)
+        outer = [*machines.targets(machine), *[machine] * bool(machines.self_weight(machine))]
+        inner = [*local.targets(place), *[place] * bool(local.self_weight(place))]
+        return tuple(sorted({other * local_size + there for other in outer for there in inner} - {rank}))
+
+    def whole() -> Round:
+        if machines.uniform_groups is not None and local.uniform_groups is not None:
+            groups = [
+                [machine * local_size + place for machine in outer for place in inner]
+                for outer in machines.uniform_groups
+                for inner in local.uniform_groups
+            ]
+            return Round.from_groups(world_size, groups)
+        return Round.from_rows([row(rank) for rank in range(world_size)])
+
+    return Round.from_formula(world_size, row, readers=readers, whole=whole)
+
+
+@dataclass(frozen=True)
+class Permutation(Expression):
+    """A schedule in which rank ``order[place]`` does what rank ``place`` does in another one."""
+
+    topology: Topology
+    order: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[Topology, ...]:
+        return (self.topology,)
+
+    def __call__(self, t: int) -> Round:
+        return _relabelled(self.topology.round(t), self.order)
+
+
+def permuted(topology: Topology, order: Sequence[int]) -> Topology:
+    """Return :meth:`Topology.permuted`; not for a topology made of phases, whose phases are permuted one by one."""
+    return Topology(
+        world_size=topology.world_size,
+        make_round=Permutation(topology, _check_order(order, topology.world_size)),
+        period=topology.period,
+        stochasticity=topology.stochasticity,
+        promised_symmetric=topology.promised_symmetric,
+        promised_exact_after=topology.promised_exact_after,
+        name=f"{expression_text(topology)}.permuted",
+    )
+
+
+def _check_order(order: Sequence[int], world_size: int) -> tuple[int, ...]:
+    if isinstance(order, str | bytes) or not hasattr(order, "__len__"):
+        raise TypeError(f"order must be a sequence of the {world_size} ranks, got {order!r}; pass a list")
+    ranks = tuple(check_integer("a rank in order", rank, minimum=0) for rank in order)
+    if sorted(ranks) != list(range(world_size)):
+        missing = sorted(set(range(world_size)) - set(ranks))
+        wrong = f"it leaves out rank {missing[0]}" if missing else f"it has {len(ranks)} entries"
+        raise ValueError(
+            f"order must name every rank from 0 to {world_size - 1} once, {wrong}; order[place] is the rank that "
+            f"takes that place"
+        )
+    return ranks
+
+
+def _relabelled(round_: Round, order: tuple[int, ...]) -> Round:
+    place_of = np.argsort(order)
+
+    def row(rank: int) -> dict[int, float]:
+        return dict(sorted((order[other], weight) for other, weight in round_.row(int(place_of[rank])).items()))
+
+    def readers(rank: int) -> tuple[int, ...]:
+        return tuple(sorted(order[other] for other in round_.targets(int(place_of[rank]))))
+
+    def whole() -> Round:
+        if round_.uniform_groups is not None:
+            return Round.from_groups(len(order), [[order[rank] for rank in group] for group in round_.groups])
+        return Round.from_rows([row(rank) for rank in range(len(order))])
+
+    return Round.from_formula(len(order), row, readers=readers, whole=whole)
