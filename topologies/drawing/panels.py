@@ -124,13 +124,13 @@ def _draw_end(axes: Any, end: int, bottom: float, kept: FloatArray, every: int, 
         before = every * (len(kept) - 1)
         axes.plot([before, end], [kept[-1], bottom], color=_ACCENT, linewidth=1.0, linestyle=(0, (2, 2)))
     axes.plot([end], [bottom], marker="o", markersize=6, color=_MARK, clip_on=False, zorder=5, linestyle="")
-    number = f"{end} round{'' if end == 1 else 's'}"
+    when = f"after {end} round{'' if end == 1 else 's'}" if end else "from the start"
     axes.annotate(
-        f"exact after {number}" if is_exact else f"below 1e-12 after {number}",
+        f"{'exact' if is_exact else 'below 1e-12'} {when}",
         (end, bottom),
-        xytext=(-7, 5),
+        xytext=(-7 if end else 7, 5),
         textcoords="offset points",
-        ha="right",
+        ha="right" if end else "left",
         va="bottom",
         fontsize=font_size,
         color=_INK,

@@ -203,8 +203,8 @@ def _compact_figure(topology: Topology) -> Any:
         numbers = []
     if layout is not None and len(numbers) == 1:
         picture = _Figure(width, 4.5)
-        picture.round(numbers[0], topology.round(numbers[0]), layout, 0.0, 0.0, 2.5, font_size)
-        picture.matrix(matrix, title, 2.5, 0.2, 1.95, font_size)
+        picture.round(numbers[0], topology.round(numbers[0]), layout, 0.0, 0.0, 2.45, font_size)
+        picture.matrix(matrix, title, 2.4, 0.3, 1.8, font_size)
         axes = picture.panel(0.62, 3.15, width - 0.85, 1.0)
     else:
         side = 1.72 if len(numbers) == 3 else 2.45
