@@ -75,7 +75,14 @@ def draw_matrix(axes: Any, scale_axes: Any, matrix: FloatArray, title: str, *, f
     scale_axes.set_yticks(marks, [f"{mark:.3g}" for mark in marks])
 
 
-def draw_curve(axes: Any, topology: Topology, *, num_exchanges: int, font_size: float) -> None:
+def draw_curve(
+    axes: Any,
+    topology: Topology,
+    *,
+    num_exchanges: int,
+    font_size: float,
+    title: str = "largest share of a disagreement left",
+) -> None:
     """Draw ``||W_(k-1) .. W_0 - J||_2`` against k, from the end of the warm-up on.
 
     The curve ends where it is exact, or below 1e-12. The axis is logarithmic where it spans more than two decades.
@@ -114,7 +121,7 @@ def draw_curve(axes: Any, topology: Topology, *, num_exchanges: int, font_size: 
         f"rounds{' after the warm-up' if topology.warmup else ''}", fontsize=font_size, color=_FAINT, labelpad=2
     )
     axes.set_ylabel("‖ W … W \N{MINUS SIGN} J ‖₂", fontsize=font_size, color=_FAINT, labelpad=2)
-    axes.set_title("largest share of a disagreement left", fontsize=font_size + 1, color=_INK, pad=4)
+    axes.set_title(title, fontsize=font_size + 1, color=_INK, pad=4)
 
 
 def _draw_end(axes: Any, end: int, bottom: float, kept: FloatArray, every: int, font_size: float) -> None:

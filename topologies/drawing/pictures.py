@@ -41,7 +41,7 @@ _TITLE_LINE, _LINE = 0.24, 0.2
 _MATRIX = 2.2
 #: A matrix or the curve with what is written around it.
 _PANEL_WIDTH, _PANEL_HEIGHT = 3.1, 2.85
-_CAPTION = 0.28
+_CAPTION, _CAPTION_LINE = 0.15, 0.13
 _FONT = 7.5
 _POINTS_PER_INCH = 72
 _INK, _FAINT = "#1f2933", "#5f6b76"
@@ -86,21 +86,19 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
         numbers = range(check_integer("rounds", rounds, minimum=1))
         if rounds > MAX_DRAWN_ROUNDS:
             raise ValueError(f"rounds must be at most {MAX_DRAWN_ROUNDS}, got {rounds}; draw fewer")
-    with _style("path", salt="topologies"):
+    with _style("path"):
         figure = _whole_figure(topology, numbers)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def draw_compact(topology: Topology, *, salt: str) -> str:
-    """Return a small picture as SVG for a page: at most three rounds, one matrix and the curve.
+def draw_compact(topology: Topology) -> str:
+    """Return a small picture as SVG for a page: at most three rounds, one matrix and the curve. Text is text.
 
     Parameters
     ----------
     topology
         At most 1024 ranks.
-    salt
-        What the ids in the picture are made from: pictures on one page need different ones.
 
     Raises
     ------
@@ -110,7 +108,7 @@ def draw_compact(topology: Topology, *, salt: str) -> str:
         If matplotlib is missing.
     """
     _check_world_size(topology)
-    with _style("none", salt=salt):
+    with _style("none"):
         text = io.StringIO()
         _compact_figure(topology).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
@@ -134,11 +132,13 @@ class _Figure:
         self.figure.text(left / across, 1 - top / down, text, fontsize=size, va="top", **{"color": _INK, **style})
 
     def round(
-        self, number: int, round_: Round, layout: Layout, left: float, top: float, side: float, font_size: float
-    ) -> None:
-        """Draw a round under its caption; ``side`` is that of the square without it."""
-        self.text(left + side / 2, top + 0.06, f"round {number}: {caption(round_)}", font_size, ha="center")
-        axes = self.panel(left, top + _CAPTION, side, side)
+        self, number: int, round_: Round, layout: Layout, left: float, top: float, side: float, font_size: float,
+        *, lines: int = 1,
+    ) -> None:  # fmt: skip
+        """Draw a round under a caption of one line or two; ``side`` is that of the square without it."""
+        text = f"round {number}{': ' if lines == 1 else chr(10)}{caption(round_)}"
+        self.text(left + side / 2, top + 0.06, text, font_size, ha="center", linespacing=1.15)
+        axes = self.panel(left, top + _caption_height(lines), side, side)
         draw_round(axes, round_, layout, side=side * _POINTS_PER_INCH)
 
     def matrix(self, matrix: Any, title: str, left: float, top: float, side: float, font_size: float) -> None:
@@ -156,7 +156,7 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     if beside:
         side = max(side, 3.3)
     columns = min(len(numbers), int(_WIDTH // side))
-    rounds_height = (side + _CAPTION) * -(-len(numbers) // columns) if layout is not None else 0.0
+    rounds_height = (side + _caption_height(1)) * -(-len(numbers) // columns) if layout is not None else 0.0
     matrices = _matrices(topology, numbers, with_lines=with_lines)
 
     title = textwrap.wrap(_title(topology), 88)
@@ -178,7 +178,7 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
         for place, t in enumerate(numbers):
             row, column = divmod(place, columns)
             left = column * slot + (slot - side) / 2
-            picture.round(t, topology.round(t), layout, left, header + row * (side + _CAPTION), side, 8.0)
+            picture.round(t, topology.round(t), layout, left, header + row * (side + _caption_height(1)), side, 8.0)
     left, top = (side, header + (body - panels_height) / 2) if beside else (0.0, header + rounds_height)
     first_left = left
     for matrix, matrix_title in matrices:
@@ -194,30 +194,28 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
 
 def _compact_figure(topology: Topology) -> Any:
     """Return the figure: one round beside its matrix, or rounds above it, and the curve."""
-    width, font_size = 5.2, 7.0
+    width, font_size, curve_title = 4.7, 7.5, "share of a disagreement left"
     with_lines = topology.world_size <= MAX_RANKS_WITH_LINES
     numbers = _exchanges(topology, 3)
     matrix, title = _matrices(topology, numbers, with_lines=with_lines)[-1]
-    layout = layout_of(topology) if with_lines else None
-    if layout is None:
-        numbers = []
-    if layout is not None and len(numbers) == 1:
-        picture = _Figure(width, 4.5)
-        picture.round(numbers[0], topology.round(numbers[0]), layout, 0.0, 0.0, 2.45, font_size)
-        picture.matrix(matrix, title, 2.4, 0.3, 1.8, font_size)
-        axes = picture.panel(0.62, 3.15, width - 0.85, 1.0)
+    if with_lines and len(numbers) == 1:
+        picture = _Figure(width, 4.15)
+        picture.round(numbers[0], topology.round(numbers[0]), layout_of(topology), 0.0, 0.0, 2.15, font_size, lines=2)
+        picture.matrix(matrix, title, 2.1, 0.3, 1.5, font_size)
+        axes = picture.panel(0.65, 2.85, width - 0.85, 0.9)
     else:
-        side = 1.72 if len(numbers) == 3 else 2.45
-        top = side + _CAPTION if layout is not None else 0.0
-        slot = width / max(len(numbers), 1)
-        picture = _Figure(width, top + 2.3)
-        if layout is not None:
+        slot = width / len(numbers)
+        side = min(slot, 2.2)
+        top = side + _caption_height(2) if with_lines else 0.0
+        picture = _Figure(width, top + 2.2)
+        if with_lines:
+            layout = layout_of(topology)
             for place, t in enumerate(numbers):
                 left = place * slot + (slot - side) / 2
-                picture.round(t, topology.round(t), layout, left, 0.0, side, font_size)
-        picture.matrix(matrix, title, 0.0, top, 1.55, font_size)
-        axes = picture.panel(3.05, top + 0.3, width - 3.25, 1.55)
-    draw_curve(axes, topology, num_exchanges=horizon(topology, 32), font_size=font_size)
+                picture.round(t, topology.round(t), layout, left, 0.0, side, font_size, lines=2)
+        picture.matrix(matrix, title, 0.0, top, 1.45, font_size)
+        axes = picture.panel(2.9, top + 0.3, width - 3.1, 1.45)
+    draw_curve(axes, topology, num_exchanges=horizon(topology, 32), font_size=font_size, title=curve_title)
     return picture.figure
 
 
@@ -242,6 +240,10 @@ def _exchanges(topology: Topology, at_most: int) -> list[int]:
         for exchange in range(min(phase.num_distinct(sampled=_APERIODIC_ROUNDS), each))
     ]
     return numbers[:at_most] or [topology.phases[-1].number_of(0)]
+
+
+def _caption_height(lines: int) -> float:
+    return _CAPTION + _CAPTION_LINE * lines
 
 
 def _title(topology: Topology) -> str:
@@ -285,7 +287,7 @@ def _check_world_size(topology: Topology) -> None:
         )
 
 
-def _style(font_type: str, *, salt: str) -> AbstractContextManager[Any]:
+def _style(font_type: str) -> AbstractContextManager[Any]:
     """Return the settings under which the same topology makes the same file, whatever the user has set."""
     try:
         import matplotlib
@@ -293,7 +295,7 @@ def _style(font_type: str, *, salt: str) -> AbstractContextManager[Any]:
         raise ImportError('drawing needs matplotlib; install it with pip install "gossip-training[plot]"') from error
     settings = {
         **matplotlib.rcParamsDefault,
-        "svg.hashsalt": salt,
+        "svg.hashsalt": "topologies",
         "svg.fonttype": font_type,
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"] if font_type == "path" else ["DejaVu Sans", "Verdana", "sans-serif"],

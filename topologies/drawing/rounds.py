@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 #: What a panel shows of the plane: -EXTENT .. EXTENT.
 EXTENT = 1.14
 
-_COLOURS = ("#2f6db3", "#c8641b", "#1f8a4f", "#b8352a", "#7a55a8", "#86592f", "#c2498f", "#12808e")
-_ALONE = "#a0a0a0"
+_COLOURS = ("#2f6db3", "#b85a14", "#1b7f48", "#b8352a", "#7a55a8", "#86592f", "#c2498f", "#12808e")
+_ALONE = "#737b84"
 _LARGEST_FONT = 9.0
 
 _Point = tuple[float, float]
@@ -63,7 +63,7 @@ def draw_round(axes: Any, round_: Round, layout: Layout, *, side: float) -> None
     edges = list(_edges(round_))
     # Many lines cross in the middle: they get thinner and lighter together.
     crowd = min(1.0, (1.5 * round_.world_size / max(len(edges), 1)) ** 0.5)
-    for pen, lines in _by_pen(edges, layout, colour_of, thickest=max(0.4, 0.3 * points) * crowd).items():
+    for pen, lines in _by_pen(edges, layout, colour_of, thickest=min(2.4, max(0.4, 0.3 * points)) * crowd).items():
         vertices: list[_Point] = []
         codes: list[Any] = []
         heads: list[_Point] = []
