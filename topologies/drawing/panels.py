@@ -87,7 +87,7 @@ def draw_curve(
 
     The curve ends where it is exact, or below 1e-12. The axis is logarithmic where it spans more than two decades.
     """
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     last = topology.phases[-1]
     errors = consensus_errors(last.topology, num_exchanges)
@@ -105,7 +105,8 @@ def draw_curve(
         decade = np.floor(np.log10(kept.min()))
         bottom = 10.0 ** (decade - (end is not None) * max(1.0, -decade / 6))
         axes.set_ylim(bottom, 2.0)
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_major_locator(LogLocator(numticks=5))
+        axes.yaxis.set_major_formatter(FuncFormatter(_power_of_ten))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         bottom = 0.0
@@ -144,6 +145,10 @@ def _draw_end(axes: Any, end: int, bottom: float, kept: FloatArray, every: int, 
         bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         zorder=6,
     )
+
+
+def _power_of_ten(value: float, _: int) -> str:
+    return f"{value:g}" if value > 5e-3 else f"1e{np.log10(value):.0f}"
 
 
 def horizon(topology: Topology, at_most: int) -> int:

@@ -214,7 +214,7 @@ def _compact_figure(topology: Topology) -> Any:
                 left = place * slot + (slot - side) / 2
                 picture.round(t, topology.round(t), layout, left, 0.0, side, font_size, lines=2)
         picture.matrix(matrix, title, 0.0, top, 1.45, font_size)
-        axes = picture.panel(2.9, top + 0.3, width - 3.1, 1.45)
+        axes = picture.panel(2.96, top + 0.3, width - 3.16, 1.45)
     draw_curve(axes, topology, num_exchanges=horizon(topology, 32), font_size=font_size, title=curve_title)
     return picture.figure
 
