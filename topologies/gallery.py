@@ -156,7 +156,7 @@ def _measured(topology: Topology) -> str:
     else:
         parts.append(f"period {found.period}")
         parts.append(f"exact after {found.exact_after}" if found.exact_after else "not exact")
-    if found.slem is not None:
+    if found.slem is not None and not found.exact_after:
         parts.append(f"SLEM {_number(found.slem)}")
     assert found.beta is not None  # no sample is as large as that
     if found.num_rounds > 1:
@@ -181,6 +181,7 @@ def _inline_svg(svg: str, prefix: str, label: str) -> str:
     used = set(re.findall(r"#([\w-]+)[\")]", element))
     element = re.sub(r' id="([^"]+)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", element)
     element = re.sub(r'(url\(|href=")#([\w-]+)', rf"\1#{prefix}-\2", element)
+    element = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
     return re.sub(r"\n\s*", "\n", element)
 
 

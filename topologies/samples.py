@@ -56,8 +56,8 @@ def options_text(options: Mapping[str, Any]) -> str:
 
     Examples
     --------
-    >>> options_text({"factors": (2, 3), "shape": None})
-    'factors=(2, 3)'
+    >>> options_text({"factors": (2, 3), "shape": None, "probability": 1 / 3})
+    'factors=(2, 3), probability=0.3333'
     """
     return ", ".join(f"{name}={_value(value)}" for name, value in options.items() if value is not None)
 
@@ -67,7 +67,7 @@ def _value(value: Any) -> str:
         if {"nodes", "edges"} <= set(value):
             return f"{len(value['nodes'])} nodes and {len(value['edges'])} edges"
         return "{..}"
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _by_distance(world_size: int) -> Iterator[int]:

@@ -85,10 +85,10 @@ def _percent(share: float) -> str:
 
     Examples
     --------
-    >>> _percent(0.6), _percent(0.9492), _percent(0.99921)
-    ('60.0 %', '95.0 %', '99.93 %')
+    >>> _percent(0.6), _percent(0.9492), _percent(0.99921), _percent(1.0)
+    ('60.0 %', '95.0 %', '99.93 %', '100.0 %')
     """
-    for decimals in (1, 2, 3, 4):
+    for decimals in (1,) if share > 1 - 1e-6 else (1, 2, 3, 4):
         scale = 10**decimals
         rounded = math.ceil(share * 100 * scale - 1e-7) / scale
         if rounded < 100:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -259,6 +260,11 @@ def test_neighbours_of_a_graph_stand_nearer_than_others() -> None:
     np.testing.assert_array_equal(places, layout_of(Topology.from_json(topology.to_json())).places)
     along_edges = np.mean([np.linalg.norm(places[i] - places[j]) for i, j in graph.edges])
     assert along_edges < 0.75 * distances(places).mean()
+
+
+def test_a_family_on_a_named_graph_stands_as_that_graph() -> None:
+    on_a_torus = replace(topologies.build("ring", 12), name="matchings", options={"graph": "torus"}, registered=True)
+    np.testing.assert_array_equal(layout_of(on_a_torus).places, layout_of(topologies.build("torus", 12)).places)
 
 
 def test_consensus_errors_of_a_matrix_power() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
+
+from topologies.registry import available, build
 
 if TYPE_CHECKING:
     from topologies.topology import Topology
@@ -116,11 +118,21 @@ def _torus(topology: Topology) -> Layout:
     return Layout(_lattice(rows, columns, closed=True), closed_shape=(rows, columns))
 
 
+def _as_its_graph(topology: Topology) -> Layout:
+    """As the family that the option ``graph`` names, or as its graph."""
+    graph = topology.options["graph"]
+    return (
+        layout_of(build(graph, topology.world_size))
+        if isinstance(graph, str) and graph in available()
+        else _springs(topology)
+    )
+
+
 def _springs(topology: Topology) -> Layout:
     """Distances as in the graph: Kamada and Kawai, "An algorithm for drawing general undirected graphs", 1989."""
     n = topology.world_size
     graph = nx.empty_graph(n)
-    if "graph" in topology.options:
+    if isinstance(topology.options.get("graph"), Mapping):
         graph.add_edges_from((edge["source"], edge["target"]) for edge in topology.options["graph"]["edges"])
     else:
         for t in range(topology.period or _SAMPLED_ROUNDS):
@@ -139,13 +151,14 @@ _LAYOUTS: dict[str, Callable[[Topology], Layout]] = {
     "davis": _springs,
     "erdos_renyi": _springs,
     "florentine": _springs,
-    "graph": _springs,
+    "graph": _as_its_graph,
     "grid": _grid,
     "karate_club": _springs,
     "les_miserables": _springs,
     "local_global": _nodes,
-    "matcha": _springs,
-    "matchings": _springs,
+    "margulis": _springs,
+    "matcha": _as_its_graph,
+    "matchings": _as_its_graph,
     "path": _arc,
     "random_regular": _springs,
     "star": _star,

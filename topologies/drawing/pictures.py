@@ -205,7 +205,7 @@ def _compact_figure(topology: Topology) -> Any:
         axes = picture.panel(0.65, 2.85, width - 0.85, 0.9)
     else:
         slot = width / len(numbers)
-        side = min(slot, 2.2)
+        side = min(0.95 * slot, 2.2)
         top = side + _caption_height(2) if with_lines else 0.0
         picture = _Figure(width, top + 2.2)
         if with_lines:
