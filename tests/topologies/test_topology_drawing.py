@@ -14,11 +14,12 @@ import networkx as nx
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 import topologies
 from topologies import Round, Topology, draw
 from topologies.drawing import draw_compact, layout_of, pictures, rounds
-from topologies.drawing.panels import consensus_errors
+from topologies.drawing.panels import consensus_errors, draw_matrix
 
 
 def texts(path: Path) -> str:
@@ -118,6 +119,8 @@ def test_exactness_is_marked_only_where_it_is(tmp_path: Path) -> None:
     assert "exact after 1 round" in shown(topologies.build("complete", 9), tmp_path)
     assert "exact after 12 rounds" in shown(topologies.build("one_peer_hypercube", 8).every(4), tmp_path)
     assert not any("exact after" in text for text in shown(topologies.build("ring", 9), tmp_path))
+    all_reduce_first = topologies.build("complete", 8).then(topologies.build("ring", 8), after=3)
+    assert not any("exact after" in text for text in shown(all_reduce_first, tmp_path))
     # 0.001^k falls below rounding, but is never 0.
     quick = Topology.from_rounds([Round.from_matrix([[0.5005, 0.4995], [0.4995, 0.5005]])])
     texts_of_quick = shown(quick, tmp_path)
@@ -131,7 +134,7 @@ def test_axes_are_logarithmic_where_the_curve_spans_decades(tmp_path: Path) -> N
         return [text for text in shown(topology, tmp_path) if text == "0.01" or text.startswith("1e-")]
 
     assert labels(topologies.build("exponential", 8))
-    assert not labels(topologies.build("ring", 64))
+    assert "0.50" in shown(topologies.build("ring", 12), tmp_path)  # down to 0.22
     assert not labels(topologies.build("complete", 8))
 
 
@@ -141,6 +144,12 @@ def test_negative_weights_are_dashed_and_the_colours_diverge(tmp_path: Path) -> 
     assert any("dashed: negative" in text for text in negative)
     assert "stroke-dasharray: " in (tmp_path / "picture.svg").read_text().partition("matplotlib.axis")[0]
     assert "-1" in negative  # the scale goes below 0
+    figure = Figure()
+    draw_matrix(figure.add_subplot(), figure.add_subplot(), np.array(matrix), "W", font_size=8)
+    for axes in figure.axes:
+        assert axes.images[0].get_clim() == (-1, 1)
+    red, _, blue, _ = figure.axes[0].images[0].to_rgba([[-0.2]])[0, 0]
+    assert red > blue
     positive = shown(topologies.build("ring", 3), tmp_path)
     assert not any("dashed" in text for text in positive)
     assert "stroke-dasharray: " not in (tmp_path / "picture.svg").read_text().partition("matplotlib.axis")[0]
@@ -254,10 +263,11 @@ def test_a_torus_is_cut_at_its_border() -> None:
 
 
 def test_neighbours_of_a_graph_stand_nearer_than_others() -> None:
-    graph = nx.random_regular_graph(3, 20, seed=1)
+    graph = nx.barbell_graph(8, 4)
     topology = topologies.build("graph", 20, graph=graph)
     places = layout_of(topology).places
     np.testing.assert_array_equal(places, layout_of(Topology.from_json(topology.to_json())).places)
+    assert distances(places).min() > 0.8 * 1.1 / np.sqrt(20)  # 0.13 before they are pushed apart
     along_edges = np.mean([np.linalg.norm(places[i] - places[j]) for i, j in graph.edges])
     assert along_edges < 0.75 * distances(places).mean()
 
