@@ -10,6 +10,8 @@ from topologies import analysis as analysis
 from topologies import families as families
 from topologies.describe import Description as Description
 from topologies.drawing import draw as draw
+from topologies.facts import Facts as Facts
+from topologies.facts import facts_of as facts_of
 from topologies.phases import Phase as Phase
 from topologies.registry import available as available
 from topologies.registry import build as build
@@ -23,6 +25,7 @@ from topologies.weights import weighted_round as weighted_round
 
 __all__ = [
     "Description",
+    "Facts",
     "Phase",
     "Round",
     "Stochasticity",
@@ -31,6 +34,7 @@ __all__ = [
     "available",
     "build",
     "draw",
+    "facts_of",
     "families",
     "family",
     "register",

@@ -1,4 +1,4 @@
-"""``python -m topologies``: list, describe and draw topologies from a terminal."""
+"""``python -m topologies``: list, describe, compare and draw topologies from a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from topologies.drawing import draw
+from topologies.gallery import write_gallery
 from topologies.registry import available, build, family
+from topologies.tables import markdown_table, update_table
 from topologies.topology import Topology
 
 
@@ -53,8 +55,20 @@ def _parser() -> argparse.ArgumentParser:
     drawing = commands.add_parser("draw", help="a picture of its rounds")
     _add_topology(drawing)
     drawing.add_argument("--output", required=True, metavar="PATH", help="where to write, .svg or .png")
-    drawing.add_argument("--rounds", type=int, metavar="K", help="how many rounds (default: a period, at most 8)")
+    drawing.add_argument(
+        "--rounds", type=int, metavar="K", help="how many rounds, at most 32 (default: a period, at most 8)"
+    )
     drawing.set_defaults(run=_draw)
+
+    table = commands.add_parser("table", help="all families with their key figures, in Markdown")
+    table.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks measured (default: 16)")
+    table.add_argument("--update", metavar="PATH", help="write it into this Markdown file, between its two marks")
+    table.set_defaults(run=_table)
+
+    gallery = commands.add_parser("gallery", help="a page with a card for every family: picture, definition, figures")
+    gallery.add_argument("--output", required=True, metavar="PATH", help="where to write the HTML file")
+    gallery.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks (default: 16)")
+    gallery.set_defaults(run=_gallery)
     return parser
 
 
@@ -94,6 +108,19 @@ def _describe(parsed: argparse.Namespace) -> str:
 
 def _draw(parsed: argparse.Namespace) -> str:
     draw(_topology(parsed), parsed.output, parsed.rounds)
+    return f"wrote {parsed.output}"
+
+
+def _table(parsed: argparse.Namespace) -> str:
+    table = markdown_table(parsed.world_size)
+    if parsed.update is None:
+        return table
+    update_table(parsed.update, table)
+    return f"wrote the table into {parsed.update}"
+
+
+def _gallery(parsed: argparse.Namespace) -> str:
+    write_gallery(parsed.output, parsed.world_size)
     return f"wrote {parsed.output}"
 
 

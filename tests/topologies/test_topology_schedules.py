@@ -334,26 +334,26 @@ def test_description_without_a_period() -> None:
 @pytest.mark.parametrize(
     ("topology", "title", "numbers"),
     [
-        (family("ring").every(4), "ring.every(4), 4 ranks, period 4", [3]),
-        (family("one_peer_ring").every(5), "one_peer_ring.every(5), 4 ranks, period 10", [4, 9]),
+        (family("ring").every(4), "ring.every(4) 4 ranks, period 4", [3]),
+        (family("one_peer_ring").every(5), "one_peer_ring.every(5) 4 ranks, period 10", [4, 9]),
         (
             family("random_matching").every(2),
-            "random_matching(seed=3).every(2), 4 ranks, first 8 rounds",
+            "random_matching(seed=3).every(2) 4 ranks, first 8 rounds",
             [1, 3, 5, 7],
         ),
         (
             family("complete").then(family("one_peer_ring").every(3), after=100),
-            "complete.then(one_peer_ring.every(3), after=100), 4 ranks, period 6 after 100 rounds",
+            "complete.then(one_peer_ring.every(3), after=100) 4 ranks, period 6 after 100 rounds",
             [0, 102, 105],
         ),
         (
             family("random_matching").every(9).then(family("random_matching"), after=20),
-            "random_matching(seed=3).every(9).then(random_matching(seed=3), after=20), 4 ranks, no period after 20 ",
+            "random_matching(seed=3).every(9).then(random_matching(seed=3), after=20) 4 ranks, no period after 20 ",
             [8, 17, 20, 21, 22, 23],
         ),
         (
             Topology.from_rounds([family("star").round(0)] * 12, name="stars").then(family("ring"), after=50),
-            "stars.then(ring, after=50), 4 ranks, period 1 after 50 rounds",
+            "stars.then(ring, after=50) 4 ranks, period 1 after 50 rounds",
             [0, 1, 2, 3, 50],
         ),
     ],

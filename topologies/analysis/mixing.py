@@ -205,6 +205,9 @@ def disagreement(topology: Topology, num_rounds: int, start: int) -> Disagreemen
 def _errors(topology: Topology, start: int) -> Callable[[int], float]:
     """Return the function from k to ``||R_k - J||_2`` for the rounds from ``start`` on."""
     if topology.world_size > MAX_DENSE_SPECTRUM:
+        if topology.period == 1 and start >= topology.warmup and topology.symmetric:
+            one_round = disagreement(topology, 1, start).norm()
+            return lambda k: one_round**k
         return lambda k: disagreement(topology, k, start).norm()
     column = topology.stochasticity == "column"
     products = _Products(topology, start)

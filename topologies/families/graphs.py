@@ -19,7 +19,7 @@ from topologies.validation import SUM_TOLERANCE, measure_stochasticity
 from topologies.weights import weighted_round
 
 
-@register("graph")
+@register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])
 def graph(
     world_size: int,
     *,

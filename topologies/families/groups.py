@@ -19,7 +19,16 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
     """Ranks as the points of a box with sides f_0, f_1, ..; round l averages along side l, weights 1/f_l.
 
     Rank = d_0 + f_0 (d_1 + f_1 (d_2 + ..)) in mixed radix, digit d_0 first: ranks that differ in digit l alone
-    are a group of round l. Exact after one round per factor.
+    are a group of round l.
+
+    Properties
+    ----------
+    sizes : the product of the factors
+    degree : f_l - 1 in round l
+    period : one round per factor
+    exact : after one round per factor
+    rate : beta 0 after a period
+    weights : 1/f_l, symmetric, uniform groups
 
     Parameters
     ----------
@@ -28,7 +37,15 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
 
     References
     ----------
-    Liu et al., "Clique gossiping", 2017. Ryabinin et al., "Moshpit SGD", 2021, section 3.2.
+    Liu et al., "Clique gossiping", 2017.
+    Ryabinin et al., "Moshpit SGD: communication-efficient decentralized training on heterogeneous unreliable devices",
+    2021, section 3.2.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("hyper_cuboid", 6, factors=(2, 3)).round(1).groups
+    ((0, 2, 4), (1, 3, 5))
     """
     if not isinstance(factors, tuple) or not factors:
         raise TypeError(
@@ -52,9 +69,19 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
 
 @register("hyper_hypercube", variants=lambda *_: [{"k": k} for k in (1, 2, 3, 4)])
 def hyper_hypercube(world_size: int, *, k: int) -> Topology:
-    """The box of hyper_cuboid with the fewest sides of at most k + 1, largest first.
+    """The box of hyper_cuboid with the fewest sides of at most k + 1, largest first: at most k peers per round.
 
-    At most k peers per round. Among equally few sides the largest is as small as possible.
+    Round l averages groups of f_l ranks, where n = f_0 f_1 .. has the fewest factors f_l <= k + 1. Among equally few
+    the largest is as small as possible.
+
+    Properties
+    ----------
+    sizes : n without prime factors above k + 1
+    degree : at most k
+    period : the fewest factors of n, each at most k + 1
+    exact : after a period
+    rate : beta 0 after a period
+    weights : 1/f_l, symmetric, uniform groups
 
     Parameters
     ----------
@@ -63,7 +90,14 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
 
     References
     ----------
-    Takezawa et al., "Beyond exponential graph", 2023, Algorithm 1.
+    Takezawa et al., "Beyond exponential graph: communication-efficient topologies for decentralized learning via
+    finite-time convergence", 2023, Algorithm 1.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("hyper_hypercube", 12, k=3).describe().exact_after
+    2
     """
     k = check_integer("k", k, minimum=1)
     factors = fewest_factors(world_size, k + 1)
@@ -83,7 +117,17 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
 def local_global(world_size: int, *, local_size: int) -> Topology:
     """Average inside every node, then across the nodes: a hyper_cuboid of (local_size, n / local_size).
 
-    Node m holds the ranks m L .. m L + L - 1. In the second round equal local ranks of all nodes are a group.
+    Node m holds the ranks m L .. m L + L - 1 with L = local_size. In the second round equal local ranks of all nodes
+    are a group. It is the hierarchical averaging of Bluefog.
+
+    Properties
+    ----------
+    sizes : multiples of L = local_size
+    degree : L - 1 and n/L - 1 in turn
+    period : 2
+    exact : after 2 rounds (1 for L = n)
+    rate : beta 0 after a period
+    weights : 1/L and L/n in turn, symmetric, uniform groups
 
     Parameters
     ----------
@@ -92,7 +136,15 @@ def local_global(world_size: int, *, local_size: int) -> Topology:
 
     References
     ----------
-    Ryabinin et al., "Moshpit SGD", 2021. The hierarchical averaging of Bluefog.
+    Ryabinin et al., "Moshpit SGD: communication-efficient decentralized training on heterogeneous unreliable devices",
+    2021, section 3.2.
+    Ying et al., "BlueFog: make decentralized algorithms practical for optimization and deep learning", 2021.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> [topologies.build("local_global", 6, local_size=3).round(t).groups for t in range(2)]
+    [((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))]
     """
     local_size = check_integer("local_size", local_size, minimum=1)
     if world_size % local_size:
@@ -116,6 +168,15 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
     averages inside each of its two nodes in round 2i and over all its 2L ranks in round 2i + 1, an odd pair the
     other way round. Either way it holds the mean of its 2L ranks after both, so a period is exact.
 
+    Properties
+    ----------
+    sizes : n = L 2^k, k >= 1, L = local_size
+    degree : at most 2L - 1
+    period : 2k
+    exact : after 2k rounds
+    rate : beta 0 after a period
+    weights : 1/L and 1/(2L), symmetric, uniform groups
+
     Parameters
     ----------
     local_size
@@ -124,6 +185,12 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
     References
     ----------
     Wang et al., "From promise to practice: realizing high-performance decentralized training" (Decent-DP), 2025.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("alternating_exp_ring", 8, local_size=2).round(0).groups
+    ((0, 1), (2, 3), (4, 5, 6, 7))
     """
     local_size = check_integer("local_size", local_size, minimum=1)
 

@@ -14,9 +14,28 @@ from topologies.validation import unserved_size
 
 @register("one_peer_ring")
 def one_peer_ring(world_size: int) -> Topology:
-    """The two perfect matchings of an even ring in turn: (0, 1)(2, 3).. and (n-1, 0)(1, 2).., weights 1/2.
+    """The two perfect matchings of an even ring in turn: every rank averages with one neighbour, then with the other.
 
-    Known as `ring` in Decent-DP (2025). Exact for two and four ranks.
+    Even rounds pair (0, 1)(2, 3).., odd rounds (n-1, 0)(1, 2).. Known as `ring` in Decent-DP.
+
+    Properties
+    ----------
+    sizes : even n
+    degree : 1
+    period : 2 (1 for n = 2)
+    exact : after 1 round for n = 2 and 2 rounds for n = 4, else never
+    rate : beta cos(2 pi / n) after a period, n >= 4
+    weights : 1/2, symmetric, pairs
+
+    References
+    ----------
+    Wang et al., "From promise to practice: realizing high-performance decentralized training" (Decent-DP), 2025.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("one_peer_ring", 6).round(1).groups
+    ((0, 5), (1, 2), (3, 4))
     """
     if world_size % 2:
         raise unserved_size("one_peer_ring", world_size, "even", lambda size: size % 2 == 0)
@@ -31,15 +50,30 @@ def one_peer_ring(world_size: int) -> Topology:
 
 @register("one_peer_exponential")
 def one_peer_exponential(world_size: int) -> Topology:
-    """Round t: 1/2 for oneself, 1/2 for rank i + 2^(t mod tau) mod n, with tau = ceil(log2 n).
+    """Round t: a rank averages with what it reads from the one rank 2^(t mod tau) further on, 1/2 each.
 
-    Any number of ranks. Exact after tau rounds if n is a power of two, never otherwise. Directed: the rank read
-    is not the rank sent to; see :func:`one_peer_hypercube` for pairs.
+    Rank i reads i + 2^(t mod tau) mod n, with tau = ceil(log2 n). Any number of ranks. The rank read is not the rank
+    sent to; see :func:`one_peer_hypercube` for pairs.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : 1
+    period : tau = ceil(log2 n)
+    exact : after tau rounds for n = 2^k, else never
+    rate : beta max over 0 < k < n of abs(sin(2^tau pi k / n)) / (2^tau sin(pi k / n)) after a period
+    weights : 1/2, directed, doubly stochastic
 
     References
     ----------
     Assran et al., "Stochastic gradient push for distributed deep learning", 2019.
     Ying et al., "Exponential graph is provably efficient for decentralized deep training", 2021, Lemma 1.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> [topologies.build("one_peer_exponential", 6).round(t).neighbours(3) for t in range(3)]
+    [{4: 0.5}, {5: 0.5}, {1: 0.5}]
     """
     num_hops = (world_size - 1).bit_length()
     power_of_two = not world_size & (world_size - 1)
@@ -53,9 +87,29 @@ def one_peer_exponential(world_size: int) -> Topology:
 
 @register("one_peer_hypercube")
 def one_peer_hypercube(world_size: int) -> Topology:
-    """Round t: the pairs (i, i xor 2^t), weights 1/2, for n = 2^k; exact after the k rounds of a period.
+    """Round t: every rank averages with the one rank whose number differs from its own in bit t mod k.
 
-    Known as `one-peer-exp` in Decent-DP (2025).
+    The pairs of round t are (i, i xor 2^(t mod k)), for n = 2^k. Known as `one-peer-exp` in Decent-DP.
+
+    Properties
+    ----------
+    sizes : n = 2^k
+    degree : 1
+    period : k
+    exact : after k rounds
+    rate : beta 0 after a period
+    weights : 1/2, symmetric, pairs
+
+    References
+    ----------
+    Shi et al., "Finite-time convergent gossiping", 2016.
+    Wang et al., "From promise to practice: realizing high-performance decentralized training" (Decent-DP), 2025.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("one_peer_hypercube", 8).round(1).groups
+    ((0, 2), (1, 3), (4, 6), (5, 7))
     """
     if world_size & (world_size - 1):
         raise unserved_size("one_peer_hypercube", world_size, "a power of two", lambda size: not size & (size - 1))

@@ -20,6 +20,15 @@ def random_matching(world_size: int, *, seed: int = 0) -> Topology:
     Neighbours in a random order of the ranks are a pair. Above 65,536 ranks the order is a pseudo-random one in which
     a rank finds its place by itself.
 
+    Properties
+    ----------
+    sizes : any n
+    degree : at most 1
+    period : none (random)
+    exact : not promised
+    rate : expected squared distance times (n - 2) / (2 (n - 1)) in a round for even n, 1/2 for odd n
+    weights : 1/2, symmetric, pairs
+
     Parameters
     ----------
     seed
@@ -28,6 +37,12 @@ def random_matching(world_size: int, *, seed: int = 0) -> Topology:
     References
     ----------
     Lian et al., "Asynchronous decentralized parallel stochastic gradient descent" (AD-PSGD), 2018.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> sorted(len(group) for group in topologies.build("random_matching", 5, seed=1).round(7).groups)
+    [1, 2, 2]
     """
     matching = _drawn_as_a_whole if world_size <= _MOST_DRAWN_AS_A_WHOLE else _drawn_by_rank
     return Topology.from_function(lambda _, generator: matching(world_size, generator), seed=seed, symmetric=True)

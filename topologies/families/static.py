@@ -16,46 +16,148 @@ from topologies.weights import weighted_round
 
 @register("complete")
 def complete(world_size: int) -> Topology:
-    """Everybody with everybody: one group of all ranks, ``W = J``. Exact after one round; this is all-reduce."""
+    """Everybody with everybody: all ranks average, as all-reduce does.
+
+    One group of all n ranks: ``W = J``, every entry 1/n.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : n - 1
+    period : 1
+    exact : after 1 round
+    rate : SLEM 0
+    weights : 1/n, symmetric, one uniform group
+
+    References
+    ----------
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("complete", 4).round(0).groups
+    ((0, 1, 2, 3),)
+    """
     return _repeat(Round.from_groups(world_size, [range(world_size)]), promised_exact_after=1)
 
 
 @register("ring")
 def ring(world_size: int) -> Topology:
-    """1/3 for oneself and for each side; 1/2 and 1/2 for two ranks.
+    """A rank averages with both neighbours on a ring, 1/3 each.
 
-    The second largest eigenvalue is ``1/3 + 2/3 cos(2 pi / n)``.
+    Rank i reads i - 1 and i + 1 mod n, and keeps 1/3. For two ranks both neighbours are the same, with weight 1/2.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : 2
+    period : 1
+    exact : after 1 round for n <= 3, else never
+    rate : SLEM 1/3 + 2/3 cos(2 pi / n) for n >= 3
+    weights : 1/3 (1/2 for n = 2), symmetric
 
     References
     ----------
-    Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017 (D-PSGD).
+    Lian et al., "Can decentralized algorithms outperform centralized algorithms?" (D-PSGD), 2017.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("ring", 5).round(0).neighbours(0)
+    {1: 0.3333333333333333, 4: 0.3333333333333333}
     """
     return _repeat(circulant(world_size, (1, -1)))
 
 
 @register("directed_ring")
 def directed_ring(world_size: int) -> Topology:
-    """1/2 for oneself, 1/2 for rank i + 1: data flows downwards around the ring.
+    """A rank averages with what it reads from the next rank on a ring, 1/2 each.
+
+    Rank i reads i + 1 mod n and keeps 1/2: data flows downwards around the ring.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : 1
+    period : 1
+    exact : after 1 round for n = 2, else never
+    rate : SLEM cos(pi / n)
+    weights : 1/2, directed, doubly stochastic
 
     References
     ----------
     Assran et al., "Stochastic gradient push for distributed deep learning", 2019.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("directed_ring", 5).round(0).neighbours(4)
+    {0: 0.5}
     """
     return _repeat(circulant(world_size, (1,)))
 
 
 @register("path")
 def path(world_size: int) -> Topology:
-    """Ranks in a line, with Metropolis weights."""
+    """A rank averages with its neighbours in a line, with Metropolis weights.
+
+    Rank i reads i - 1 and i + 1, where they exist, with weight 1/3 each (1/2 for two ranks) and keeps the rest: 1/3, or
+    2/3 at the two ends.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : at most 2
+    period : 1
+    exact : after 1 round for n = 2, else never
+    rate : SLEM 1/3 + 2/3 cos(pi / n) for n >= 3
+    weights : 1/3 (1/2 for n = 2), symmetric
+
+    References
+    ----------
+    Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
+    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
+    optimization", 2018, section IV.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("path", 4).round(0).neighbours(0)
+    {1: 0.3333333333333333}
+    """
     ranks = np.arange(world_size)
     return _repeat(weighted_round(world_size, _pairs(ranks[:-1], ranks[1:])))
 
 
 @register("star")
 def star(world_size: int) -> Topology:
-    """Rank 0 with all others, with Metropolis weights: 1/n on every edge.
+    """Rank 0 exchanges with all others, with Metropolis weights.
 
-    A leaf keeps 1 - 1/n, the centre 1/n; the second largest eigenvalue is 1 - 1/n.
+    Every edge has the weight 1/n. A leaf keeps 1 - 1/n, the centre 1/n: the centre holds the mean after one round, but
+    the leaves come closer to it slowly.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : n - 1 for rank 0, 1 for the others
+    period : 1
+    exact : after 1 round for n = 2, else never
+    rate : SLEM 1 - 1/n for n >= 3
+    weights : 1/n, symmetric
+
+    References
+    ----------
+    Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
+    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
+    optimization", 2018, section IV.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> star = topologies.build("star", 4).round(0)
+    >>> star.neighbours(3), star.self_weight(3)
+    ({0: 0.25}, 0.75)
     """
     leaves = np.arange(1, world_size)
     return _repeat(weighted_round(world_size, _pairs(np.zeros_like(leaves), leaves)))
@@ -63,12 +165,35 @@ def star(world_size: int) -> Topology:
 
 @register("grid")
 def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
-    """A grid of a rows and b columns with Metropolis weights; rank = row * b + column.
+    """A rank averages with its neighbours on a grid of a rows and b columns, with Metropolis weights.
+
+    Rank = row * b + column. An edge between ranks of degrees d and e has the weight 1 / (1 + max(d, e)).
+
+    Properties
+    ----------
+    sizes : any n = a b
+    degree : at most 4
+    period : 1
+    exact : after 1 round for n = 2, else never
+    rate : measured: SLEM 0.869 on 4 x 4
+    weights : 1 / (1 + the larger degree), symmetric
 
     Parameters
     ----------
     shape
         ``(a, b)`` with ``a * b = world_size``; by default the most square one.
+
+    References
+    ----------
+    Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
+    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
+    optimization", 2018, section IV.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("grid", 6, shape=(2, 3)).round(0).peers(1)
+    (0, 2, 4)
     """
     rows, columns = _check_shape("grid", world_size, shape)
     ranks = np.arange(world_size).reshape(rows, columns)
@@ -78,14 +203,36 @@ def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
 
 @register("torus")
 def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
-    """A grid whose rows and columns are closed to rings, with Metropolis weights; rank = row * b + column.
+    """A rank averages with its neighbours on a grid whose rows and columns are closed to rings.
 
-    For a, b >= 3 the second largest eigenvalue is ``1 - 0.4 (1 - cos(2 pi / max(a, b)))``.
+    Rank = row * b + column on a rows and b columns, with Metropolis weights: 1/5 on every edge for a, b >= 3. Where a
+    side is 2 both neighbours along it are the same rank, where it is 1 there are none.
+
+    Properties
+    ----------
+    sizes : any n = a b
+    degree : at most 4
+    period : 1
+    exact : after 1 round for n <= 3, else never
+    rate : SLEM 1 - 2/5 (1 - cos(2 pi / max(a, b))) for a, b >= 3
+    weights : 1 / (1 + degree), symmetric
 
     Parameters
     ----------
     shape
         ``(a, b)`` with ``a * b = world_size``; by default the most square one.
+
+    References
+    ----------
+    Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
+    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
+    optimization", 2018, section IV.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("torus", 9).round(0).neighbours(0)
+    {1: 0.2, 2: 0.2, 3: 0.2, 6: 0.2}
     """
     rows, columns = _check_shape("torus", world_size, shape)
     ranks = np.arange(world_size).reshape(rows, columns)
@@ -98,9 +245,28 @@ def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
 
 @register("hypercube")
 def hypercube(world_size: int) -> Topology:
-    """Ranks that differ in one bit: i ~ i xor 2^b for all b < d, weights 1/(d + 1), for n = 2^d.
+    """A rank averages with all ranks whose number differs from its own in one bit.
 
-    The second largest eigenvalue is ``(d - 1) / (d + 1)``.
+    Rank i reads i xor 2^b for all b < d, and keeps 1 / (d + 1), for n = 2^d.
+
+    Properties
+    ----------
+    sizes : n = 2^d
+    degree : d
+    period : 1
+    exact : after 1 round for n = 2, else never
+    rate : SLEM (d - 1) / (d + 1)
+    weights : 1 / (d + 1), symmetric
+
+    References
+    ----------
+    Brouwer and Haemers, "Spectra of graphs", 2012, section 1.4.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("hypercube", 8).round(0).neighbours(5)
+    {1: 0.25, 4: 0.25, 7: 0.25}
     """
     if world_size & (world_size - 1):
         raise unserved_size("hypercube", world_size, "a power of two", lambda size: not size & (size - 1))
@@ -113,20 +279,58 @@ def hypercube(world_size: int) -> Topology:
 
 @register("exponential")
 def exponential(world_size: int) -> Topology:
-    """i reads i + 2^j mod n for all j < tau = ceil(log2 n), weights 1/(tau + 1).
+    """A rank averages with what it reads from the ranks 1, 2, 4, 8, .. further on.
 
-    The second largest modulus of the eigenvalues is ``1 - 2 / (1 + tau)`` for even n and smaller for odd n.
+    Rank i reads i + 2^j mod n for all j < tau = ceil(log2 n), and keeps 1 / (tau + 1).
+
+    Properties
+    ----------
+    sizes : any n
+    degree : tau = ceil(log2 n)
+    period : 1
+    exact : after 1 round for n <= 3, else never
+    rate : SLEM 1 - 2 / (1 + tau) for even n, smaller for odd n
+    weights : 1 / (tau + 1), directed, doubly stochastic
 
     References
     ----------
     Ying et al., "Exponential graph is provably efficient for decentralized deep training", 2021, Proposition 1.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("exponential", 8).round(0).neighbours(6)
+    {0: 0.25, 2: 0.25, 7: 0.25}
     """
     return _repeat(circulant(world_size, powers_of_two(world_size)))
 
 
 @register("undirected_exponential")
 def undirected_exponential(world_size: int) -> Topology:
-    """i ~ i ± 2^j mod n for all j < ceil(log2 n), equal weights; a neighbour reached twice counts once."""
+    """A rank averages with the ranks at distances 1, 2, 4, 8, .. on both sides, with equal weights.
+
+    Rank i reads i + 2^j and i - 2^j mod n for all j < tau = ceil(log2 n); a rank that is reached twice counts once.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : at most 2 tau, tau = ceil(log2 n)
+    period : 1
+    exact : after 1 round for n in 2, 3, 4, 5, 7, else never
+    rate : measured: SLEM 1/2 for n = 16
+    weights : 1 / (degree + 1), symmetric
+
+    References
+    ----------
+    Ying et al., "Exponential graph is provably efficient for decentralized deep training", 2021 (the directed graph, of
+    which this is the symmetric form).
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("undirected_exponential", 8).round(0).peers(0)
+    (1, 2, 4, 6, 7)
+    """
     hops = powers_of_two(world_size)
     return _repeat(circulant(world_size, (*hops, *(-hop for hop in hops))))
 

@@ -1,0 +1,8 @@
+"""Pictures of topologies: their rounds, their mixing matrices and how fast they mix. Needs matplotlib."""
+
+from topologies.drawing.layouts import Layout as Layout
+from topologies.drawing.layouts import layout_of as layout_of
+from topologies.drawing.pictures import draw as draw
+from topologies.drawing.pictures import draw_compact as draw_compact
+
+__all__ = ["Layout", "draw", "draw_compact", "layout_of"]
