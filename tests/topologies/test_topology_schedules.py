@@ -338,7 +338,7 @@ def test_description_without_a_period() -> None:
         (family("one_peer_ring").every(5), "one_peer_ring.every(5) 4 ranks, period 10", [4, 9]),
         (
             family("random_matching").every(2),
-            "random_matching(seed=3).every(2) 4 ranks, first 8 rounds",
+            "random_matching(seed=3).every(2) 4 ranks, no period, first 8 rounds",
             [1, 3, 5, 7],
         ),
         (
