@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from topologies.comparing import compare
 from topologies.drawing import draw
 from topologies.gallery import write_gallery
+from topologies.recommending import recommend
 from topologies.registry import available, build, family
 from topologies.tables import markdown_table, update_table
 from topologies.topology import Topology
@@ -60,6 +63,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     drawing.set_defaults(run=_draw)
 
+    comparison = commands.add_parser("compare", help="how fast they agree, in rounds and in bytes, as a table")
+    comparison.add_argument("names", nargs="*", metavar="NAME", help="families (default: all that serve N)")
+    _add_cluster(comparison)
+    comparison.add_argument("--bytes", type=_bytes, default=1.0, metavar="SIZE", help="of one message, such as 100MB")
+    comparison.add_argument("--csv", action="store_true", help="as CSV instead of text")
+    comparison.add_argument("--output", metavar="PATH", help="also write the figure, .svg or .png")
+    comparison.set_defaults(run=_compare)
+
+    recommendation = commands.add_parser("recommend", help="rank them by predicted time, with the arithmetic")
+    _add_cluster(recommendation)
+    recommendation.add_argument("--latency-us", type=float, required=True, metavar="US", help="of one step, in us")
+    recommendation.add_argument(
+        "--bandwidth-gbps", type=float, required=True, metavar="GBPS", help="of a node's link, in Gbit/s"
+    )
+    recommendation.add_argument("--message-mb", type=float, required=True, metavar="MB", help="of one message, in MB")
+    recommendation.set_defaults(run=_recommend)
+
     table = commands.add_parser("table", help="all families with their key figures, in Markdown")
     table.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks measured (default: 16)")
     table.add_argument("--update", metavar="PATH", help="write it into this Markdown file, between its two marks")
@@ -70,6 +90,25 @@ def _parser() -> argparse.ArgumentParser:
     gallery.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks (default: 16)")
     gallery.set_defaults(run=_gallery)
     return parser
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--local-size", type=int, default=1, metavar="L", help="ranks per node (default: 1)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="X", help="share of the worst disagreement (default: 0.01)"
+    )
+
+
+def _bytes(text: str) -> float:
+    """Read a number with a unit of 1000: 100MB, 1.5 GB."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(B|kB|KB|MB|GB|TB)?", text.strip())
+    try:
+        if match is None:
+            raise ValueError
+        return float(match[1]) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get((match[2] or "B")[0].upper(), 1.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a size is a number and B, kB, MB, GB or TB, got {text!r}") from None
 
 
 def _add_topology(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +148,32 @@ def _describe(parsed: argparse.Namespace) -> str:
 def _draw(parsed: argparse.Namespace) -> str:
     draw(_topology(parsed), parsed.output, parsed.rounds)
     return f"wrote {parsed.output}"
+
+
+def _compare(parsed: argparse.Namespace) -> str:
+    comparison = compare(
+        parsed.names or None,
+        world_size=parsed.world_size,
+        message_bytes=parsed.bytes,
+        local_size=parsed.local_size,
+        tolerance=parsed.tolerance,
+    )
+    if parsed.output:
+        comparison.draw(parsed.output)
+    return comparison.to_csv().rstrip() if parsed.csv else str(comparison)
+
+
+def _recommend(parsed: argparse.Namespace) -> str:
+    return str(
+        recommend(
+            parsed.world_size,
+            latency_us=parsed.latency_us,
+            bandwidth_gbps=parsed.bandwidth_gbps,
+            message_mb=parsed.message_mb,
+            local_size=parsed.local_size,
+            tolerance=parsed.tolerance,
+        )
+    )
 
 
 def _table(parsed: argparse.Namespace) -> str:

@@ -42,7 +42,7 @@ def samples(name: str, world_size: int) -> list[Topology]:
     if world_size > LARGEST_SAMPLE:
         raise ValueError(f"world_size must be at most {LARGEST_SAMPLE}, got {world_size}; choose a smaller one")
     for size in _by_distance(world_size):
-        found = _distinct(variants(name, size))
+        found = distinct(variants(name, size))
         if found:
             return found
     raise ValueError(
@@ -78,12 +78,13 @@ def _by_distance(world_size: int) -> Iterator[int]:
         yield from (size for size in (world_size - distance, world_size + distance) if 2 <= size <= LARGEST_SAMPLE)
 
 
-def _distinct(topologies: list[Topology]) -> list[Topology]:
-    distinct: list[Topology] = []
+def distinct(topologies: list[Topology]) -> list[Topology]:
+    """Return the topologies whose rounds differ from those of all before them."""
+    found: list[Topology] = []
     for topology in topologies:
-        if not any(_same_rounds(topology, other) for other in distinct):
-            distinct.append(topology)
-    return distinct
+        if not any(_same_rounds(topology, other) for other in found):
+            found.append(topology)
+    return found
 
 
 def _same_rounds(one: Topology, other: Topology) -> bool:

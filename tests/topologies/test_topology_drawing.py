@@ -18,8 +18,9 @@ from matplotlib.figure import Figure
 
 import topologies
 from topologies import Round, Topology, draw
-from topologies.drawing import draw_compact, layout_of, pictures, rounds
-from topologies.drawing.panels import consensus_errors, draw_matrix
+from topologies.analysis import consensus_errors
+from topologies.drawing import draw_compact, files, layout_of, pictures, rounds
+from topologies.drawing.panels import draw_matrix
 
 
 def texts(path: Path) -> str:
@@ -180,7 +181,7 @@ PICTURES = [(topology, False) for topology in WHOLE] + [(topology, True) for top
     ("topology", "compact"), PICTURES, ids=[f"{t.name[:40]}-{t.world_size}{compact:d}" for t, compact in PICTURES]
 )
 def test_nothing_overlaps_or_is_cut(topology: Topology, compact: bool) -> None:
-    with pictures._style("path"):
+    with files.settings("path"):
         if compact:
             figure = pictures._compact_figure(topology)
         else:

@@ -27,6 +27,9 @@ SAMPLED_ROUNDS = 64
 #: Rounds after which a schedule without a period is given up.
 _MAX_RANDOM_ROUNDS = 1 << 14
 
+#: A schedule with a period that has not agreed by then has a bias and never will.
+_NEVER = 1 << 50
+
 #: Above the sizes of dense spectra a schedule is followed round by round up to so many, and extrapolated from there.
 _MAX_FOLLOWED_ROUNDS = 256
 
@@ -190,9 +193,12 @@ def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None)
         expected = math.log(tolerance) / math.log(rate)
         if expected > _MAX_FOLLOWED_ROUNDS:
             return num_rounds_of(math.ceil(expected - 1e-9))
-    error_after = _errors(exchanges, first)
-    largest = _MAX_RANDOM_ROUNDS if rate is None else 1 << 50
-    needed = _first(lambda k: error_after(k) <= tolerance * (1 + ROUNDING), largest)
+    enough = tolerance * (1 + ROUNDING)
+    if rate is None:
+        needed = _first_of_random(exchanges, first, enough)
+    else:
+        error_after = _errors(exchanges, first)
+        needed = _first(lambda k: error_after(k) <= enough)
     return None if needed is None else num_rounds_of(needed)
 
 
@@ -245,12 +251,18 @@ class _Products:
         return mixed
 
 
-def _first(holds: Callable[[int], bool], largest: int) -> int | None:
+def _first_of_random(topology: Topology, start: int, enough: float) -> int | None:
+    """Return the smallest k with ``||R_k - J||_2 <= enough``, round by round: a random round may lead away from J."""
+    error_after = _errors(topology, start)
+    return next((k for k in range(1, _MAX_RANDOM_ROUNDS + 1) if error_after(k) <= enough), None)
+
+
+def _first(holds: Callable[[int], bool]) -> int | None:
     """Return the smallest k from 1 on for which a property holds that holds for all larger k too."""
     above = 1
     while not holds(above):
         above *= 2
-        if above > largest:
+        if above > _NEVER:
             return None
     below = above // 2
     while above - below > 1:

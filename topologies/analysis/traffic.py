@@ -91,6 +91,12 @@ class Traffic:
         """Bytes from one node to one other in the busiest round."""
         return self.message_bytes * max(round_.largest_link for round_ in self.rounds)
 
+    def bytes_in(self, num_rounds: int) -> float:
+        """Return the bytes that a rank sends in the first rounds after the warm-up, the mean over ranks."""
+        sent = [round_.sent.mean() for round_ in self.rounds]
+        whole, rest = divmod(num_rounds // self.every, len(sent))
+        return self.message_bytes * float(whole * sum(sent) + sum(sent[:rest]))
+
     def _mean(self, messages: list[float]) -> float:
         return self.message_bytes * float(np.mean(messages)) / self.every
 

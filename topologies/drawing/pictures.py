@@ -6,11 +6,10 @@ import io
 import os
 import textwrap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topologies.analysis import product
+from topologies.drawing.files import picture_path, save, settings
 from topologies.drawing.layouts import layout_of
 from topologies.drawing.panels import draw_curve, draw_matrix, horizon
 from topologies.drawing.rounds import caption, draw_round, has_negative_weights, is_directed
@@ -76,9 +75,7 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     ImportError
         If matplotlib is missing.
     """
-    path = Path(path)
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"path must end in .svg or .png, got {str(path)!r}; change the suffix")
+    path = picture_path(path)
     _check_world_size(topology)
     if rounds is None:
         numbers: Sequence[int] = _exchanges(topology, _DEFAULT_ROUNDS)
@@ -86,10 +83,8 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
         numbers = range(check_integer("rounds", rounds, minimum=1))
         if rounds > MAX_DRAWN_ROUNDS:
             raise ValueError(f"rounds must be at most {MAX_DRAWN_ROUNDS}, got {rounds}; draw fewer")
-    with _style("path"):
-        figure = _whole_figure(topology, numbers)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+    with settings("path"):
+        save(_whole_figure(topology, numbers), path)
 
 
 def draw_compact(topology: Topology) -> str:
@@ -108,7 +103,7 @@ def draw_compact(topology: Topology) -> str:
         If matplotlib is missing.
     """
     _check_world_size(topology)
-    with _style("none"):
+    with settings("none"):
         text = io.StringIO()
         _compact_figure(topology).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
@@ -285,20 +280,3 @@ def _check_world_size(topology: Topology) -> None:
             f"a picture shows at most {MAX_DRAWN_WORLD_SIZE} ranks, the topology has {topology.world_size}; draw "
             f"the same family with fewer"
         )
-
-
-def _style(font_type: str) -> AbstractContextManager[Any]:
-    """Return the settings under which the same topology makes the same file, whatever the user has set."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib; install it with pip install "gossip-training[plot]"') from error
-    settings = {
-        **matplotlib.rcParamsDefault,
-        "svg.hashsalt": "topologies",
-        "svg.fonttype": font_type,
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"] if font_type == "path" else ["DejaVu Sans", "Verdana", "sans-serif"],
-    }
-    settings.pop("backend", None)
-    return matplotlib.rc_context(settings)

@@ -1,0 +1,218 @@
+"""compare(), recommend(), and their command lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Round, Topology, analysis
+from topologies.__main__ import main
+from topologies.recommending import Network
+
+
+def test_every_family_that_serves_the_size_is_compared() -> None:
+    found = topologies.compare(world_size=12)
+    names = {topology.name for topology in found.topologies}
+    assert names == {name for name in topologies.available() if topologies.variants(name, 12)}
+    assert {"ring", "base", "matcha", "local_global"} <= names
+    assert "hypercube" not in names
+
+
+def test_rows_are_what_the_analysis_says() -> None:
+    found = topologies.compare(world_size=12, message_bytes=4e6, local_size=3, tolerance=0.05)
+    for row, topology in zip(found.rows, found.topologies, strict=True):
+        assert row.period == topology.period
+        assert row.exact_after == topology.exact_after
+        assert row.rounds == analysis.rounds_to(topology, 0.05)
+        assert row.rate == analysis.consensus_rate(topology)
+        assert row.rate_per_byte**row.bytes_per_round == pytest.approx(row.rate)
+        traffic = analysis.traffic(topology, message_bytes=4e6, local_size=3)
+        assert row.network_bytes_per_round == traffic.network_bytes
+        sent = [traffic.rounds[k % len(traffic.rounds)].sent.mean() for k in range(row.rounds or 0)]
+        assert row.bytes == pytest.approx(4e6 * sum(sent))
+    in_order = [row.bytes for row in found.rows]
+    assert in_order == sorted(in_order)
+
+
+def test_what_never_agrees_comes_last() -> None:
+    apart = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])], name="apart")
+    found = topologies.compare([apart, "ring"], world_size=4)
+    assert [row.topology for row in found.rows] == ["ring", "apart"]
+    last = found.rows[-1]
+    assert (last.rounds, last.bytes, last.exact_after) == (None, None, None)
+    assert last.rate == pytest.approx(1.0)
+    assert "never" in str(found).splitlines()[-1]
+
+
+def test_csv_and_dicts_hold_the_same_rows() -> None:
+    found = topologies.compare(["ring", "one_peer_exponential", "random_matching"], world_size=6)
+    dicts = found.to_dicts()
+    assert json.loads(json.dumps(dicts, allow_nan=False)) == dicts
+    read = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [list(row) for row in read] == [list(row) for row in dicts]
+    for line, row in zip(read, dicts, strict=True):
+        assert {key: "" if value is None else str(value) for key, value in row.items()} == line
+
+
+def test_the_table_is_aligned() -> None:
+    text = str(topologies.compare(["ring", "complete"], world_size=8, message_bytes=100e6))
+    heading, empty, *table = text.splitlines()
+    assert heading.startswith("8 ranks, messages of 100 MB; ")
+    assert not empty
+    assert len({len(line) for line in table}) == 1
+    assert table[1].split() == [
+        "complete", "1", "7", "175", "MB", "1.4", "GB", "0.0000", "0.0000", "1", "175", "MB", "1",
+    ]  # fmt: skip
+
+
+def test_options_that_are_defaults_are_not_shown() -> None:
+    ring = topologies.build("ring", 9)
+    chosen = [
+        topologies.build("random_matching", 9, seed=3),
+        topologies.build("random_matching", 9),
+        topologies.build("grid", 9),
+        ring.every(2),
+    ]
+    names = {row.topology for row in topologies.compare(chosen).rows}
+    assert names == {"random_matching (seed=3)", "random_matching", "grid (shape=(3, 3))", "ring.every(2)"}
+
+
+@pytest.mark.parametrize(
+    ("items", "options", "error", "text"),
+    [
+        (["rng"], {"world_size": 8}, ValueError, "unknown topology 'rng'.*mean 'ring'"),
+        (["ring"], {}, TypeError, "world_size is needed to build 'ring'"),
+        (["hypercube"], {"world_size": 6}, ValueError, "'hypercube' serves world_size 6 with none of the options"),
+        ([], {"world_size": 6}, ValueError, "topologies is empty"),
+        ("ring", {"world_size": 6}, TypeError, "topologies must be a list of names and topologies, got 'ring'"),
+        ([7], {"world_size": 6}, TypeError, "topologies holds 7"),
+        (["ring"], {"world_size": 6, "local_size": 4}, ValueError, "local_size must divide world_size 6"),
+        (["ring"], {"world_size": 6, "tolerance": 2.0}, ValueError, "tolerance must be between 0 and 1"),
+        (["ring"], {"world_size": 6, "message_bytes": -1.0}, ValueError, "message_bytes must not be negative"),
+    ],
+)
+def test_what_cannot_be_compared(items: object, options: dict[str, int], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        topologies.compare(items, **options)
+
+
+def test_topologies_of_different_sizes_are_not_compared() -> None:
+    with pytest.raises(ValueError, match=r"topologies are for 4 and for 5 ranks \('star'\)"):
+        topologies.compare([topologies.build("ring", 4), topologies.build("star", 5)])
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_figure_has_a_curve_for_each(suffix: str, tmp_path: Path) -> None:
+    found = topologies.compare(["ring", "torus", "base"], world_size=16, message_bytes=1e6)
+    found.draw(tmp_path / f"figure{suffix}")
+    again = tmp_path / f"again{suffix}"
+    found.draw(again)
+    assert (tmp_path / f"figure{suffix}").read_bytes() == again.read_bytes()
+    if suffix == ".svg":
+        text = again.read_text()
+        for label in ("ring", "torus (shape=(4, 4))", "base (k=3)", "rounds", "bytes sent per rank"):
+            assert f"<!-- {label} -->" in text
+
+
+def test_curves_that_agree_share_a_line(tmp_path: Path) -> None:
+    topologies.compare(["hypercube", "exponential", "one_peer_hypercube", "hyper_hypercube"], world_size=8).draw(
+        tmp_path / "figure.svg"
+    )
+    text = (tmp_path / "figure.svg").read_text()
+    labels = ("hyper_hypercube (k=3)", "one_peer_hypercube", "= hyper_hypercube (k=1)", "hypercube", "= exponential")
+    assert all(f"<!-- {label} -->" in text for label in labels)
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path must end in \.svg or \.png"):
+        topologies.compare(["ring"], world_size=4).draw(tmp_path / "figure.pdf")
+
+
+def test_recommendation_by_hand() -> None:
+    found = topologies.recommend(12, latency_us=10, bandwidth_gbps=8, message_mb=1, local_size=3)
+    by_name = {each.topology.name: each for each in found.ranked}
+    # A message takes 1 ms. Across: 4 nodes in 3 rings of 4 each: 6 steps, and 3 x 1.5 messages leave a node.
+    local_global = by_name["local_global"]
+    assert local_global.rounds == 2
+    assert local_global.seconds == pytest.approx(6 * 10e-6 + 4.5e-3)
+    assert local_global.seconds_per_round == pytest.approx((6 * 10e-6 + 4.5e-3) / 2)
+    assert local_global.arithmetic == "1 inside nodes + 1 x (6 x 10 us + 4.5 x 1 MB / 8 Gbit/s)"
+    complete = by_name["complete"]
+    assert complete.seconds == pytest.approx(22 * 10e-6 + 2 * 11 / 12 * 1e-3)
+    rounds = analysis.rounds_to(topologies.build("ring", 12), 0.01)
+    assert by_name["ring"].seconds == pytest.approx(rounds * (10e-6 + 2e-3))  # a node sends one each way
+    assert by_name["ring"].rounds == rounds
+
+
+def test_the_arithmetic_adds_up() -> None:
+    found = topologies.recommend(8, latency_us=50, bandwidth_gbps=1, message_mb=2.5)
+    network = Network(50, 1, 2.5, 1)
+    for each in found.ranked:
+        rounds = analysis.traffic(each.topology).rounds
+        seconds = [network.seconds(rounds[k % len(rounds)]) for k in range(each.rounds)]
+        assert each.seconds == pytest.approx(math.fsum(seconds))
+        formula = each.arithmetic.replace(" inside nodes", " * 0").replace(" us", "e-6").replace(" x ", " * ")
+        formula = formula.replace(" MB / 1 Gbit/s", " * 8e6 / 1e9")
+        assert eval(formula) == pytest.approx(each.seconds, rel=2e-3)
+    seconds = [each.seconds for each in found.ranked]
+    assert seconds == sorted(seconds)
+    assert np.isfinite(seconds).all()
+
+
+def test_latency_and_bandwidth_decide() -> None:
+    slow_steps = topologies.recommend(16, latency_us=10_000, bandwidth_gbps=100, message_mb=0.1)
+    slow_wire = topologies.recommend(16, latency_us=0, bandwidth_gbps=0.1, message_mb=100)
+    assert slow_steps.ranked[0].topology.name != "complete"  # 30 steps
+    assert slow_wire.ranked[0].topology.name == "complete"  # the fewest bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"latency_us": -1}, "latency_us must be a number of at least 0, got -1"),
+        ({"bandwidth_gbps": 0}, "bandwidth_gbps must be a positive number, got 0"),
+        ({"message_mb": float("nan")}, "message_mb must be a positive number, got nan"),
+        ({"local_size": 5}, "local_size must divide world_size 8, got 5; use one of 1, 2, 4, 8"),
+        ({"tolerance": 0}, "tolerance must be between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_recommended(options: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        topologies.recommend(8, **{"latency_us": 1, "bandwidth_gbps": 1, "message_mb": 1, **options})
+
+
+def test_one_rank_needs_no_time() -> None:
+    found = topologies.recommend(1, latency_us=1, bandwidth_gbps=1, message_mb=1)
+    assert all(each.seconds == 0.0 for each in found.ranked)
+    assert str(found)
+
+
+def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "figure.png"
+    assert main(["compare", "--world-size", "8", "--bytes", "100MB", "ring", "base", "--output", str(figure)]) == 0
+    assert capsys.readouterr().out.startswith("8 ranks, messages of 100 MB")
+    assert figure.stat().st_size > 1000
+    assert main(["compare", "--world-size", "8", "--csv", "ring"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("ring,1,2,2.0,")
+    arguments = ["--latency-us", "20", "--bandwidth-gbps", "25", "--message-mb", "100"]
+    assert main(["recommend", "--world-size", "24", "--local-size", "8", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "24 ranks, 8 ranks per node; a message of 100 MB takes 32 ms" in out
+    assert "1. complete" in out
+    assert "46 x 20 us + 1.917 x 100 MB / 25 Gbit/s" in out
+    assert main(["compare", "--world-size", "8", "rng"]) == 2
+    assert "unknown topology 'rng'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["MB", "1.2.3MB", "-5MB", "5 apples", ""])
+def test_sizes_are_numbers_with_units(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--world-size", "8", f"--bytes={size}", "ring"])
+    assert "a size is a number and B, kB, MB, GB or TB" in capsys.readouterr().err

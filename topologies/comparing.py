@@ -1,0 +1,267 @@
+"""Topologies side by side: how fast they agree, in rounds and in bytes, as a table and as a figure."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from topologies import analysis
+from topologies.registry import available, family, variants
+from topologies.samples import distinct, options_text
+from topologies.topology import Topology
+from topologies.units import bytes_text
+from topologies.validation import check_world_size
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One topology of a comparison. ``None``: it never gets there, or has no period.
+
+    Attributes
+    ----------
+    topology
+        Its name and its options in brackets.
+    period
+        Rounds before it repeats.
+    max_sends
+        Most messages of one rank in one round, point to point.
+    bytes_per_round
+        Bytes that a rank sends per round, on average; see :func:`topologies.analysis.traffic`.
+    network_bytes_per_round
+        Bytes that all nodes together put on the network per round, on average.
+    rate
+        The factor per round by which a disagreement shrinks in the long run.
+    rate_per_byte
+        The same factor per byte that a rank sends, ``rate ** (1 / bytes_per_round)``.
+    rounds
+        Rounds until the worst disagreement is down to the tolerance.
+    bytes
+        Bytes that a rank sends in these rounds.
+    exact_after
+        Rounds until all ranks hold exactly the mean.
+    """
+
+    topology: str
+    period: int | None
+    max_sends: int
+    bytes_per_round: float
+    network_bytes_per_round: float
+    rate: float
+    rate_per_byte: float
+    rounds: int | None
+    bytes: float | None
+    exact_after: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found: ``str()`` is a table, :meth:`to_csv`, :meth:`to_dicts` and :meth:`draw` the rest.
+
+    Attributes
+    ----------
+    topologies
+        The topologies, those first that send the fewest bytes until they agree.
+    rows
+        Their figures, in the same order.
+    """
+
+    topologies: tuple[Topology, ...]
+    rows: tuple[Compared, ...]
+    world_size: int
+    message_bytes: float
+    local_size: int
+    tolerance: float
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return one dictionary of plain JSON types per topology."""
+        dicts: list[dict[str, Any]] = json.loads(json.dumps([asdict(row) for row in self.rows]))
+        return dicts
+
+    def to_csv(self) -> str:
+        """Return one line per topology under a line of names; what is ``None`` is empty."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(Compared.__dataclass_fields__), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in self.rows)
+        return text.getvalue()
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a figure: what is left of the worst disagreement against rounds, and against bytes sent per rank.
+
+        The ten topologies that send the fewest bytes have colours, the others are grey.
+
+        Raises
+        ------
+        ValueError
+            If the path ends neither in .svg nor in .png.
+        ImportError
+            If matplotlib is missing.
+        """
+        from topologies.drawing.curves import draw_comparison
+
+        draw_comparison(self, Path(path))
+
+    def __str__(self) -> str:
+        left = f"{100 * self.tolerance:.3g} %"
+        header = (
+            "topology", "period", "sends", "bytes/round", "network/round", "rate", "rate/message", f"rounds to {left}",
+            f"bytes to {left}", "exact after",
+        )  # fmt: skip
+        lines = [header, *(self._cells(row) for row in self.rows)]
+        return (
+            f"{self.heading}; bytes are those that a rank sends, on average; network/round: all nodes together; "
+            f"rates: per round, and per message sent\n\n{_aligned(lines)}"
+        )
+
+    @property
+    def heading(self) -> str:
+        """What is compared: ranks, nodes and messages."""
+        nodes = f" on nodes of {self.local_size}" if self.local_size > 1 else ""
+        counted = self.message_bytes == 1.0
+        messages = "bytes counted in messages" if counted else f"messages of {bytes_text(self.message_bytes)}"
+        return f"{self.world_size} ranks{nodes}, {messages}"
+
+    def _cells(self, row: Compared) -> tuple[str, ...]:
+        return (
+            row.topology,
+            "-" if row.period is None else str(row.period),
+            str(row.max_sends),
+            bytes_text(row.bytes_per_round),
+            bytes_text(row.network_bytes_per_round),
+            f"{row.rate:.4f}",
+            f"{row.rate_per_byte**self.message_bytes:.4f}",
+            "never" if row.rounds is None else str(row.rounds),
+            "-" if row.bytes is None else bytes_text(row.bytes),
+            "never" if row.exact_after is None else str(row.exact_after),
+        )
+
+
+def compare(
+    topologies: Iterable[str | Topology] | None = None,
+    *,
+    world_size: int | None = None,
+    message_bytes: float = 1.0,
+    local_size: int = 1,
+    tolerance: float = 0.01,
+) -> Comparison:
+    """Return how fast topologies agree, those first that send the fewest bytes until they do.
+
+    Parameters
+    ----------
+    topologies
+        Names of families, each with the options worth trying (see :func:`topologies.variants`), and topologies, all
+        for as many ranks; by default every family that serves ``world_size``.
+    world_size
+        Number of ranks; needed for names.
+    message_bytes
+        Bytes of one message, usually those of the model; by default bytes are counted in models.
+    local_size
+        Ranks per node, to tell what crosses the network; it divides the world size.
+    tolerance
+        What is left of the worst disagreement when the ranks are said to agree.
+
+    Raises
+    ------
+    ValueError
+        If a name is unknown or its family does not serve the world size, the sizes differ, or nothing is given.
+    TypeError
+        If an item is neither a name nor a topology, or a name comes without a world size.
+
+    Examples
+    --------
+    >>> found = compare(["ring", "one_peer_exponential"], world_size=16)
+    >>> [(row.topology, row.rounds, row.bytes) for row in found.rows]
+    [('one_peer_exponential', 4, 4.0), ('ring', 89, 178.0)]
+    """
+    chosen = list(_chosen(topologies, world_size, local_size))
+    if not chosen:
+        raise ValueError("topologies is empty; pass names of topologies.available(), or topologies")
+    size = chosen[0].world_size
+    for topology in chosen:
+        if topology.world_size != size:
+            raise ValueError(
+                f"topologies are for {size} and for {topology.world_size} ranks ({topology.name!r}); compare those "
+                f"of one world_size"
+            )
+    rows = [_compared(topology, message_bytes, local_size, tolerance) for topology in chosen]
+    order = sorted(range(len(rows)), key=lambda index: _merit(rows[index]))
+    return Comparison(
+        topologies=tuple(chosen[index] for index in order),
+        rows=tuple(rows[index] for index in order),
+        world_size=size,
+        message_bytes=message_bytes,
+        local_size=local_size,
+        tolerance=tolerance,
+    )
+
+
+def _chosen(items: Iterable[str | Topology] | None, world_size: int | None, local_size: int) -> Iterator[Topology]:
+    if isinstance(items, str | Topology):
+        raise TypeError(f"topologies must be a list of names and topologies, got {items!r}; put it into a list")
+    names_needed = items is None
+    for item in available() if items is None else items:
+        if isinstance(item, Topology):
+            yield item
+            continue
+        if not isinstance(item, str):
+            raise TypeError(f"topologies holds {item!r} ({type(item).__name__}); pass names and topologies")
+        if world_size is None:
+            raise TypeError(f"world_size is needed to build {item!r}; pass world_size=8, or built topologies")
+        found = distinct(variants(item, check_world_size(world_size), local_size=local_size))
+        if not found and not names_needed:
+            raise ValueError(
+                f"family {item!r} serves world_size {world_size} with none of the options worth trying; build it with "
+                f"topologies.build({item!r}, {world_size}, ...) to see why, and pass the topology"
+            )
+        yield from found
+
+
+def _compared(topology: Topology, message_bytes: float, local_size: int, tolerance: float) -> Compared:
+    traffic = analysis.traffic(topology, message_bytes=message_bytes, local_size=local_size)
+    rounds = analysis.rounds_to(topology, tolerance)
+    rate = analysis.consensus_rate(topology)
+    return Compared(
+        topology=title_of(topology),
+        period=topology.period,
+        max_sends=analysis.degrees(topology).max_sends,
+        bytes_per_round=traffic.bytes_per_rank,
+        network_bytes_per_round=traffic.network_bytes,
+        rate=rate,
+        rate_per_byte=rate ** (1.0 / traffic.bytes_per_rank) if traffic.bytes_per_rank else 1.0,
+        rounds=rounds,
+        bytes=None if rounds is None else traffic.bytes_in(rounds),
+        exact_after=topology.exact_after,
+    )
+
+
+def title_of(topology: Topology) -> str:
+    """Return the name, and in brackets the options that are not the family's defaults."""
+    defaults = inspect.signature(family(topology.name)).parameters if topology.registered else {}
+    chosen = {
+        name: value
+        for name, value in topology.options.items()
+        if name not in defaults or value != defaults[name].default
+    }
+    options = options_text(chosen)
+    return f"{topology.name} ({options})" if options else topology.name
+
+
+def _merit(row: Compared) -> tuple[float, float]:
+    return (math.inf if row.bytes is None else row.bytes, math.inf if row.rounds is None else row.rounds)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as columns, the first one to the left and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    )

@@ -1,0 +1,185 @@
+"""Which topology brings the ranks of a cluster to agreement first, under an alpha-beta model of its network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from topologies import analysis
+from topologies.analysis.traffic import RoundTraffic, check_local_size
+from topologies.comparing import title_of
+from topologies.registry import available, variants
+from topologies.samples import distinct
+from topologies.topology import Topology
+from topologies.units import seconds_text
+from topologies.validation import check_world_size
+
+
+@dataclass(frozen=True)
+class Network:
+    """The alpha-beta model: b bytes in s steps take ``s * latency_us`` and ``b / bandwidth_gbps``.
+
+    Every node has one link of the same speed in both directions, shared by its ranks; what stays inside a node costs
+    nothing.
+    """
+
+    latency_us: float
+    bandwidth_gbps: float
+    message_mb: float
+    local_size: int
+
+    def seconds(self, round_: RoundTraffic) -> float:
+        """Return how long one exchange takes: its steps, and the bytes of its busiest node."""
+        return round_.steps * self.latency_us * 1e-6 + self.wire_seconds(round_.busiest_node)
+
+    def wire_seconds(self, messages: float) -> float:
+        """Return how long so many messages of one node are on its link."""
+        return messages * self.message_mb * 8e6 / (self.bandwidth_gbps * 1e9)
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A topology and the time that it is predicted to need.
+
+    Attributes
+    ----------
+    topology
+        The topology itself.
+    rounds
+        Rounds until the worst disagreement is down to the tolerance.
+    seconds
+        The sum of the exchanges' times in these rounds.
+    seconds_per_round
+        The mean of them over a period: what training has to hide beside each step.
+    arithmetic
+        How the seconds come about: how many exchanges of each cost.
+    """
+
+    topology: Topology
+    rounds: int
+    seconds: float
+    seconds_per_round: float
+    arithmetic: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Topologies by predicted time, the fastest first; ``str()`` shows the arithmetic."""
+
+    ranked: tuple[Recommended, ...]
+    world_size: int
+    network: Network
+    tolerance: float
+
+    def __str__(self) -> str:
+        network = self.network
+        per_node = "1 rank" if network.local_size == 1 else f"{network.local_size} ranks"
+        lines = [
+            f"{self.world_size} ranks, {per_node} per node; a message of {network.message_mb:g} MB takes "
+            f"{seconds_text(network.wire_seconds(1.0))} on a node's link of {network.bandwidth_gbps:g} Gbit/s.",
+            f"Predicted time of a round, and until {100 * self.tolerance:.3g} % is left of the worst disagreement if "
+            f"rounds follow without a pause:",
+            "exchanges x (steps x latency + messages of the busiest node x MB / bandwidth). Inside a node it is free.",
+            "",
+        ]
+        width = max(len(title_of(each.topology)) for each in self.ranked)
+        for place, each in enumerate(self.ranked, start=1):
+            lines.append(
+                f"{place:>3}. {title_of(each.topology):<{width}}  {seconds_text(each.seconds_per_round):>8}/round  "
+                f"{seconds_text(each.seconds):>8}  = {each.arithmetic}"
+            )
+        return "\n".join(lines)
+
+
+def recommend(
+    world_size: int,
+    *,
+    latency_us: float,
+    bandwidth_gbps: float,
+    message_mb: float,
+    local_size: int = 1,
+    tolerance: float = 0.01,
+) -> Recommendation:
+    """Rank every family that serves n by the predicted time to a tolerance.
+
+    The time of an exchange is ``steps * latency + bytes of the busiest node / bandwidth``, see
+    :class:`topologies.analysis.RoundTraffic`; rounds follow each other without a pause. It is the time of averaging
+    alone: training hides the part of it that fits beside its computation.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks n.
+    latency_us
+        Microseconds per step between two nodes (alpha), 0 or more.
+    bandwidth_gbps
+        Gigabits per second of every node's link, in each direction (the inverse of beta).
+    message_mb
+        Megabytes (10^6 bytes) of one message, usually those of the model.
+    local_size
+        Ranks per node; what they send to each other is free. It divides the world size.
+    tolerance
+        What is left of the worst disagreement.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or ``local_size`` does not divide ``world_size``.
+
+    Examples
+    --------
+    >>> found = recommend(16, latency_us=20, bandwidth_gbps=25, message_mb=100)
+    >>> found.ranked[0].topology.exact_after, round(found.ranked[0].seconds, 4)
+    (1, 0.0606)
+    """
+    world_size = check_world_size(world_size)
+    network = Network(
+        latency_us=_check_number("latency_us", latency_us, positive=False),
+        bandwidth_gbps=_check_number("bandwidth_gbps", bandwidth_gbps),
+        message_mb=_check_number("message_mb", message_mb),
+        local_size=check_local_size(local_size, world_size),
+    )
+    ranked = []
+    for name in available():
+        for topology in distinct(variants(name, world_size, local_size=network.local_size)):
+            if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
+                ranked.append(_recommended(topology, rounds, network))
+    ranked.sort(key=lambda each: (each.seconds, each.rounds, title_of(each.topology)))
+    return Recommendation(tuple(ranked), world_size, network, tolerance)
+
+
+def _recommended(topology: Topology, rounds: int, network: Network) -> Recommended:
+    traffic = analysis.traffic(topology, local_size=network.local_size).rounds
+    whole, rest = divmod(rounds, len(traffic))
+    costs: Counter[tuple[int, float]] = Counter()
+    for number, round_ in enumerate(traffic):
+        costs[round_.steps, round_.busiest_node] += whole + (number < rest)
+    seconds = sum(
+        count * (steps * network.latency_us * 1e-6 + network.wire_seconds(messages))
+        for (steps, messages), count in costs.items()
+    )
+    per_round = sum(map(network.seconds, traffic)) / len(traffic)
+    return Recommended(topology, rounds, seconds, per_round, " + ".join(_terms(costs, network)))
+
+
+def _terms(costs: Counter[tuple[int, float]], network: Network) -> Iterator[str]:
+    """Yield one term for all exchanges of the same cost."""
+    for (steps, messages), count in costs.items():
+        if count and not steps:
+            yield f"{count} inside nodes"
+        elif count:
+            yield (
+                f"{count} x ({steps} x {network.latency_us:g} us + {messages:.4g} x {network.message_mb:g} MB / "
+                f"{network.bandwidth_gbps:g} Gbit/s)"
+            )
+
+
+def _check_number(argument: str, value: float, *, positive: bool = True) -> float:
+    number = float(value)
+    if not (number > 0 if positive else number >= 0) or number == float("inf"):
+        raise ValueError(
+            f"{argument} must be a {'positive number' if positive else 'number of at least 0'}, got {value!r}; "
+            f"correct it"
+        )
+    return number
