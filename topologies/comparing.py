@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import inspect
 import io
 import json
 import math
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from topologies import analysis
-from topologies.registry import available, family, variants
-from topologies.samples import distinct, options_text
+from topologies.registry import available, variants
+from topologies.samples import distinct, title_of
 from topologies.topology import Topology
 from topologies.units import bytes_text
 from topologies.validation import check_world_size
@@ -240,18 +239,6 @@ def _compared(topology: Topology, message_bytes: float, local_size: int, toleran
         bytes=None if rounds is None else traffic.bytes_in(rounds),
         exact_after=topology.exact_after,
     )
-
-
-def title_of(topology: Topology) -> str:
-    """Return the name, and in brackets the options that are not the family's defaults."""
-    defaults = inspect.signature(family(topology.name)).parameters if topology.registered else {}
-    chosen = {
-        name: value
-        for name, value in topology.options.items()
-        if name not in defaults or value != defaults[name].default
-    }
-    options = options_text(chosen)
-    return f"{topology.name} ({options})" if options else topology.name
 
 
 def _merit(row: Compared) -> tuple[float, float]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from topologies import analysis
 from topologies.analysis.traffic import RoundTraffic, check_local_size
-from topologies.comparing import title_of
 from topologies.registry import available, variants
-from topologies.samples import distinct
+from topologies.samples import distinct, title_of
 from topologies.topology import Topology
 from topologies.units import seconds_text
 from topologies.validation import check_world_size

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from topologies.registry import variants
+from topologies.registry import family, variants
 from topologies.topology import Topology
 from topologies.validation import check_integer
 
@@ -49,6 +50,23 @@ def samples(name: str, world_size: int) -> list[Topology]:
         f"no variant of family {name!r} serves any world_size from 2 to {LARGEST_SAMPLE}; name options that do: "
         f"@register({name!r}, variants=lambda world_size, local_size: [{{'option': 'value'}}])"
     )
+
+
+def title_of(topology: Topology) -> str:
+    """Return the name, and in brackets the options that are not the family's defaults."""
+    options = chosen_options(topology)
+    return f"{topology.name} ({options})" if options else topology.name
+
+
+def chosen_options(topology: Topology) -> str:
+    """Return the options that are not the family's defaults as text."""
+    defaults = inspect.signature(family(topology.name)).parameters if topology.registered else {}
+    chosen = {
+        name: value
+        for name, value in topology.options.items()
+        if name not in defaults or value != defaults[name].default
+    }
+    return options_text(chosen)
 
 
 def options_text(options: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from topologies.describe import Description
 from topologies.facts import facts_of
 from topologies.registry import available
-from topologies.samples import options_text, samples
+from topologies.samples import chosen_options, samples
 
 #: The lines of a file between which :func:`update_table` writes.
 BEGIN = "<!-- python -m topologies table -->"
@@ -39,7 +39,7 @@ def markdown_table(world_size: int = 16) -> str:
         for topology in samples(name, world_size):
             measured = topology.describe()
             nearest = f", {measured.world_size} ranks" if measured.world_size != world_size else ""
-            options = f" ({options_text(measured.options)})" if options_text(measured.options) else ""
+            options = f" ({chosen_options(topology)})" if chosen_options(topology) else ""
             lines.append(
                 _line(
                     (
@@ -74,9 +74,7 @@ def update_table(path: str | os.PathLike[str], table: str) -> None:
 
 
 def _left(measured: Description) -> str:
-    beta = measured.beta
-    assert beta is not None  # no sample is as large as that
-    text = "nothing" if beta < 1e-12 else f"at most {_percent(beta)}"
+    text = "nothing" if measured.beta < 1e-12 else f"at most {_percent(measured.beta)}"
     return text if measured.period else f"{text}, after {_rounds(measured.num_rounds)}"
 
 
