@@ -63,7 +63,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         by_rounds.set_ylabel("largest share of a disagreement left")
         for axes in (by_rounds, by_bytes):
             axes.set_yscale("log")
-            axes.set_ylim(_LEAST_ERROR, 1.6)
+            axes.set_ylim(_LEAST_ERROR, max(1.6, 1.2 * max(float(curve.errors.max()) for curve in curves)))
             axes.axhline(comparison.tolerance, color="#5f6b76", linewidth=0.8, linestyle=(0, (4, 3)))
             axes.grid(color="#e3e7eb", linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
