@@ -240,3 +240,18 @@ def test_a_weight_of_nothing_is_no_edge() -> None:
     graph.add_edge(0, 1)
     round_ = Topology.from_graph(graph, "fmmc").round(0)
     assert round_.neighbours(0) == pytest.approx(dict.fromkeys(range(2, 8), 1 / 6), abs=SOLVER)
+
+
+@pytest.mark.parametrize("seed", [7, 22, 31])
+def test_fmmc_is_the_optimum_where_fdla_goes_below_zero(seed: int) -> None:
+    import cvxpy as cp
+
+    graph = nx.connected_watts_strogatz_graph(9, 4, 0.4, seed=seed)
+    assert matrix(graph, "fdla")[~np.eye(len(graph), dtype=bool)].min() < -1e-3
+    n = len(graph)
+    w = cp.Variable((n, n), symmetric=True)
+    apart = 1 - nx.to_numpy_array(graph, nodelist=range(n)) - np.eye(n)
+    constraints = [w >= 0, cp.sum(w, axis=1) == 1, cp.multiply(apart, w) == 0]
+    optimum = cp.Problem(cp.Minimize(cp.sigma_max(w - 1 / n)), constraints).solve(solver=cp.CLARABEL)
+    assert rate(graph, "fmmc") == pytest.approx(optimum, abs=SOLVER)
+    assert rate(graph, "fdla") < optimum - 1e-4
