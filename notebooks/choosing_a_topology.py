@@ -60,16 +60,8 @@ for name in ("ring", "one_peer_exponential"):
 NAMES = ["complete", "base", "one_peer_exponential", "exponential", "torus", "star", "ring"]
 comparison = topologies.compare(NAMES, world_size=WORLD_SIZE)
 print(comparison)
-
-# %%
 show(comparison.draw)
-
-# %%
 row_of = {row.topology: row for row in comparison.rows}
-for name in ("complete", "base", "one_peer_exponential", "ring"):
-    row = row_of[name]
-    exact = "never exact" if row.exact_after is None else f"exact after {row.exact_after}"
-    print(f"{name}: {row.rounds} rounds to 1 %, {exact}, {row.bytes:.4g} messages sent per worker")
 assert row_of["complete"].rounds == 1
 assert row_of["complete"].bytes == min(row.bytes for row in comparison.rows)
 assert row_of["base"].exact_after is not None
@@ -273,7 +265,7 @@ for name in one_peer_families:
     assert round_of[1, LOCAL_SIZE, name] < 0.15 * round_of[1, LOCAL_SIZE, "complete"]
     assert (round_of[100, LOCAL_SIZE, name] < round_of[100, LOCAL_SIZE, "complete"]) == (name == "one_peer_ring")
 ring_rounds = analysis.traffic(build("one_peer_ring", WORLD_SIZE), local_size=LOCAL_SIZE).rounds
-assert [round_.busiest_node for round_ in ring_rounds] == [0, 2]
+assert [round_.busiest_node for round_ in ring_rounds] == [0, 2]  # all-reduce: 2 (n - 1) / n
 for name in ("base", "one_peer_exponential"):
     assert analysis.traffic(build(name, WORLD_SIZE), local_size=LOCAL_SIZE).max_node_bytes == LOCAL_SIZE
 
@@ -282,7 +274,7 @@ for name in ("base", "one_peer_exponential"):
 #   message instead of 2 (n - 1) / n.
 # - Where eight ranks share a link, `base` and `one_peer_exponential` send up to eight messages through it at once, and
 #   their rounds are *longer* than an all-reduce. The one-peer ring is shorter only as a mean: every other round stays
-#   inside the nodes, the one between takes as long as an all-reduce.
+#   inside the nodes, the one between takes about as long as an all-reduce.
 # - Where latency decides, a round is several times shorter: one step instead of 2 (n - 1).
 #
 # And who waits for whom?
@@ -348,6 +340,6 @@ assert thrifty.topology == "base"
 # 3. **High latency, the more so with small messages: `local_global` or `simple_base`**, with few steps between nodes
 #    (section 5).
 # 4. **Several ranks per node: look at the placement** before the graph (section 4).
-# 5. **Still too much traffic: `every(k)`**, and a warm-up with `then` (section 6).
+# 5. **Still too much traffic: `every(k)`**, if the training bears it; `then` for another start (section 6).
 # 6. **A ring agrees slowest**; `one_peer_ring` is for links through which nothing else fits (sections 2, 5).
 # 7. Judge by the worst start, from the round at which you begin, and at your n (the traps of section 2).
