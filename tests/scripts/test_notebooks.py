@@ -1,0 +1,105 @@
+"""The notebooks run, and show what is written in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "scripts" / "notebooks.py"
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+TIMEOUT_S = 240
+
+
+def run(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script where Jupyter's own folders offer a kernel of the same name that does not work."""
+    kernel = home / ".local" / "share" / "jupyter" / "kernels" / "python3"
+    kernel.mkdir(parents=True, exist_ok=True)
+    broken = {"argv": ["/bin/false", "{connection_file}"], "display_name": "broken", "language": "python"}
+    (kernel / "kernel.json").write_text(json.dumps(broken))
+    startup = home / ".ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True, exist_ok=True)
+    (startup / "print.py").write_text("print('a file of the user')")
+    elsewhere = {"HOME": str(home), "JUPYTER_PATH": str(kernel.parents[1]), "IPYTHONDIR": str(home / ".ipython")}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        env={**os.environ, **elsewhere},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_prints_what_is_written(path: Path, tmp_path: Path) -> None:
+    checked = run("--check", path.with_suffix(".py"), home=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_and_script_agree(path: Path) -> None:
+    notebook, script = nbformat.read(path, as_version=4), jupytext.read(path.with_suffix(".py"), fmt="py:percent")
+    cells = [[(cell.cell_type, cell.source) for cell in each.cells] for each in (notebook, script)]
+    assert cells[0] == cells[1], f"{path.name} and its script differ; run python {SCRIPT.relative_to(REPOSITORY)}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_holds_nothing_of_the_machine(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.language_info == {"name": "python"}
+    assert not any(cell.metadata for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not any(output.get("name") == "stderr" for cell in code for output in cell.outputs)
+    assert path.stat().st_size < 500_000
+
+
+def test_every_script_has_a_notebook() -> None:
+    assert NOTEBOOKS
+    assert [path.with_suffix(".py") for path in NOTEBOOKS] == sorted((REPOSITORY / "notebooks").glob("*.py"))
+
+
+def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
+    script, written = tmp_path / "small.py", tmp_path / "small.ipynb"
+    script.write_text("# %% [markdown]\n# Two\n\n# %%\nprint(1)\nprint(2, flush=True)\n1 + 2\n")
+    files = []
+    for _ in range(2):
+        found = run(script, home=tmp_path)
+        assert found.returncode == 0, found.stderr
+        files.append(written.read_bytes())
+    assert files[0] == files[1]
+    printed, value = nbformat.read(written, as_version=4).cells[1].outputs
+    assert printed.text == "1\n2\n"
+    assert value.data == {"text/plain": "3"}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("print(2)", "+2"),
+        ("print(1)\nprint(2)", "+print(2)"),
+        ("assert 1 == 2, 'not true'", "AssertionError: not true"),
+        ("import os; os._exit(1)", "does not run"),
+    ],
+    ids=["prints something else", "another source", "fails", "dies"],
+)
+def test_check_tells_what_is_wrong(source: str, message: str, tmp_path: Path) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(f"# %%\n{source}\n")
+    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(2)" if message == "+2" else "print(1)")])
+    written.cells[0].outputs = [nbformat.v4.new_output("stream", text="1\n")]
+    nbformat.write(written, tmp_path / "small.ipynb")
+    checked = run("--check", script, home=tmp_path)
+    assert checked.returncode == 1
+    assert "small" in checked.stderr
+    assert message in checked.stderr
