@@ -247,8 +247,8 @@ assert winner[1, 10_000] == "simple_base"
 # steps, and the border lies further out.)
 #
 # **What gossip buys** is seldom the fastest average. Training does not ask for agreement after every step: it is
-# enough that a *round* hides beside the computation of one step, and that no one waits for all. So look at the time of
-# a round, the mean over a period:
+# enough that a *round* hides beside the computation of one step, and that no one waits for all. So look at the longest
+# round of a period:
 
 # %%
 one_peer_families = ("base", "one_peer_exponential", "one_peer_ring")
@@ -258,12 +258,14 @@ for latency_us, message_mb, local_size in ((20, 100, 1), (20, 100, LOCAL_SIZE), 
     print(f"{message_mb} MB, {latency_us} us, ranks per node: {local_size}")
     for name in ("complete", *one_peer_families):
         each = time_of[build(name, WORLD_SIZE)]
-        print(f"  {name:<20} {each.seconds_per_round * 1e3:>6.1f} ms a round, {each.seconds * 1e3:>7.1f} ms to 1 %")
-        round_of[message_mb, local_size, name] = each.seconds_per_round
+        longest = each.longest_round_seconds
+        print(f"  {name:<20} {longest * 1e3:>6.1f} ms a round, {each.seconds * 1e3:>7.1f} ms to 1 %")
+        round_of[message_mb, local_size, name] = longest
 for name in one_peer_families:
     assert round_of[100, 1, name] < 0.55 * round_of[100, 1, "complete"]
     assert round_of[1, LOCAL_SIZE, name] < 0.15 * round_of[1, LOCAL_SIZE, "complete"]
-    assert (round_of[100, LOCAL_SIZE, name] < round_of[100, LOCAL_SIZE, "complete"]) == (name == "one_peer_ring")
+    assert round_of[100, LOCAL_SIZE, name] > round_of[100, LOCAL_SIZE, "complete"]
+assert round_of[100, LOCAL_SIZE, "one_peer_ring"] < 1.05 * round_of[100, LOCAL_SIZE, "complete"]
 ring_rounds = analysis.traffic(build("one_peer_ring", WORLD_SIZE), local_size=LOCAL_SIZE).rounds
 assert [round_.busiest_node for round_ in ring_rounds] == [0, 2]  # all-reduce: 2 (n - 1) / n
 for name in ("base", "one_peer_exponential"):
@@ -273,8 +275,8 @@ for name in ("base", "one_peer_exponential"):
 # - Where bytes decide and every rank has its own link, a one-peer round takes half as long as an all-reduce: one
 #   message instead of 2 (n - 1) / n.
 # - Where eight ranks share a link, `base` and `one_peer_exponential` send up to eight messages through it at once, and
-#   their rounds are *longer* than an all-reduce. The one-peer ring is shorter only as a mean: every other round stays
-#   inside the nodes, the one between takes about as long as an all-reduce.
+#   their longest rounds are *longer* than an all-reduce. Those of the one-peer ring are about as long, but every other
+#   one stays inside the nodes.
 # - Where latency decides, a round is several times shorter: one step instead of 2 (n - 1).
 #
 # And who waits for whom?
@@ -326,8 +328,8 @@ assert errors == [1.0, 0.0, 0.0, 0.0]
 far, small = recommend(10_000, 1), recommend(1000, 1)
 thrifty = min((row for row in comparison.rows if row.max_sends == 1), key=lambda row: row.bytes)
 for network, found in (("20 us, 100 MB", near), ("1 ms, 1 MB", small), ("10 ms, 1 MB", far)):
-    shortest = min(each.seconds_per_round for each in found.ranked)
-    names = {each.topology.name for each in found.ranked if np.isclose(each.seconds_per_round, shortest)}
+    shortest = min(each.longest_round_seconds for each in found.ranked)
+    names = {each.topology.name for each in found.ranked if np.isclose(each.longest_round_seconds, shortest)}
     print(f"{network:>14}: first to agree {found.ranked[0].topology.name}, shortest round {', '.join(sorted(names))}")
 print(f"fewest bytes to 1 % among those with at most one message per round: {thrifty.topology}")
 assert thrifty.topology == "base"

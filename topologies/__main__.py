@@ -64,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     drawing.set_defaults(run=_draw)
 
     comparison = commands.add_parser("compare", help="how fast they agree, in rounds and in bytes, as a table")
-    comparison.add_argument("names", nargs="*", metavar="NAME", help="families (default: all that serve N)")
     _add_cluster(comparison)
     comparison.add_argument("--bytes", type=_bytes, default=1.0, metavar="SIZE", help="of one message, such as 100MB")
     comparison.add_argument("--csv", action="store_true", help="as CSV instead of text")
@@ -93,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="families (default: all that serve N)")
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--local-size", type=int, default=1, metavar="L", help="ranks per node (default: 1)")
     parser.add_argument(
@@ -167,6 +167,7 @@ def _recommend(parsed: argparse.Namespace) -> str:
     return str(
         recommend(
             parsed.world_size,
+            topologies=parsed.names or None,
             latency_us=parsed.latency_us,
             bandwidth_gbps=parsed.bandwidth_gbps,
             message_mb=parsed.message_mb,

@@ -44,6 +44,8 @@ class Compared:
         Rounds until the worst disagreement is down to the tolerance.
     bytes
         Bytes that a rank sends in these rounds.
+    network_bytes
+        Bytes that all nodes together put on the network in these rounds.
     exact_after
         Rounds until all ranks hold exactly the mean.
     """
@@ -57,6 +59,7 @@ class Compared:
     rate_per_byte: float
     rounds: int | None
     bytes: float | None
+    network_bytes: float | None
     exact_after: int | None
 
 
@@ -112,12 +115,12 @@ class Comparison:
         left = f"{100 * self.tolerance:.3g} %"
         header = (
             "topology", "period", "sends", "bytes/round", "network/round", "rate", "rate/message", f"rounds to {left}",
-            f"bytes to {left}", "exact after",
+            f"bytes to {left}", f"network to {left}", "exact after",
         )  # fmt: skip
         lines = [header, *(self._cells(row) for row in self.rows)]
         return (
-            f"{self.heading}; bytes are those that a rank sends, on average; network/round: all nodes together; "
-            f"rates: per round, and per message sent\n\n{_aligned(lines)}"
+            f"{self.heading}; bytes are those that a rank sends, on average, network those between all nodes; "
+            f"rates are per round and per message sent\n\n{_aligned(lines)}"
         )
 
     @property
@@ -139,6 +142,7 @@ class Comparison:
             f"{row.rate_per_byte**self.message_bytes:.4f}",
             "never" if row.rounds is None else str(row.rounds),
             "-" if row.bytes is None else bytes_text(row.bytes),
+            "-" if row.network_bytes is None else bytes_text(row.network_bytes),
             "never" if row.exact_after is None else str(row.exact_after),
         )
 
@@ -180,7 +184,7 @@ def compare(
     >>> [(row.topology, row.rounds, row.bytes) for row in found.rows]
     [('one_peer_exponential', 4, 4.0), ('ring', 89, 178.0)]
     """
-    chosen = list(_chosen(topologies, world_size, local_size))
+    chosen = list(chosen_topologies(topologies, world_size, local_size))
     if not chosen:
         raise ValueError("topologies is empty; pass names of topologies.available(), or topologies")
     size = chosen[0].world_size
@@ -202,7 +206,10 @@ def compare(
     )
 
 
-def _chosen(items: Iterable[str | Topology] | None, world_size: int | None, local_size: int) -> Iterator[Topology]:
+def chosen_topologies(
+    items: Iterable[str | Topology] | None, world_size: int | None, local_size: int
+) -> Iterator[Topology]:
+    """Yield the topologies that a user named or passed, by default the variants of all families; see compare."""
     if isinstance(items, str | Topology):
         raise TypeError(f"topologies must be a list of names and topologies, got {items!r}; put it into a list")
     names_needed = items is None
@@ -237,6 +244,7 @@ def _compared(topology: Topology, message_bytes: float, local_size: int, toleran
         rate_per_byte=rate ** (1.0 / traffic.bytes_per_rank) if traffic.bytes_per_rank else 1.0,
         rounds=rounds,
         bytes=None if rounds is None else traffic.bytes_in(rounds),
+        network_bytes=None if rounds is None else traffic.network_bytes_in(rounds),
         exact_after=topology.exact_after,
     )
 

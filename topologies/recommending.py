@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from topologies import analysis
 from topologies.analysis.traffic import RoundTraffic, check_local_size
-from topologies.registry import available, variants
-from topologies.samples import distinct, title_of
+from topologies.comparing import chosen_topologies
+from topologies.samples import title_of
 from topologies.topology import Topology
 from topologies.units import seconds_text
 from topologies.validation import check_world_size
@@ -49,8 +50,8 @@ class Recommended:
         Rounds until the worst disagreement is down to the tolerance.
     seconds
         The sum of the exchanges' times in these rounds.
-    seconds_per_round
-        The mean of them over a period: what training has to hide beside each step.
+    longest_round_seconds
+        The longest of them: what training has to hide beside one step.
     arithmetic
         How the seconds come about: how many exchanges of each cost.
     """
@@ -58,7 +59,7 @@ class Recommended:
     topology: Topology
     rounds: int
     seconds: float
-    seconds_per_round: float
+    longest_round_seconds: float
     arithmetic: str
 
 
@@ -71,22 +72,35 @@ class Recommendation:
     network: Network
     tolerance: float
 
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return one dictionary of plain JSON types per topology, the fastest first."""
+        return [
+            {
+                "topology": title_of(each.topology),
+                "rounds": each.rounds,
+                "seconds": each.seconds,
+                "longest_round_seconds": each.longest_round_seconds,
+                "arithmetic": each.arithmetic,
+            }
+            for each in self.ranked
+        ]
+
     def __str__(self) -> str:
         network = self.network
         per_node = "1 rank" if network.local_size == 1 else f"{network.local_size} ranks"
         lines = [
             f"{self.world_size} ranks, {per_node} per node; a message of {network.message_mb:g} MB takes "
             f"{seconds_text(network.wire_seconds(1.0))} on a node's link of {network.bandwidth_gbps:g} Gbit/s.",
-            f"Predicted time of a round, and until {100 * self.tolerance:.3g} % is left of the worst disagreement if "
-            f"rounds follow without a pause:",
+            f"Predicted: the longest round; the time until {100 * self.tolerance:.3g} % is left of the worst "
+            f"disagreement if rounds follow without a pause =",
             "exchanges x (steps x latency + messages of the busiest node x MB / bandwidth). Inside a node it is free.",
             "",
         ]
-        width = max(len(title_of(each.topology)) for each in self.ranked)
+        width = max((len(title_of(each.topology)) for each in self.ranked), default=0)
         for place, each in enumerate(self.ranked, start=1):
             lines.append(
-                f"{place:>3}. {title_of(each.topology):<{width}}  {seconds_text(each.seconds_per_round):>8}/round  "
-                f"{seconds_text(each.seconds):>8}  = {each.arithmetic}"
+                f"{place:>3}. {title_of(each.topology):<{width}}  {seconds_text(each.longest_round_seconds):>8}  "
+                f"{seconds_text(each.seconds):>8} = {each.arithmetic}"
             )
         return "\n".join(lines)
 
@@ -94,13 +108,14 @@ class Recommendation:
 def recommend(
     world_size: int,
     *,
+    topologies: Iterable[str | Topology] | None = None,
     latency_us: float,
     bandwidth_gbps: float,
     message_mb: float,
     local_size: int = 1,
     tolerance: float = 0.01,
 ) -> Recommendation:
-    """Rank every family that serves n by the predicted time to a tolerance.
+    """Rank topologies by the predicted time to a tolerance.
 
     The time of an exchange is ``steps * latency + bytes of the busiest node / bandwidth``, see
     :class:`topologies.analysis.RoundTraffic`; rounds follow each other without a pause. It is the time of averaging
@@ -110,6 +125,9 @@ def recommend(
     ----------
     world_size
         Number of ranks n.
+    topologies
+        Names and topologies as for :func:`topologies.compare`; by default every family that serves n. What never
+        gets to the tolerance is left out.
     latency_us
         Microseconds per step between two nodes (alpha), 0 or more.
     bandwidth_gbps
@@ -140,10 +158,14 @@ def recommend(
         local_size=check_local_size(local_size, world_size),
     )
     ranked = []
-    for name in available():
-        for topology in distinct(variants(name, world_size, local_size=network.local_size)):
-            if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
-                ranked.append(_recommended(topology, rounds, network))
+    for topology in chosen_topologies(topologies, world_size, network.local_size):
+        if topology.world_size != world_size:
+            raise ValueError(
+                f"topologies holds {topology.name!r} for {topology.world_size} ranks, world_size is {world_size}; "
+                f"build it for {world_size}"
+            )
+        if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
+            ranked.append(_recommended(topology, rounds, network))
     ranked.sort(key=lambda each: (each.seconds, each.rounds, title_of(each.topology)))
     return Recommendation(tuple(ranked), world_size, network, tolerance)
 
@@ -158,8 +180,8 @@ def _recommended(topology: Topology, rounds: int, network: Network) -> Recommend
         count * (steps * network.latency_us * 1e-6 + network.wire_seconds(messages))
         for (steps, messages), count in costs.items()
     )
-    per_round = sum(map(network.seconds, traffic)) / len(traffic)
-    return Recommended(topology, rounds, seconds, per_round, " + ".join(_terms(costs, network)))
+    longest = max(map(network.seconds, traffic))
+    return Recommended(topology, rounds, seconds, longest, " + ".join(_terms(costs, network)))
 
 
 def _terms(costs: Counter[tuple[int, float]], network: Network) -> Iterator[str]:

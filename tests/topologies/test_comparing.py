@@ -37,6 +37,8 @@ def test_rows_are_what_the_analysis_says() -> None:
         assert row.network_bytes_per_round == traffic.network_bytes
         sent = [traffic.rounds[k % len(traffic.rounds)].sent.mean() for k in range(row.rounds or 0)]
         assert row.bytes == pytest.approx(4e6 * sum(sent))
+        crossed = [traffic.rounds[k % len(traffic.rounds)].sent_by_node.sum() for k in range(row.rounds or 0)]
+        assert row.network_bytes == pytest.approx(4e6 * sum(crossed))
     in_order = [row.bytes for row in found.rows]
     assert in_order == sorted(in_order)
 
@@ -68,7 +70,7 @@ def test_the_table_is_aligned() -> None:
     assert not empty
     assert len({len(line) for line in table}) == 1
     assert table[1].split() == [
-        "complete", "1", "7", "175", "MB", "1.4", "GB", "0.0000", "0.0000", "1", "175", "MB", "1",
+        "complete", "1", "7", "175", "MB", "1.4", "GB", "0.0000", "0.0000", "1", "175", "MB", "1.4", "GB", "1",
     ]  # fmt: skip
 
 
@@ -142,7 +144,7 @@ def test_recommendation_by_hand() -> None:
     local_global = by_name["local_global"]
     assert local_global.rounds == 2
     assert local_global.seconds == pytest.approx(6 * 10e-6 + 4.5e-3)
-    assert local_global.seconds_per_round == pytest.approx((6 * 10e-6 + 4.5e-3) / 2)
+    assert local_global.longest_round_seconds == pytest.approx(6 * 10e-6 + 4.5e-3)
     assert local_global.arithmetic == "1 inside nodes + 1 x (6 x 10 us + 4.5 x 1 MB / 8 Gbit/s)"
     complete = by_name["complete"]
     assert complete.seconds == pytest.approx(22 * 10e-6 + 2 * 11 / 12 * 1e-3)
@@ -186,6 +188,17 @@ def test_latency_and_bandwidth_decide() -> None:
 def test_what_cannot_be_recommended(options: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         topologies.recommend(8, **{"latency_us": 1, "bandwidth_gbps": 1, "message_mb": 1, **options})
+
+
+def test_named_topologies_are_ranked_alone() -> None:
+    ring = topologies.build("ring", 8)
+    found = topologies.recommend(
+        8, topologies=["complete", ring.every(2)], latency_us=1, bandwidth_gbps=1, message_mb=1
+    )
+    assert [row["topology"] for row in found.to_dicts()] == ["complete", "ring.every(2)"]
+    assert json.loads(json.dumps(found.to_dicts(), allow_nan=False)) == found.to_dicts()
+    with pytest.raises(ValueError, match="topologies holds 'ring' for 8 ranks, world_size is 9"):
+        topologies.recommend(9, topologies=[ring], latency_us=1, bandwidth_gbps=1, message_mb=1)
 
 
 def test_one_rank_needs_no_time() -> None:

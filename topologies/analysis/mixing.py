@@ -45,7 +45,9 @@ def product(topology: Topology, num_rounds: int, *, start: int = 0) -> FloatArra
 def slem(of: Topology | Round | npt.ArrayLike) -> float:
     """Return the second largest modulus of the eigenvalues of W: the rate when W is used in every round.
 
-    The eigenvalue 1 of the vector 1 belongs to the mean and does not count; it is 0 for a single rank.
+    The eigenvalue 1 of the vector 1 belongs to the mean and does not count; it is 0 for a single rank. For matrices
+    that are not symmetric it may say little: all other eigenvalues of a De Bruijn graph are 0 (and come out as 1e-4
+    or less, rounding of a defective matrix), and yet one round leaves the worst disagreement as it is.
 
     Parameters
     ----------

@@ -93,9 +93,15 @@ class Traffic:
 
     def bytes_in(self, num_rounds: int) -> float:
         """Return the bytes that a rank sends in the first rounds after the warm-up, the mean over ranks."""
-        sent = [round_.sent.mean() for round_ in self.rounds]
-        whole, rest = divmod(num_rounds // self.every, len(sent))
-        return self.message_bytes * float(whole * sum(sent) + sum(sent[:rest]))
+        return self._total([float(round_.sent.mean()) for round_ in self.rounds], num_rounds)
+
+    def network_bytes_in(self, num_rounds: int) -> float:
+        """Return the bytes that all nodes together put on the network in the first rounds after the warm-up."""
+        return self._total([float(round_.sent_by_node.sum()) for round_ in self.rounds], num_rounds)
+
+    def _total(self, messages: list[float], num_rounds: int) -> float:
+        whole, rest = divmod(num_rounds // self.every, len(messages))
+        return self.message_bytes * (whole * sum(messages) + sum(messages[:rest]))
 
     def _mean(self, messages: list[float]) -> float:
         return self.message_bytes * float(np.mean(messages)) / self.every
