@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_size() -> None:
     assert cells(table, "hypercube")[0][0] == "`hypercube`, 8 ranks"
     assert cells(table, "one_peer_hypercube")[0][2:] == ["1", "3", "3 rounds", "nothing"]
     matching = cells(table, "random_matching")[0]
-    assert matching[0] == "`random_matching` (seed=0)"
+    assert matching[0] == "`random_matching`"
     assert matching[3:5] == ["none", "-"]
     assert matching[5].endswith(" %, after 16 rounds")
 
