@@ -60,7 +60,10 @@ def slem(of: Topology | Round | npt.ArrayLike) -> float:
     >>> round(slem(topologies.build("ring", 6)), 12)
     0.666666666667
     """
-    return Disagreement([_single_round(of, "slem")]).spectral_radius()
+    round_ = _single_round(of, "slem")
+    if isinstance(of, Topology) and of.exact_after is not None:
+        return 0.0  # W^k = J for some k: of such a matrix the computed eigenvalues are all rounding
+    return Disagreement([round_]).spectral_radius()
 
 
 def spectral_gap(of: Topology | Round | npt.ArrayLike) -> float:
@@ -156,9 +159,10 @@ def consensus_rate(topology: Topology) -> float:
 def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None) -> int | None:
     """Return after how many rounds the worst disagreement is down to ``tolerance`` of its size; ``None``: never.
 
-    The smallest k with ``||R_k - J||_2 <= tolerance``. A schedule without a period is given up after 16,384
-    rounds. Above 384 ranks a schedule that needs more than 256 rounds is extrapolated by :func:`consensus_rate`,
-    which is exact for one symmetric matrix and else right for large k.
+    The smallest k with ``||R_k - J||_2 <= tolerance``. Above 384 ranks a schedule that needs more than 256 rounds is
+    extrapolated by :func:`consensus_rate`, which is exact for one symmetric matrix and else right for large k.
+    A schedule without a period is given up after 16,384 rounds; above 384 ranks, if its first 64 rounds leave some
+    disagreement as it was.
 
     Parameters
     ----------
@@ -183,15 +187,16 @@ def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None)
     if topology.world_size == 1:
         return 0
     exchanges, first, num_rounds_of = exchanges_from(topology, start)
-    rate = None if exchanges.period is None else consensus_rate(exchanges)
+    large = topology.world_size > MAX_DENSE_SPECTRUM
+    rate = consensus_rate(exchanges) if large or exchanges.period is not None else None
     if rate is not None and rate >= 1.0 - ROUNDING / topology.world_size:
         return None
-    if rate and topology.world_size > MAX_DENSE_SPECTRUM:
+    if rate and large:
         expected = math.log(tolerance) / math.log(rate)
         if expected > _MAX_FOLLOWED_ROUNDS:
             return num_rounds_of(math.ceil(expected - 1e-9))
     error_after = _errors(exchanges, first)
-    largest = _MAX_RANDOM_ROUNDS if rate is None else 1 << 50
+    largest = _MAX_RANDOM_ROUNDS if exchanges.period is None else 1 << 50
     needed = _first(lambda k: error_after(k) <= tolerance * (1 + ROUNDING), largest)
     return None if needed is None else num_rounds_of(needed)
 

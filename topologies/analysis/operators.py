@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from topologies.round import Round
+from topologies.spectrum import lowest
 from topologies.storage import FloatArray
 
 #: Up to so many ranks a spectrum is computed from the dense matrix, in O(n^3).
@@ -71,6 +72,8 @@ class Disagreement:
         if self.is_zero():
             return 0.0
         squared = self._largest_modulus(lambda values: self.apply_transposed(self.apply(values)), symmetric=True)
+        if squared is None and len(self.rounds) == 1 and self.rounds[0].is_symmetric:
+            return _largest_of_symmetric(self.rounds[0].sparse())
         if squared is None:
             product = self._sparse_product()
             squared = _largest_near_one((product.T @ product).tocsc(), symmetric=True)
@@ -121,6 +124,16 @@ class Disagreement:
 
     def _scaled(self, values: FloatArray) -> FloatArray:
         return values / self.scale.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def _largest_of_symmetric(matrix: Any) -> float:
+    """Return the second largest modulus of the eigenvalues of a sparse symmetric W, whose square may not be sparse."""
+    from scipy import sparse
+
+    difference = sparse.csr_array(sparse.eye_array(matrix.shape[0]) - matrix)
+    (above,), _ = lowest(difference, 1)
+    (below,), _ = lowest(-difference, 1, floor=-2.0)
+    return max(1.0 - float(above), -1.0 - float(below))
 
 
 def _largest_near_one(squared: Any, *, symmetric: bool) -> float:
