@@ -136,7 +136,7 @@ def describe(topology: Topology) -> Description:
     repeated, all_rounds = repeated_rounds(topology), distinct_rounds(topology)
     sums, degrees, traffic = analysis.sums(all_rounds), analysis.degrees(topology), analysis.traffic(topology)
     deviations = {"doubly": max(sums.rows, sums.columns), "row": sums.rows, "column": sums.columns}
-    slem = analysis.slem(repeated[0]) if topology.period == 1 else None
+    slem = analysis.slem(last.topology) if topology.period == 1 else None
     large = topology.world_size > MAX_DIAMETER_WORLD_SIZE
     return Description(
         name=topology.name,

@@ -475,7 +475,7 @@ class Topology:
             check_sums(round_, self.stochasticity, where=where)
 
 
-def check_topology(argument: str, value: object, world_size: int) -> None:
+def check_topology(argument: str, value: object, world_size: int | str = "world_size") -> None:
     """Refuse what is no topology."""
     if not isinstance(value, Topology):
         raise TypeError(

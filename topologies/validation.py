@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, get_args
@@ -41,6 +42,16 @@ def check_integer(argument: str, value: object, *, minimum: int) -> int:
         ) from None
     if number < minimum:
         raise ValueError(f"{argument} must be at least {minimum}, got {number}; pass {minimum} or more")
+    return number
+
+
+def check_share(argument: str, value: object) -> float:
+    """Return ``value`` as a float between 0 and 1, both excluded."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{argument} must be a number, got {value!r} ({type(value).__name__}); pass for example 0.01")
+    number = float(value)
+    if not 0.0 < number < 1.0:
+        raise ValueError(f"{argument} must be between 0 and 1, got {value!r}; pass for example 0.01")
     return number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import networkx as nx
 import numpy as np
@@ -114,6 +115,38 @@ def test_slem_needs_one_matrix() -> None:
         analysis.slem(topologies.build("one_peer_ring", 8))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        analysis.connected,
+        analysis.diameter,
+        analysis.degrees,
+        analysis.traffic,
+        analysis.consensus_rate,
+        lambda ring: analysis.rounds_to(ring, 0.1),
+    ],
+)
+def test_a_round_is_no_topology(function: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="topology must be a Topology, got <Round"):
+        function(Round.identity(3))
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    ring = topologies.build("ring", 8)
+    with pytest.raises(TypeError, match=r"tolerance must be a number, got 'x' \(str\)"):
+        analysis.rounds_to(ring, "x")
+    with pytest.raises(TypeError, match=r"message_bytes must be a number, got 'x'"):
+        analysis.traffic(ring, message_bytes="x")
+    with pytest.raises(ValueError, match="must be finite"):
+        analysis.traffic(ring, message_bytes=math.inf)
+    with pytest.raises(ValueError, match="local_size must divide world_size 8, got 3"):
+        analysis.round_traffic(ring.round(0), 3)
+    with pytest.raises(ValueError, match="num_rounds must be at least 0, got -1"):
+        analysis.product(ring, -1)
+    with pytest.raises(ValueError, match="slem is defined for a matrix whose rows or columns sum to 1"):
+        analysis.slem([[2, 0], [0, 3]])
+
+
 @pytest.mark.parametrize("tolerance", [0.0, 1.0, -1, 2.0, float("nan")])
 def test_tolerances_lie_between_0_and_1(tolerance: float) -> None:
     with pytest.raises(ValueError, match="tolerance must be between 0 and 1"):
@@ -178,6 +211,53 @@ def test_push_sum_is_judged_by_its_ratios() -> None:
     for k, within in ((needed, True), (needed - 1, False)):
         ratios = np.linalg.matrix_power(column, k)
         assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 1e-3) is within
+
+
+@pytest.mark.parametrize("n", [3, 5, 9])
+@pytest.mark.parametrize("make", [lambda n: nx.star_graph(n - 1), nx.path_graph])
+def test_push_sum_shrinks_as_the_matrix_itself(n: int, make: Callable[[int], nx.Graph]) -> None:
+    topology = Topology.from_graph(make(n), "push_sum")
+    moduli = np.sort(np.abs(np.linalg.eigvals(topology.round(0).matrix())))
+    assert analysis.consensus_rate(topology) == pytest.approx(moduli[-2], abs=1e-9)
+    errors = analysis.consensus_errors(topology, 30)
+    assert (errors[30] / errors[15]) ** (1 / 15) == pytest.approx(moduli[-2], abs=5e-3)
+
+
+def test_push_sum_of_many_ranks() -> None:
+    topology = Topology.from_graph(nx.star_graph(399), "push_sum")
+    needed = analysis.rounds_to(topology, 0.01)
+    assert needed is not None
+    matrix = topology.round(0).matrix()
+    for k, within in ((needed, True), (needed - 1, False)):
+        ratios = np.linalg.matrix_power(matrix, k)
+        assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 0.01) is within
+
+
+@pytest.mark.parametrize("graph", [nx.star_graph(449), nx.barabasi_albert_graph(450, 3, seed=1), nx.path_graph(450)])
+def test_many_ranks_with_a_bias_never_get_there(graph: nx.Graph) -> None:
+    topology = Topology.from_graph(graph, "uniform")
+    degrees = np.array([degree + 1 for _, degree in sorted(graph.degree)], dtype=float)
+    stationary = degrees / degrees.sum()  # a walk is reversible: it rests in proportion to the degrees
+    assert analysis.bias(topology) == pytest.approx(np.linalg.norm(stationary - 1 / 450) * math.sqrt(450), abs=1e-9)
+    assert analysis.rounds_to(topology, 0.01) is None
+    assert topology.describe().rounds_to_tolerance is None
+
+
+def test_a_bias_within_the_tolerance_is_agreed_on() -> None:
+    matrix = np.full((3, 3), 1 / 3) + 1e-4 * np.outer(np.ones(3), [1, -1, 0])
+    topology = Topology.from_rounds([Round.from_matrix(matrix)], stochasticity="row")
+    assert 0 < analysis.bias(topology) < 0.01
+    assert analysis.rounds_to(topology, 0.01) == 1
+    assert analysis.bias(topologies.build("ring", 5)) == 0.0
+
+
+@pytest.mark.parametrize("n", [60, 450])
+def test_a_start_in_the_warm_up_counts_it(n: int) -> None:
+    complete, ring = topologies.build("complete", n), topologies.build("ring", n)
+    assert analysis.rounds_to(complete.then(ring, after=2), 0.1, start=0) == 1
+    assert analysis.rounds_to(complete.every(4).then(ring.every(3), after=9), 0.1, start=0) == 4
+    slow = analysis.rounds_to(ring.then(ring, after=3), 0.1, start=0)
+    assert slow == analysis.rounds_to(ring, 0.1)
 
 
 def test_a_biased_average_never_gets_there() -> None:
@@ -302,5 +382,5 @@ def test_traffic_refuses_what_makes_no_sense() -> None:
     ring = topologies.build("ring", 6)
     with pytest.raises(ValueError, match="local_size must divide world_size 6, got 4; use one of 1, 2, 3, 6"):
         analysis.traffic(ring, local_size=4)
-    with pytest.raises(ValueError, match="message_bytes must not be negative"):
+    with pytest.raises(ValueError, match="message_bytes must be finite and must not be negative"):
         analysis.traffic(ring, message_bytes=-1.0)

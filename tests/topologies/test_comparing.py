@@ -97,7 +97,12 @@ def test_options_that_are_defaults_are_not_shown() -> None:
         ([7], {"world_size": 6}, TypeError, "topologies holds 7"),
         (["ring"], {"world_size": 6, "local_size": 4}, ValueError, "local_size must divide world_size 6"),
         (["ring"], {"world_size": 6, "tolerance": 2.0}, ValueError, "tolerance must be between 0 and 1"),
-        (["ring"], {"world_size": 6, "message_bytes": -1.0}, ValueError, "message_bytes must not be negative"),
+        (
+            ["ring"],
+            {"world_size": 6, "message_bytes": -1.0},
+            ValueError,
+            "message_bytes must be finite and must not be negative",
+        ),
     ],
 )
 def test_what_cannot_be_compared(items: object, options: dict[str, int], error: type[Exception], text: str) -> None:

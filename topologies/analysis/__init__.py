@@ -11,6 +11,7 @@ from topologies.analysis.exactness import Sums as Sums
 from topologies.analysis.exactness import exact_after as exact_after
 from topologies.analysis.exactness import sums as sums
 from topologies.analysis.mixing import beta as beta
+from topologies.analysis.mixing import bias as bias
 from topologies.analysis.mixing import consensus_errors as consensus_errors
 from topologies.analysis.mixing import consensus_rate as consensus_rate
 from topologies.analysis.mixing import product as product
@@ -32,6 +33,7 @@ __all__ = [
     "Sums",
     "Traffic",
     "beta",
+    "bias",
     "connected",
     "consensus_errors",
     "consensus_rate",

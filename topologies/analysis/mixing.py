@@ -18,8 +18,8 @@ from topologies.analysis.operators import MAX_DENSE_SPECTRUM, ROUNDING, Disagree
 from topologies.analysis.structure import exchanges_from
 from topologies.round import Round
 from topologies.storage import FloatArray
-from topologies.topology import Topology
-from topologies.validation import check_integer
+from topologies.topology import Topology, check_topology
+from topologies.validation import check_integer, check_share, measure_stochasticity
 
 #: Rounds from which the rate of a schedule without a period is taken.
 SAMPLED_ROUNDS = 64
@@ -37,6 +37,7 @@ _MAX_FOLLOWED_ROUNDS = 256
 def product(topology: Topology, num_rounds: int, *, start: int = 0) -> FloatArray:
     """Return ``W_(s+k-1) ... W_(s+1) W_s`` for k = ``num_rounds`` and s = ``start``, a dense ``[n, n]`` array."""
     mixed = np.eye(topology.world_size)
+    num_rounds = check_integer("num_rounds", num_rounds, minimum=0)
     for t in range(start, start + num_rounds):
         mixed = topology.round(t).mix(mixed)
     return mixed
@@ -57,7 +58,8 @@ def slem(of: Topology | Round | npt.ArrayLike) -> float:
     Raises
     ------
     ValueError
-        For a topology with another period: the eigenvalues of a product say nothing about one use of it.
+        For a topology with another period: the eigenvalues of a product say nothing about one use of it. For a
+        matrix that is not stochastic.
 
     Examples
     --------
@@ -65,7 +67,14 @@ def slem(of: Topology | Round | npt.ArrayLike) -> float:
     >>> round(slem(topologies.build("ring", 6)), 12)
     0.666666666667
     """
-    return Disagreement([_single_round(of, "slem")]).spectral_radius()
+    round_ = _single_round(of, "slem")
+    if measure_stochasticity(round_) is None:
+        raise ValueError(
+            "slem is defined for a matrix whose rows or columns sum to 1, neither do; pass a stochastic matrix"
+        )
+    if isinstance(of, Topology) and of.exact_after is not None:
+        return 0.0  # W^k = J for some k: of such a matrix the computed eigenvalues are all rounding
+    return Disagreement([round_]).spectral_radius()
 
 
 def spectral_gap(of: Topology | Round | npt.ArrayLike) -> float:
@@ -144,6 +153,7 @@ def consensus_rate(topology: Topology) -> float:
     >>> round(consensus_rate(topologies.build("ring", 6)), 12)
     0.666666666667
     """
+    check_topology("topology", topology)
     repeated = topology.phases[-1]
     if topology.world_size == 1 or topology.exact_after is not None:
         return 0.0
@@ -154,16 +164,19 @@ def consensus_rate(topology: Topology) -> float:
             num_rounds //= 2  # down to what is more than rounding
     else:
         num_rounds = period
-        factor = disagreement(repeated.topology, num_rounds, 0).spectral_radius()
+        # Push-sum's ratios shrink as the eigenvalues of the product itself, without that of the total.
+        rounds = [repeated.topology.round(t) for t in range(num_rounds)]
+        factor = Disagreement(rounds).spectral_radius()
     return float(min(factor, 1.0) ** (1.0 / (num_rounds * repeated.every)))
 
 
 def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None) -> int | None:
     """Return after how many rounds the worst disagreement is down to ``tolerance`` of its size; ``None``: never.
 
-    The smallest k with ``||R_k - J||_2 <= tolerance``. A schedule without a period is given up after 16,384
-    rounds. Above 384 ranks a schedule that needs more than 256 rounds is extrapolated by :func:`consensus_rate`,
-    which is exact for one symmetric matrix and else right for large k.
+    The smallest k with ``||R_k - J||_2 <= tolerance``. Above 384 ranks a schedule that needs more than 256 rounds is
+    extrapolated by :func:`consensus_rate`, which is exact for one symmetric matrix and else right for large k.
+    A schedule without a period is given up after 16,384 rounds; above 384 ranks, if its first 64 rounds leave some
+    disagreement as it was.
 
     Parameters
     ----------
@@ -183,25 +196,52 @@ def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None)
     >>> rounds_to(topologies.build("ring", 16), 0.01), rounds_to(topologies.build("hypercube", 16), 0.01)
     (89, 10)
     """
-    if not 0.0 < tolerance < 1.0:
-        raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}; pass for example 0.01")
+    tolerance = check_share("tolerance", tolerance)
     if topology.world_size == 1:
         return 0
     exchanges, first, num_rounds_of = exchanges_from(topology, start)
-    rate = None if exchanges.period is None else consensus_rate(exchanges)
+    large = exchanges.world_size > MAX_DENSE_SPECTRUM
+    is_random = exchanges.period is None
+    rate = None if is_random and not large else consensus_rate(exchanges)
     if rate is not None and rate >= 1.0 - ROUNDING / topology.world_size:
         return None
-    if rate and topology.world_size > MAX_DENSE_SPECTRUM:
-        expected = math.log(tolerance) / math.log(rate)
-        if expected > _MAX_FOLLOWED_ROUNDS:
+    if exchanges.stochasticity == "row" and not is_random and bias(exchanges) > tolerance:
+        return None
+    error_after = _errors(exchanges, first)
+    if rate and large:
+        followed = max(0, exchanges.warmup - first)
+        left = max(error_after(followed), ROUNDING)  # of the warm-up, if it starts there
+        expected = followed + math.log(tolerance / left) / math.log(rate)
+        if left > tolerance and expected > _MAX_FOLLOWED_ROUNDS:
             return num_rounds_of(math.ceil(expected - 1e-9))
     enough = tolerance * (1 + ROUNDING)
-    if rate is None:
-        needed = _first_of_random(exchanges, first, enough)
+    if is_random and not large:
+        # Round by round: a random round may lead away from J.
+        needed = next((k for k in range(1, _MAX_RANDOM_ROUNDS + 1) if error_after(k) <= enough), None)
     else:
-        error_after = _errors(exchanges, first)
         needed = _first(lambda k: error_after(k) <= enough)
     return None if needed is None else num_rounds_of(needed)
+
+
+def bias(topology: Topology) -> float:
+    """Return ``||lim R_k - J||_2``: how far from the mean the ranks agree, for a schedule with a period.
+
+    0.0 unless it is only row-stochastic. Then the ranks agree on ``sum_j pi_j x_j``, with the stationary weights pi of
+    a period's product, ``pi W_(p-1) .. W_0 = pi``.
+
+    Examples
+    --------
+    >>> import networkx, topologies
+    >>> round(bias(topologies.Topology.from_graph(networkx.star_graph(3), "uniform")), 4)
+    0.3464
+    """
+    repeated = topology.phases[-1].topology
+    if repeated.stochasticity != "row":
+        return 0.0
+    if repeated.period is None:
+        raise ValueError(f"topology {topology.name!r} has no period, so it has no limit; use consensus_errors")
+    weights = disagreement(repeated, repeated.period, 0).stationary_weights()
+    return float(np.linalg.norm(weights - 1.0 / len(weights)) * math.sqrt(len(weights)))
 
 
 def disagreement(topology: Topology, num_rounds: int, start: int) -> Disagreement:
@@ -251,12 +291,6 @@ class _Products:
             mixed = self.topology.round(t).mix(mixed)
         self._last = k, mixed
         return mixed
-
-
-def _first_of_random(topology: Topology, start: int, enough: float) -> int | None:
-    """Return the smallest k with ``||R_k - J||_2 <= enough``, round by round: a random round may lead away from J."""
-    error_after = _errors(topology, start)
-    return next((k for k in range(1, _MAX_RANDOM_ROUNDS + 1) if error_after(k) <= enough), None)
 
 
 def _first(holds: Callable[[int], bool]) -> int | None:

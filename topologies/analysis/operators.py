@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from topologies.round import Round
+from topologies.spectrum import lowest
 from topologies.storage import FloatArray
 
 #: Up to so many ranks a spectrum is computed from the dense matrix, in O(n^3).
@@ -71,6 +72,8 @@ class Disagreement:
         if self.is_zero():
             return 0.0
         squared = self._largest_modulus(lambda values: self.apply_transposed(self.apply(values)), symmetric=True)
+        if squared is None and len(self.rounds) == 1 and self.rounds[0].is_symmetric:
+            return _largest_of_symmetric(self.rounds[0].sparse())
         if squared is None:
             product = self._sparse_product()
             squared = _largest_near_one((product.T @ product).tocsc(), symmetric=True)
@@ -114,6 +117,18 @@ class Disagreement:
             lambda product, round_: round_.sparse() @ product, self.rounds[1:], self.rounds[0].sparse()
         )
 
+    def stationary_weights(self) -> FloatArray:
+        """Return the left eigenvector of R for the eigenvalue 1, with sum 1: the weights on which the ranks agree."""
+        from scipy.sparse.linalg import splu
+
+        transposed = self._sparse_product().T
+        shifted = splu((transposed - (1.0 + 1e-10) * _identity(self.world_size)).tocsc())
+        weights = np.full(self.world_size, 1.0 / self.world_size)
+        for _ in range(4):  # inverse iteration: each step gains ten digits or so
+            weights = shifted.solve(weights)
+            weights /= weights.sum()
+        return np.asarray(weights)
+
     def _product(self, values: FloatArray) -> FloatArray:
         for round_ in self.rounds:
             values = round_.mix(values)
@@ -121,6 +136,20 @@ class Disagreement:
 
     def _scaled(self, values: FloatArray) -> FloatArray:
         return values / self.scale.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def _identity(size: int) -> Any:
+    from scipy import sparse
+
+    return sparse.eye_array(size, format="csr")
+
+
+def _largest_of_symmetric(matrix: Any) -> float:
+    """Return the second largest modulus of the eigenvalues of a sparse symmetric W, whose square may not be sparse."""
+    difference = (_identity(matrix.shape[0]) - matrix).tocsr()
+    (above,), _ = lowest(difference, 1)
+    (below,), _ = lowest(-difference, 1, floor=-2.0)
+    return max(1.0 - float(above), -1.0 - float(below))
 
 
 def _largest_near_one(squared: Any, *, symmetric: bool) -> float:

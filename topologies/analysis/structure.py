@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.storage import IntArray
+from topologies.topology import Topology, check_topology
 from topologies.validation import check_integer
 
 #: Above this size the sets of who has heard of whom, n^2 bits, are not formed.
@@ -18,15 +19,23 @@ MAX_DIAMETER_WORLD_SIZE = 16_384
 #: How many exchanges are looked at of a schedule without a period.
 SAMPLED_ROUNDS = 16
 
+#: Distances up to which sets of who has heard of whom are formed; from there on ranks are searched one by one.
+_MOST_SWEEPS = 32
+
+#: Memory of the sets that are looked at at once.
+_BLOCK_BYTES = 1 << 24
+
 
 def repeated_rounds(topology: Topology) -> list[Round]:
     """Return the exchanges of one period after the warm-up, or the first 16 without a period; no local steps."""
+    check_topology("topology", topology)
     last = topology.phases[-1]
     return [last.topology.round(exchange) for exchange in range(last.num_distinct(sampled=SAMPLED_ROUNDS))]
 
 
 def distinct_rounds(topology: Topology) -> list[Round]:
     """Return the exchanges of the warm-up and of one period, 16 of a part without a period; no local steps."""
+    check_topology("topology", topology)
     return [
         phase.topology.round(exchange)
         for phase in topology.phases
@@ -46,6 +55,7 @@ def exchanges_from(topology: Topology, start: int | None) -> tuple[Topology, int
     -------
     The topology whose rounds are exchanged, the first of them, and how many rounds of the schedule k of them take.
     """
+    check_topology("topology", topology)
     start = topology.warmup if start is None else check_integer("start", start, minimum=0)
     last = topology.phases[-1]
     if start < last.start:
@@ -91,13 +101,9 @@ def connected(topology: Topology) -> bool:
     """
     from scipy import sparse
 
-    readers, senders, num_nodes = [], [], topology.world_size
-    for round_ in repeated_rounds(topology):
-        links = _Links(round_)
-        readers += [links.readers, links.members, links.hubs + num_nodes]
-        senders += [links.senders, links.hubs + num_nodes, links.members]
-        num_nodes += links.num_hubs
-    ends = np.concatenate(readers), np.concatenate(senders)
+    links = _Links(repeated_rounds(topology))
+    hubs, num_nodes = links.hubs + topology.world_size, topology.world_size + links.num_hubs
+    ends = np.concatenate((links.readers, links.members, hubs)), np.concatenate((links.senders, hubs, links.members))
     graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(num_nodes, num_nodes))
     num_components, _ = sparse.csgraph.connected_components(graph, directed=True, connection="strong")
     return bool(num_components == 1)
@@ -124,42 +130,73 @@ def diameter(topology: Topology) -> int | None:
         raise ValueError(
             f"the diameter of {n} ranks is not computed, at most that of {MAX_DIAMETER_WORLD_SIZE} is; use fewer ranks"
         )
-    links = [_Links(round_) for round_ in repeated_rounds(topology)]
-    ranks = np.arange(n)
+    rounds = repeated_rounds(topology)
+    links, ranks = _Links(rounds), np.arange(n)
     heard = np.zeros((n, (n + 63) // 64), dtype=np.uint64)  # row i: one bit for each rank that i has heard of
     heard[ranks, ranks // 64] = np.uint64(1) << (ranks % 64).astype(np.uint64)
     everybody = np.bitwise_or.reduce(heard, axis=0)
-    for distance in range(n):
+    for distance in range(min(n, _MOST_SWEEPS)):
         if bool((heard == everybody).all()):
             return distance
         farther = heard.copy()
-        for each in links:
-            each.spread(heard, farther)
+        links.spread(heard, farther)
         if np.array_equal(farther, heard):
             return None
         heard = farther
-    return None
+    return _deepest_search(rounds)
+
+
+def _deepest_search(rounds: list[Round]) -> int | None:
+    """Return the depth of the deepest of all breadth-first searches: cheaper than sets where distances are long."""
+    from scipy import sparse
+
+    n, edges = rounds[0].world_size, [round_.edges() for round_ in rounds]
+    ends = np.concatenate([readers for readers, _, _ in edges]), np.concatenate([senders for _, senders, _ in edges])
+    graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(n, n)).tocsr()
+    deepest = 0
+    for rank in range(n):
+        order, predecessors = sparse.csgraph.breadth_first_order(graph, rank)
+        if len(order) < n:
+            return None
+        node, depth, found_from = int(order[-1]), 0, predecessors.tolist()
+        while node != rank:
+            node, depth = found_from[node], depth + 1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 class _Links:
-    """The edges of a round, with a hub for every uniform group instead of an edge for each of its pairs."""
+    """The edges of some rounds together, with a hub for every uniform group of three or more instead of its pairs."""
 
-    def __init__(self, round_: Round) -> None:
-        none = np.empty(0, dtype=np.int64)
-        self.readers, self.senders, self.members, self.hubs = none, none, none, none
-        groups = [group for group in round_.uniform_groups or () if len(group) > 1]
+    def __init__(self, rounds: list[Round]) -> None:
+        n, none = rounds[0].world_size, np.empty(0, dtype=np.int64)
+        keys, groups = [none], dict[tuple[int, ...], None]()
+        for round_ in rounds:
+            large = [group for group in round_.uniform_groups or () if len(group) > 2]
+            if large:
+                groups.update(dict.fromkeys(group for group in round_.uniform_groups or () if len(group) > 1))
+            else:
+                readers, senders, _ = round_.edges()
+                keys.append(readers.astype(np.int64) * n + senders)
+        self.readers, self.senders = np.divmod(np.unique(np.concatenate(keys)), n)
         self.num_hubs = len(groups)
-        if round_.uniform_groups is None:
-            self.readers, self.senders, _ = round_.edges()
-        elif groups:
-            self.members = np.concatenate([np.array(group, dtype=np.int64) for group in groups])
-            self.hubs = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        self.members = np.concatenate([none, *(np.array(group, dtype=np.int64) for group in groups)])
+        self.hubs = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
     def spread(self, heard: npt.NDArray[np.uint64], farther: npt.NDArray[np.uint64]) -> None:
-        """Add to ``farther`` what each rank hears of in this round."""
-        if len(self.readers):
-            ranks, starts = np.unique(self.readers, return_index=True)
-            farther[ranks] |= np.bitwise_or.reduceat(heard[self.senders], starts)
+        """Add to ``farther`` what each rank hears of."""
+        _collect(farther, self.readers, heard, self.senders)
         if self.num_hubs:
-            starts = np.flatnonzero(np.diff(self.hubs, prepend=-1))
-            farther[self.members] |= np.bitwise_or.reduceat(heard[self.members], starts)[self.hubs]
+            told = np.zeros((self.num_hubs, heard.shape[1]), dtype=np.uint64)
+            _collect(told, self.hubs, heard, self.members)
+            by_member = np.argsort(self.members, kind="stable")
+            _collect(farther, self.members[by_member], told, self.hubs[by_member])
+
+
+def _collect(into: npt.NDArray[np.uint64], readers: IntArray, sets: npt.NDArray[np.uint64], senders: IntArray) -> None:
+    """Add to the set of each reader those of its senders; edges come by rising reader."""
+    block = max(1, _BLOCK_BYTES // sets[0].nbytes)
+    for first in range(0, len(readers), block):
+        reader = readers[first : first + block]
+        starts = np.flatnonzero(np.diff(reader, prepend=-1))
+        into[reader[starts]] |= np.bitwise_or.reduceat(sets[senders[first : first + block]], starts)

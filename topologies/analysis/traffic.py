@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,8 +131,7 @@ def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int =
     >>> found.bytes_per_rank, found.max_node_bytes, found.network_bytes
     (200.0, 200.0, 400.0)
     """
-    if not message_bytes >= 0:
-        raise ValueError(f"message_bytes must not be negative, got {message_bytes!r}; pass the bytes of one message")
+    message_bytes = _check_bytes(message_bytes)
     local_size = check_local_size(local_size, topology.world_size)
     rounds = repeated_rounds(topology)
     return Traffic(
@@ -139,6 +140,18 @@ def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int =
         message_bytes=float(message_bytes),
         num_communicators=len({group for round_ in rounds for group in round_.uniform_groups or () if len(group) > 1}),
     )
+
+
+def _check_bytes(message_bytes: object) -> float:
+    if not isinstance(message_bytes, numbers.Real):
+        raise TypeError(
+            f"message_bytes must be a number, got {message_bytes!r} ({type(message_bytes).__name__}); pass for "
+            f"example 100e6"
+        )
+    number = float(message_bytes)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"message_bytes must be finite and must not be negative, got {number!r}; pass those of one")
+    return number
 
 
 def check_local_size(local_size: int, world_size: int) -> int:
@@ -156,6 +169,7 @@ def check_local_size(local_size: int, world_size: int) -> int:
 def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
     """Return what one round sends, for nodes of ``local_size`` ranks."""
     n = round_.world_size
+    local_size = check_local_size(local_size, n)
     if round_.uniform_groups is None:
         receivers, senders, _ = round_.edges()
         amount = np.ones(len(senders))

@@ -1,0 +1,232 @@
+"""What topologies of thousands of ranks, and rounds of a million, cost: time, memory and analysis, family by family.
+
+    OPENBLAS_NUM_THREADS=1 python scripts/topology_scale.py
+    python scripts/topology_scale.py --world-size 1024 --families ring base --large-world-size 100000
+
+The first table has a row for every variant of a family at the served size nearest to ``--world-size``, each measured in
+a process of its own; times are the least of three runs, except that of the analysis.
+
+build       ``topologies.build`` with the variant's options
+first       ``round(0)`` and the row of one rank, the first time
+row         ``round(t).neighbours(rank)`` of every rank, per row; the making of the rounds is included
+one rank    the same for one rank alone, per round: what a worker pays that reads its own row only
+B/edge      most bytes in use at once while all that is done, per edge of the rounds, own weights included
+describe    ``topology.describe()``, everything that can be measured, of a topology that has made no round yet
+MiB         the most memory of the process
+
+Rounds are those of one period, the first 16 at most. The second table is about ``round(t).neighbours(rank)`` for random
+t and rank, rounds that are used for the first time included; n is the served size nearest to ``--large-world-size``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import topologies
+from topologies import Topology
+from topologies.samples import options_text
+
+LARGE_FAMILIES = ("one_peer_exponential", "one_peer_hypercube", "ring", "base", "random_matching")
+MOST_ROUNDS = 16
+REPEATS = 3
+NUM_LARGE_CALLS = 400
+
+
+def served_variants(name: str, world_size: int) -> tuple[int, list[Topology]]:
+    """Return the size nearest to ``world_size`` that a family serves, and its variants there."""
+    for distance in range(world_size):
+        for size in dict.fromkeys((world_size - distance, world_size + distance)):
+            if size >= 2 and (found := topologies.variants(name, size)):
+                return size, found
+    raise ValueError(f"family {name!r} serves no world_size from 2 to {2 * world_size - 1}; choose a larger one")
+
+
+def elapsed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that a call takes, and its result."""
+    begin = time.process_time()
+    result = work()
+    return time.process_time() - begin, result
+
+
+def rounds_of(topology: Topology) -> range:
+    """The rounds that are looked at."""
+    return range(min(topology.period or MOST_ROUNDS, MOST_ROUNDS))
+
+
+def all_rows(topology: Topology) -> None:
+    """Use every row of the rounds."""
+    for t in rounds_of(topology):
+        round_ = topology.round(t)
+        for rank in range(topology.world_size):
+            round_.neighbours(rank)
+
+
+def rows_of_one_rank(topology: Topology) -> None:
+    """Use the rows of one rank."""
+    for t in rounds_of(topology):
+        topology.round(t).neighbours(topology.world_size // 3)
+
+
+def measure(name: str, world_size: int, variant: int) -> dict[str, Any]:
+    """Return the numbers of one row of the first table."""
+    options = topologies.variants(name, world_size)[variant].options
+
+    def build() -> Topology:
+        return topologies.build(name, world_size, **options)
+
+    num_rounds = len(rounds_of(build()))
+    timed: dict[str, list[float]] = {"build_s": [], "first_s": [], "row_s": [], "one_rank_s": []}
+    for _ in range(REPEATS):
+        seconds, topology = elapsed(build)
+        timed["build_s"].append(seconds)
+        timed["one_rank_s"].append(elapsed(lambda: rows_of_one_rank(topology))[0] / num_rounds)  # noqa: B023
+        topology = build()
+        timed["row_s"].append(elapsed(lambda: all_rows(topology))[0] / num_rounds / world_size)  # noqa: B023
+        topology = build()
+        timed["first_s"].append(elapsed(lambda: topology.round(0).neighbours(0))[0])  # noqa: B023
+    num_edges = sum(int(topology.round(t).num_sources().sum()) + world_size for t in rounds_of(topology))
+    del topology
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    all_rows(build())
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    topology = build()
+    describe_s, _ = elapsed(topology.describe)
+    return {
+        **{key: min(seconds) for key, seconds in timed.items()},
+        "bytes_per_edge": peak / num_edges,
+        "describe_s": describe_s,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def measure_large(name: str, world_size: int) -> dict[str, Any]:
+    """Return the numbers of one row of the second table."""
+    build_s, topology = elapsed(lambda: topologies.build(name, world_size))
+    generator = np.random.default_rng(0)
+    period = topology.period or 1000
+    calls = zip(
+        generator.integers(period, size=NUM_LARGE_CALLS).tolist(),
+        generator.integers(world_size, size=NUM_LARGE_CALLS).tolist(),
+        strict=True,
+    )
+    seconds = [elapsed(lambda t=t, rank=rank: topology.round(t).neighbours(rank))[0] for t, rank in calls]  # type: ignore[misc]
+    return {
+        "build_s": build_s,
+        "median_s": statistics.median(seconds),
+        "largest_s": max(seconds),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def in_a_process(kind: str, *arguments: object, time_limit_s: float) -> dict[str, Any] | str:
+    """Return what this script measures in a process of its own, or why it does not."""
+    command = [sys.executable, __file__, kind, *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"more than {time_limit_s:g} s"
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1] if done.stderr else f"status {done.returncode}"
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured
+
+
+def table_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
+    """Yield the rows of the first table."""
+    for name in families:
+        size, found = served_variants(name, world_size)
+        for variant, topology in enumerate(found):
+            row = [name, str(size), options_text(topology.options)[:44]]
+            measured = in_a_process("--measure", name, size, variant, time_limit_s=time_limit_s)
+            if isinstance(measured, str):
+                yield [*row, measured]
+                continue
+            yield [
+                *row,
+                f"{measured['build_s'] * 1e3:.1f} ms",
+                f"{measured['first_s'] * 1e3:.2f} ms",
+                f"{measured['row_s'] * 1e6:.1f} us",
+                f"{measured['one_rank_s'] * 1e6:.0f} us",
+                f"{measured['bytes_per_edge']:.1f}",
+                f"{measured['describe_s']:.2f} s",
+                f"{measured['peak_bytes'] / 2**20:.0f}",
+            ]
+
+
+def large_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
+    """Yield the rows of the second table."""
+    for name in families:
+        if name in LARGE_FAMILIES:
+            size, _ = served_variants(name, world_size)
+            measured = in_a_process("--measure-large", name, size, time_limit_s=time_limit_s)
+            if isinstance(measured, str):
+                yield [name, str(size), measured]
+                continue
+            yield [
+                name,
+                str(size),
+                f"{measured['build_s'] * 1e3:.1f} ms",
+                f"{measured['median_s'] * 1e6:.0f} us",
+                f"{measured['largest_s'] * 1e6:.0f} us",
+                f"{measured['peak_bytes'] / 2**20:.0f}",
+            ]
+
+
+def print_table(header: Sequence[str], widths: Sequence[int], num_texts: int, rows: Iterator[list[str]]) -> None:
+    """Print rows as they come: ``num_texts`` columns of text to the left, then numbers to the right."""
+    for row in itertools.chain([list(header), ["-" * width for width in widths]], rows):
+        cells = [
+            f"{text:<{width}}" if column < num_texts else f"{text:>{width}}"
+            for column, (text, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        print("  ".join(cells).rstrip(), flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=4096, help="ranks of the first table")
+    parser.add_argument("--large-world-size", type=int, default=1_000_000, help="ranks of the second table")
+    parser.add_argument("--families", nargs="+", choices=topologies.available(), default=topologies.available())
+    parser.add_argument("--time-limit-s", type=float, default=300.0, help="seconds per process")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-large", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        name, size, variant = arguments.measure
+        print(json.dumps(measure(name, int(size), int(variant))))
+    elif arguments.measure_large:
+        name, size = arguments.measure_large
+        print(json.dumps(measure_large(name, int(size))))
+    else:
+        print_table(
+            ("family", "n", "options", "build", "first", "row", "one rank", "B/edge", "describe", "MiB"),
+            (20, 4, 44, 9, 9, 8, 8, 6, 8, 5),
+            3,
+            table_rows(arguments.families, arguments.world_size, arguments.time_limit_s),
+        )
+        print()
+        print_table(
+            ("family", "n", "build", "median", "largest", "MiB"),
+            (20, 7, 9, 8, 8, 5),
+            2,
+            large_rows(arguments.families, arguments.large_world_size, arguments.time_limit_s),
+        )
+
+
+if __name__ == "__main__":
+    main()
