@@ -233,15 +233,14 @@ def chosen_topologies(
 def _compared(topology: Topology, message_bytes: float, local_size: int, tolerance: float) -> Compared:
     traffic = analysis.traffic(topology, message_bytes=message_bytes, local_size=local_size)
     rounds = analysis.rounds_to(topology, tolerance)
-    rate = analysis.consensus_rate(topology)
     return Compared(
         topology=title_of(topology),
         period=topology.period,
         max_sends=analysis.degrees(topology).max_sends,
         bytes_per_round=traffic.bytes_per_rank,
         network_bytes_per_round=traffic.network_bytes,
-        rate=rate,
-        rate_per_byte=rate ** (1.0 / traffic.bytes_per_rank) if traffic.bytes_per_rank else 1.0,
+        rate=analysis.consensus_rate(topology),
+        rate_per_byte=analysis.rate_per_byte(topology, message_bytes=message_bytes),
         rounds=rounds,
         bytes=None if rounds is None else traffic.bytes_in(rounds),
         network_bytes=None if rounds is None else traffic.network_bytes_in(rounds),

@@ -24,6 +24,7 @@ from topologies.analysis.structure import degrees as degrees
 from topologies.analysis.structure import diameter as diameter
 from topologies.analysis.traffic import RoundTraffic as RoundTraffic
 from topologies.analysis.traffic import Traffic as Traffic
+from topologies.analysis.traffic import rate_per_byte as rate_per_byte
 from topologies.analysis.traffic import round_traffic as round_traffic
 from topologies.analysis.traffic import traffic as traffic
 
@@ -41,6 +42,7 @@ __all__ = [
     "diameter",
     "exact_after",
     "product",
+    "rate_per_byte",
     "round_traffic",
     "rounds_to",
     "slem",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from topologies.analysis.mixing import consensus_rate
 from topologies.analysis.structure import repeated_rounds
 from topologies.round import Round
 from topologies.storage import FloatArray, IntArray
@@ -140,6 +141,22 @@ def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int =
         message_bytes=float(message_bytes),
         num_communicators=len({group for round_ in rounds for group in round_.uniform_groups or () if len(group) > 1}),
     )
+
+
+def rate_per_byte(topology: Topology, *, message_bytes: float = 1.0) -> float:
+    """Return the factor by which a disagreement shrinks in the long run for every byte that a rank sends.
+
+    It is ``consensus_rate ** (1 / bytes per round)``; by default per message. 1.0 if nothing is sent.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> ring, exponential = topologies.build("ring", 64), topologies.build("exponential", 64)
+    >>> rate_per_byte(exponential) < rate_per_byte(ring)
+    True
+    """
+    sent = traffic(topology, message_bytes=message_bytes).bytes_per_rank
+    return float(consensus_rate(topology) ** (1.0 / sent)) if sent else 1.0
 
 
 def _check_bytes(message_bytes: object) -> float:
