@@ -12,15 +12,18 @@ row         ``round(t).neighbours(rank)`` of every rank, per row; the making of 
 one rank    the same for one rank alone, per round: what a worker pays that reads its own row only
 B/edge      most bytes in use at once while all that is done, per edge of the rounds, own weights included
 describe    ``topology.describe()``, everything that can be measured, of a topology that has made no round yet
-MiB         the most memory of the process
+MiB         the most memory of the process that did all this
+
+Times are processor time of one thread, which other programs on the machine disturb less.
 
 Rounds are those of one period, the first 16 at most. The second table is about ``round(t).neighbours(rank)`` for random
-t and rank, rounds that are used for the first time included; n is the served size nearest to ``--large-world-size``.
+t and rank, rounds that are used for the first time included; n is ``--large-world-size``, or the nearest power of two.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import resource
@@ -44,17 +47,17 @@ REPEATS = 3
 NUM_LARGE_CALLS = 400
 
 
-def served_variants(name: str, world_size: int) -> tuple[int, list[Topology]]:
-    """Return the size nearest to ``world_size`` that a family serves, and its variants there."""
+def served_variants(name: str, world_size: int) -> dict[str, Any]:
+    """Return the size nearest to ``world_size`` that a family serves, and the options of its variants there."""
     for distance in range(world_size):
         for size in dict.fromkeys((world_size - distance, world_size + distance)):
             if size >= 2 and (found := topologies.variants(name, size)):
-                return size, found
+                return {"size": size, "options": [options_text(topology.options) for topology in found]}
     raise ValueError(f"family {name!r} serves no world_size from 2 to {2 * world_size - 1}; choose a larger one")
 
 
 def elapsed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that a call takes, and its result."""
+    """Return the processor time that a call takes, in seconds, and its result."""
     begin = time.process_time()
     result = work()
     return time.process_time() - begin, result
@@ -115,16 +118,20 @@ def measure(name: str, world_size: int, variant: int) -> dict[str, Any]:
 
 def measure_large(name: str, world_size: int) -> dict[str, Any]:
     """Return the numbers of one row of the second table."""
-    build_s, topology = elapsed(lambda: topologies.build(name, world_size))
+    powers_of_two = 1 << (world_size.bit_length() - 1), 1 << world_size.bit_length()
+    size = min(powers_of_two, key=lambda size: abs(size - world_size)) if name == "one_peer_hypercube" else world_size
+    build_s, topology = elapsed(lambda: topologies.build(name, size))
     generator = np.random.default_rng(0)
     period = topology.period or 1000
     calls = zip(
         generator.integers(period, size=NUM_LARGE_CALLS).tolist(),
-        generator.integers(world_size, size=NUM_LARGE_CALLS).tolist(),
+        generator.integers(size, size=NUM_LARGE_CALLS).tolist(),
         strict=True,
     )
+    gc.freeze()  # one pass over all imported modules takes 10 ms
     seconds = [elapsed(lambda t=t, rank=rank: topology.round(t).neighbours(rank))[0] for t, rank in calls]  # type: ignore[misc]
     return {
+        "size": size,
         "build_s": build_s,
         "median_s": statistics.median(seconds),
         "largest_s": max(seconds),
@@ -148,10 +155,13 @@ def in_a_process(kind: str, *arguments: object, time_limit_s: float) -> dict[str
 def table_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
     """Yield the rows of the first table."""
     for name in families:
-        size, found = served_variants(name, world_size)
-        for variant, topology in enumerate(found):
-            row = [name, str(size), options_text(topology.options)[:44]]
-            measured = in_a_process("--measure", name, size, variant, time_limit_s=time_limit_s)
+        served = in_a_process("--variants", name, world_size, time_limit_s=time_limit_s)
+        if isinstance(served, str):
+            yield [name, "", served]
+            continue
+        for variant, options in enumerate(served["options"]):
+            row = [name, str(served["size"]), options[:44]]
+            measured = in_a_process("--measure", name, served["size"], variant, time_limit_s=time_limit_s)
             if isinstance(measured, str):
                 yield [*row, measured]
                 continue
@@ -170,20 +180,20 @@ def table_rows(families: Sequence[str], world_size: int, time_limit_s: float) ->
 def large_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
     """Yield the rows of the second table."""
     for name in families:
-        if name in LARGE_FAMILIES:
-            size, _ = served_variants(name, world_size)
-            measured = in_a_process("--measure-large", name, size, time_limit_s=time_limit_s)
-            if isinstance(measured, str):
-                yield [name, str(size), measured]
-                continue
-            yield [
-                name,
-                str(size),
-                f"{measured['build_s'] * 1e3:.1f} ms",
-                f"{measured['median_s'] * 1e6:.0f} us",
-                f"{measured['largest_s'] * 1e6:.0f} us",
-                f"{measured['peak_bytes'] / 2**20:.0f}",
-            ]
+        if name not in LARGE_FAMILIES:
+            continue
+        measured = in_a_process("--measure-large", name, world_size, time_limit_s=time_limit_s)
+        if isinstance(measured, str):
+            yield [name, "", measured]
+            continue
+        yield [
+            name,
+            str(measured["size"]),
+            f"{measured['build_s'] * 1e3:.2f} ms",
+            f"{measured['median_s'] * 1e6:.0f} us",
+            f"{measured['largest_s'] * 1e6:.0f} us",
+            f"{measured['peak_bytes'] / 2**20:.0f}",
+        ]
 
 
 def print_table(header: Sequence[str], widths: Sequence[int], num_texts: int, rows: Iterator[list[str]]) -> None:
@@ -203,10 +213,14 @@ def main() -> None:
     parser.add_argument("--large-world-size", type=int, default=1_000_000, help="ranks of the second table")
     parser.add_argument("--families", nargs="+", choices=topologies.available(), default=topologies.available())
     parser.add_argument("--time-limit-s", type=float, default=300.0, help="seconds per process")
+    parser.add_argument("--variants", nargs=2, help=argparse.SUPPRESS)  # these three are for its own processes
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--measure-large", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
+    if arguments.variants:
+        name, size = arguments.variants
+        print(json.dumps(served_variants(name, int(size))))
+    elif arguments.measure:
         name, size, variant = arguments.measure
         print(json.dumps(measure(name, int(size), int(variant))))
     elif arguments.measure_large:
@@ -215,14 +229,14 @@ def main() -> None:
     else:
         print_table(
             ("family", "n", "options", "build", "first", "row", "one rank", "B/edge", "describe", "MiB"),
-            (20, 4, 44, 9, 9, 8, 8, 6, 8, 5),
+            (22, 4, 44, 9, 9, 8, 8, 6, 8, 5),
             3,
             table_rows(arguments.families, arguments.world_size, arguments.time_limit_s),
         )
         print()
         print_table(
             ("family", "n", "build", "median", "largest", "MiB"),
-            (20, 7, 9, 8, 8, 5),
+            (22, 7, 9, 8, 8, 5),
             2,
             large_rows(arguments.families, arguments.large_world_size, arguments.time_limit_s),
         )

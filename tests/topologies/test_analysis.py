@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import networkx as nx
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Round, Topology, analysis
-from topologies.analysis import operators
+from topologies.analysis import operators, structure
 
 SMALL = [
     ("ring", {}),
@@ -301,8 +302,8 @@ def test_connectivity_and_diameter(topology: Topology) -> None:
 
 
 @settings(max_examples=60)
-@given(st.integers(2, 90), st.integers(0, 2**32), st.booleans())
-def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool) -> None:
+@given(st.integers(2, 90), st.integers(0, 2**32), st.booleans(), st.integers(0, 5), st.integers(1, 500))
+def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool, most_sweeps: int, block_bytes: int) -> None:
     graph = nx.gnp_random_graph(n, 3 / n, seed=seed, directed=directed)
     edges = list(graph.edges) + ([] if directed else [(b, a) for a, b in graph.edges])
     readers, senders = [b for _, b in edges], [a for a, _ in edges]
@@ -310,7 +311,21 @@ def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool) -> Non
     topology = Topology.from_rounds([round_], stochasticity="row")
     together = nx.is_strongly_connected(graph) if directed else nx.is_connected(graph)
     assert analysis.connected(topology) is together
-    assert analysis.diameter(topology) == (nx.diameter(graph) if together else None)
+    with (
+        mock.patch.object(structure, "_MOST_SWEEPS", most_sweeps),
+        mock.patch.object(structure, "_BLOCK_BYTES", block_bytes),
+    ):
+        assert analysis.diameter(topology) == (nx.diameter(graph) if together else None)
+
+
+@pytest.mark.parametrize("name", ["one_peer_ring", "path", "directed_ring"])
+def test_the_diameter_of_long_graphs(name: str) -> None:
+    assert analysis.diameter(topologies.build(name, 2000)) == (1000 if name == "one_peer_ring" else 1999)
+
+
+def test_the_slem_of_a_nilpotent_matrix_is_0() -> None:
+    for n in (64, 4096):
+        assert analysis.slem(topologies.build("de_bruijn", n, p=4)) == 0.0
 
 
 def test_the_diameter_of_very_many_ranks_is_refused() -> None:

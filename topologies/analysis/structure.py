@@ -178,7 +178,8 @@ class _Links:
             else:
                 readers, senders, _ = round_.edges()
                 keys.append(readers.astype(np.int64) * n + senders)
-        self.readers, self.senders = np.divmod(np.unique(np.concatenate(keys)), n)
+        rising = np.sort(np.concatenate(keys))
+        self.readers, self.senders = np.divmod(rising[np.diff(rising, prepend=-1) > 0], n)
         self.num_hubs = len(groups)
         self.members = np.concatenate([none, *(np.array(group, dtype=np.int64) for group in groups)])
         self.hubs = np.repeat(np.arange(len(groups)), [len(group) for group in groups])

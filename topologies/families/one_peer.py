@@ -41,8 +41,14 @@ def one_peer_ring(world_size: int) -> Topology:
         raise unserved_size("one_peer_ring", world_size, "even", lambda size: size % 2 == 0)
 
     def matching(t: int) -> Round:
-        ranks = (np.arange(world_size) - t) % world_size
-        return Round.from_groups(world_size, ranks.reshape(-1, 2).tolist())
+        def row(rank: int) -> dict[int, float]:
+            return {(((rank + t) ^ 1) - t) % world_size: 0.5}
+
+        def whole() -> Round:
+            pairs = ((np.arange(world_size) - t) % world_size).reshape(-1, 2)
+            return Round.from_groups(world_size, pairs.tolist())
+
+        return Round.from_formula(world_size, row, whole=whole)
 
     # On two ranks both matchings are the same pair.
     return Topology(world_size, matching, 1 if world_size == 2 else 2)

@@ -1,0 +1,124 @@
+"""Thousands and millions of ranks, without a clock: no dense matrix anywhere, and no whole round for one rank's row."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Round, Topology, analysis, storage
+
+#: Paley graphs and chordal cycles need a prime.
+SIZES = (4096, 4093)
+
+#: Their smallest rounds have a quarter of all pairs as edges: the arrays of edges are as large as a matrix.
+DENSE = ("paley",)
+
+MILLION = [
+    ("one_peer_exponential", 1_000_000),
+    ("one_peer_hypercube", 1 << 20),
+    ("one_peer_ring", 1_000_000),
+    ("ring", 1_000_000),
+    ("base", 1_000_000),
+    ("random_matching", 1_000_000),
+    ("equi_dyn", 1_000_000),
+]
+
+
+def large_topologies() -> list[tuple[str, int, dict[str, Any]]]:
+    """Name, size and options of every variant of every family that grows with the number of ranks."""
+    cases = []
+    for name in topologies.available():
+        found = next(filter(None, (topologies.variants(name, size) for size in SIZES)), [])
+        cases += [(name, topology.world_size, dict(topology.options)) for topology in found]
+    return cases
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that a call has in use at once; numpy counts its arrays too."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("name", "n", "options"), large_topologies(), ids=lambda value: str(value)[:40])
+def test_rounds_and_rows_form_no_dense_matrix(name: str, n: int, options: dict[str, Any]) -> None:
+    def use() -> None:
+        topology = topologies.build(name, n, **options)
+        for t in range(min(topology.period or 3, 3)):
+            round_ = topology.round(t)
+            for rank in range(0, n, 61):
+                round_.neighbours(rank)
+
+    allowed = 100 * n * n // 2 if name in DENSE else n * n  # a matrix of bytes is too much
+    assert peak_bytes(use) < allowed
+
+
+@pytest.mark.parametrize(("name", "n"), MILLION)
+def test_one_row_of_a_million_does_not_make_the_whole_round(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def explicit(_: storage.Formula) -> storage.Explicit:
+        raise AssertionError("the whole round is written down")
+
+    def row(formula: storage.Formula, rank: int) -> storage.Row:
+        asked.append(rank)
+        return storage.complete_row(rank, formula.formula(rank))
+
+    monkeypatch.setattr(storage.Formula, "explicit", property(explicit))
+    monkeypatch.setattr(storage.Formula, "row", row)
+    topology = topologies.build(name, n)
+
+    def use() -> None:
+        for t in range(25):
+            topology.round(t).neighbours(n // 3)
+
+    assert peak_bytes(use) < 500_000
+    assert asked == [n // 3] * 25
+
+
+@pytest.mark.parametrize("name", ["star", "hypercube", "one_peer_hypercube"])
+def test_a_description_of_4096_ranks_forms_no_dense_matrix(name: str) -> None:
+    assert peak_bytes(topologies.build(name, 4096).describe) < 2 * 4096**2
+
+
+def test_a_hub_does_not_make_a_matrix_dense() -> None:
+    wheel = topologies.build("graph", 4096, graph=nx.wheel_graph(4096))
+    found = []
+    assert peak_bytes(lambda: found.append(analysis.slem(wheel))) < 4096**2
+    # On the rim, a ring of 4095, the weights are 1/4, and 1/4096 for the hub.
+    assert found[0] == pytest.approx(1 - 1 / 4096 - (1 - math.cos(2 * math.pi / 4095)) / 2, abs=1e-11)
+
+
+def test_an_edge_between_many_makes_no_large_array() -> None:
+    round_ = Round.from_edges(2048, *np.nonzero(~np.eye(2048, dtype=bool)), 1 / 2049)  # not quite uniform
+    topology = Topology.from_rounds([round_])
+    found = []
+    # One set of 256 bytes per edge would be a GiB.
+    assert peak_bytes(lambda: found.append(analysis.diameter(topology))) < 60 * 2048**2
+    assert found == [1]
+
+
+def test_a_slow_random_schedule_is_extrapolated() -> None:
+    asked = []
+
+    def swap(t: int, generator: np.random.Generator) -> Round:
+        asked.append(t)
+        pairs = (2 * np.arange(200) + generator.integers(2)) % 400
+        return Round.from_groups(400, np.stack((pairs, (pairs + 1) % 400), axis=1))
+
+    slow = Topology.from_function(swap, seed=0, symmetric=True)
+    found, rate = analysis.rounds_to(slow, 0.01), analysis.consensus_rate(slow)
+    assert found is not None
+    assert found > 16_384
+    assert rate**found <= 0.01 < rate ** (found - 1)
+    assert max(asked) < 64
