@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import networkx as nx
 
@@ -106,6 +108,18 @@ def _not_node_link(reason: str) -> ValueError:
     return ValueError(f"this is no node-link data: {reason}; write it with networkx.node_link_data")
 
 
+def _read_xml(read: Callable[[Path], nx.Graph], path: Path) -> nx.Graph:
+    graph = read(path)
+    # networkx makes a node of every end of an edge, also of one that is misspelt.
+    elements = [(element.tag.rpartition("}")[2], element) for element in ElementTree.parse(path).iter()]
+    labels = {element.get("id") for tag, element in elements if tag == "node"}
+    for tag, element in elements:
+        for end in ("source", "target"):
+            if tag == "edge" and element.get(end) not in labels:
+                raise ValueError(f"an edge has the {end} {_BRIEF.repr(element.get(end))}, which is not among the nodes")
+    return graph
+
+
 def _read_node_link(path: Path) -> nx.Graph:
     data = json.loads(path.read_text(encoding="utf-8-sig"))
     if not isinstance(data, Mapping):
@@ -152,8 +166,8 @@ def _edge_attributes(number: int, mapping: str, weight: str | None = None) -> di
 
 
 _READERS: dict[str, Callable[[Path], nx.Graph]] = {
-    ".graphml": nx.read_graphml,
-    ".gexf": nx.read_gexf,
+    ".graphml": functools.partial(_read_xml, nx.read_graphml),
+    ".gexf": functools.partial(_read_xml, nx.read_gexf),
     ".edgelist": _read_edge_list,
     ".edges": _read_edge_list,
     ".txt": _read_edge_list,

@@ -92,6 +92,16 @@ def test_node_link_data_that_is_none_is_refused(data: dict[str, object], message
         Topology.from_graph(data)
 
 
+@pytest.mark.parametrize(("suffix", "write"), [(".graphml", nx.write_graphml), (".gexf", nx.write_gexf)])
+def test_files_whose_edges_name_other_nodes_are_refused(suffix: str, write: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"net{suffix}"
+    write(nx.path_graph(3), path)
+    assert Topology.from_graph(path) == Topology.from_graph(nx.path_graph(3))
+    path.write_text(path.read_text().replace('target="2"', 'target="7"'))
+    with pytest.raises(ValueError, match="an edge has the target '7', which is not among the nodes"):
+        Topology.from_graph(path)
+
+
 def test_labels_that_are_tuples_survive_node_link_data() -> None:
     grid = nx.grid_2d_graph(2, 3)
     assert Topology.from_graph(nx.node_link_data(grid, edges="edges")) == Topology.from_graph(grid)
