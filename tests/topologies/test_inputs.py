@@ -207,7 +207,10 @@ def test_recorded_options_are_read_only_all_the_way_down() -> None:
     ):
         assert other == topology
         assert other.to_json() == before
-    assert copy.deepcopy(recorded) == recorded == pickle.loads(pickle.dumps(recorded))
+    for copied in (copy.deepcopy(recorded), pickle.loads(pickle.dumps(recorded))):
+        assert copied == recorded
+        with pytest.raises(TypeError, match="read-only"):
+            copied["edges"] = ()
     assert nx.utils.graphs_equal(nx.node_link_graph(recorded, edges="edges"), nx.star_graph(3))
 
 
