@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import numbers
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 
+from topologies.graph_formats import from_file, from_node_link
 from topologies.weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
+
+#: How many components an error lists.
+_LISTED = 5
 
 
 def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) -> nx.Graph:
@@ -25,8 +29,9 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     ----------
     source
         A path with the suffix .graphml, .gexf, .json (node-link), or .edgelist, .edges or .txt (lines ``a b``,
-        ``a b weight`` or ``a b {..}``); a mapping in node-link form; or a networkx graph. An edge list does not say
-        whether it is directed and counts as undirected; read a directed one with ``networkx.read_edgelist(path,
+        ``a b weight`` or ``a b {..}``, separated by spaces or, throughout, by commas; ``#`` begins a comment); a
+        mapping in node-link form; or a networkx graph. An edge list does not say whether it is directed and counts as
+        undirected; read a directed one with ``networkx.read_edgelist(path,
         create_using=networkx.DiGraph)`` and pass the graph.
 
     Raises
@@ -39,9 +44,11 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     if isinstance(source, nx.Graph):
         graph = source
     elif isinstance(source, Mapping):
-        graph = _from_node_link(source)
+        graph = from_node_link(source)
+    elif source == "":
+        raise ValueError("graph is an empty text; pass a path, a networkx graph or node-link data")
     elif isinstance(source, str | os.PathLike):
-        graph = _from_file(Path(source))
+        graph = from_file(Path(source))
     else:
         raise TypeError(
             f"graph must be a networkx graph, a path or node-link data, got {type(source).__name__}; pass one of these"
@@ -51,12 +58,19 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     return graph
 
 
-def clean_graph(graph: nx.Graph, weights: str = "metropolis") -> nx.Graph:
+def clean_graph(graph: nx.Graph, weights: str | None = None) -> nx.Graph:
     """Return the graph for n ranks: simple, connected, nodes 0 .. n-1 in the sorted order of their labels.
 
     Labels that are all texts of integers sort as integers, other texts as Python sorts them ("b10" before "b9").
     Parallel edges are merged, and self-loops dropped and edge weights ignored unless they are the weights, with a
     warning.
+
+    Parameters
+    ----------
+    graph
+        Any networkx graph.
+    weights
+        The scheme; ``None`` for a family that has no such option and needs the edges of an undirected graph alone.
 
     Raises
     ------
@@ -64,31 +78,31 @@ def clean_graph(graph: nx.Graph, weights: str = "metropolis") -> nx.Graph:
         If the graph is not (strongly) connected, has a weight that is not a positive number, or
         parallel edges whose given weights contradict each other.
     """
-    if weights != "given" and weights not in SCHEMES:
+    if weights is not None and weights != "given" and weights not in SCHEMES:
         raise unknown_scheme(weights, (*SCHEMES, "given"))
     _check_weights(graph, weights)
     simple = _merge_parallel_edges(graph, weights)
     if weights != "given":
-        simple = _drop_loops(simple)
+        simple = _drop_loops(simple, weights)
     if simple.is_directed() and weights not in DIRECTED_SCHEMES:
         if any(not simple.has_edge(target, source) for source, target in simple.edges):
-            raise directed_graph(weights)
+            raise directed_graph(weights or "metropolis")
         simple = simple.to_undirected()
     _check_connected(simple)
     rank_of = {label: rank for rank, label in enumerate(_sorted_labels(list(simple)))}
     edges = []
-    for source, target, weight in simple.edges(data="weight", default=1.0):
+    for source, target, weight in simple.edges(data="weight"):
         pair = (rank_of[source], rank_of[target])
-        edges.append((*(pair if simple.is_directed() else sorted(pair)), float(weight)))
+        attributes = {"weight": float(weight)} if weights == "given" else {}
+        edges.append((*(pair if simple.is_directed() else sorted(pair)), attributes))
     cleaned = nx.DiGraph() if simple.is_directed() else nx.Graph()
     cleaned.add_nodes_from(range(len(rank_of)))
     # Sorted: the order in which the graph was built, or read from a set, must not show on any rank.
-    for source, target, weight in sorted(edges):
-        cleaned.add_edge(source, target, **({"weight": weight} if weights == "given" else {}))
+    cleaned.add_edges_from(sorted(edges, key=lambda edge: edge[:2]))
     return cleaned
 
 
-def _check_weights(graph: nx.Graph, weights: str) -> None:
+def _check_weights(graph: nx.Graph, weights: str | None) -> None:
     found = set()
     for source, target, weight in graph.edges(data="weight"):
         if weight is None:
@@ -98,8 +112,7 @@ def _check_weights(graph: nx.Graph, weights: str) -> None:
                     f"attribute 'weight', or use another scheme"
                 )
             continue
-        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight <= 0:
+        if not _is_positive_number(weight):
             raise ValueError(
                 f"the edge {source!r} - {target!r} of graph has the weight {weight!r}, it must be a positive "
                 f"number; remove the edge or correct it (a matrix with negative weights goes through "
@@ -107,13 +120,24 @@ def _check_weights(graph: nx.Graph, weights: str) -> None:
             )
         found.add(float(weight))
     if weights != "given" and len(found) > 1:
-        _warn(
-            f"the edge weights of graph are ignored: weights={weights!r} follows from the degrees; pass "
-            f"weights='given' to use them, or remove them"
+        reason = (
+            "this family uses the edges alone; remove them"
+            if weights is None
+            else f"weights={weights!r} does not read them; pass weights='given' to use them, or remove them"
         )
+        _warn(f"the edge weights of graph are ignored: {reason}")
 
 
-def _merge_parallel_edges(graph: nx.Graph, weights: str) -> nx.Graph:
+def _is_positive_number(weight: object) -> bool:
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        return False
+    try:
+        return 0 < float(weight) < math.inf
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def _merge_parallel_edges(graph: nx.Graph, weights: str | None) -> nx.Graph:
     if not graph.is_multigraph():
         return graph
     simple = nx.DiGraph(graph) if graph.is_directed() else nx.Graph(graph)
@@ -130,11 +154,12 @@ def _merge_parallel_edges(graph: nx.Graph, weights: str) -> nx.Graph:
     return simple
 
 
-def _drop_loops(graph: nx.Graph) -> nx.Graph:
+def _drop_loops(graph: nx.Graph, weights: str | None) -> nx.Graph:
     loops = list(nx.selfloop_edges(graph))
     if not loops:
         return graph
-    _warn(f"{len(loops)} self-loops of graph are dropped: the scheme decides what a rank keeps; remove them first")
+    decides = "family" if weights is None else "scheme"
+    _warn(f"{len(loops)} self-loops of graph are dropped: the {decides} decides what a rank keeps; remove them first")
     without = graph.copy()
     without.remove_edges_from(loops)
     return without
@@ -142,19 +167,21 @@ def _drop_loops(graph: nx.Graph) -> nx.Graph:
 
 def _check_connected(graph: nx.Graph) -> None:
     components = nx.strongly_connected_components if graph.is_directed() else nx.connected_components
-    parts = sorted(components(graph), key=len, reverse=True)
-    if len(parts) > 1:
+    sizes = sorted(map(len, components(graph)), reverse=True)
+    if len(sizes) > 1:
         strongly = "strongly " if graph.is_directed() else ""
+        listed = ", ".join(map(str, sizes[:_LISTED])) + (", ..." if len(sizes) > _LISTED else "")
         raise ValueError(
-            f"graph is not {strongly}connected: {len(parts)} components of {', '.join(map(str, map(len, parts)))} "
-            f"nodes, so the ranks would never agree; add edges, or take the largest component"
+            f"graph is not {strongly}connected: {len(sizes)} components of {listed} nodes, so the ranks would "
+            f"never agree; add edges, or take the largest component"
         )
 
 
 def _sorted_labels(labels: list[Any]) -> list[Any]:
     """Sort labels the same way on every rank: by value, never by hash or order of insertion."""
     if all(isinstance(label, str) and re.fullmatch("-?[0-9]+", label) for label in labels):
-        return sorted(labels, key=lambda label: (int(label), label))
+        # Decimal: Python refuses to make an int of thousands of digits.
+        return sorted(labels, key=lambda label: (Decimal(label), label))
     try:
         ordered = sorted(labels)
         # Sets compare without a TypeError, but not all of them; and nothing compares with NaN.
@@ -170,53 +197,5 @@ def _sorted_labels(labels: list[Any]) -> list[Any]:
     return ordered
 
 
-def _from_file(path: Path) -> nx.Graph:
-    if path.suffix.lower() not in _READERS:
-        raise ValueError(
-            f"graph file {str(path)!r} has the suffix {path.suffix!r}; known are {', '.join(_READERS)}; rename or "
-            f"convert it"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"graph file {str(path)!r} does not exist; check the path")
-    try:
-        return _READERS[path.suffix.lower()](path)
-    except Exception as error:  # the parsers raise many types; none of them names the file
-        raise ValueError(
-            f"graph file {str(path)!r} does not hold a graph in the format of its suffix "
-            f"({type(error).__name__}: {error}); check the file"
-        ) from error
-
-
-def _from_node_link(data: Mapping[str, Any]) -> nx.Graph:
-    if "nodes" not in data or not {"edges", "links"} & set(data):
-        raise ValueError(
-            f"node-link data needs the keys nodes and edges (or links), got {sorted(map(str, data))}; write it "
-            f"with networkx.node_link_data"
-        )
-    return nx.node_link_graph(dict(data), edges="edges" if "edges" in data else "links")
-
-
-def _read_node_link(path: Path) -> nx.Graph:
-    return _from_node_link(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _read_edge_list(path: Path) -> nx.Graph:
-    # As a multigraph: the same pair twice, with other weights perhaps, must not go unnoticed.
-    try:
-        return nx.read_edgelist(path, create_using=nx.MultiGraph)
-    except (TypeError, IndexError):  # a third column that is a number, not a dictionary
-        return nx.read_weighted_edgelist(path, create_using=nx.MultiGraph)
-
-
 def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=2)
-
-
-_READERS: dict[str, Callable[[Path], nx.Graph]] = {
-    ".graphml": nx.read_graphml,
-    ".gexf": nx.read_gexf,
-    ".edgelist": _read_edge_list,
-    ".edges": _read_edge_list,
-    ".txt": _read_edge_list,
-    ".json": _read_node_link,
-}

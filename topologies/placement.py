@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,8 +108,13 @@ def permuted(topology: Topology, order: Sequence[int]) -> Topology:
 
 
 def _check_order(order: Sequence[int], world_size: int) -> tuple[int, ...]:
-    if isinstance(order, str | bytes) or not hasattr(order, "__len__"):
-        raise TypeError(f"order must be a sequence of the {world_size} ranks, got {order!r}; pass a list")
+    # A mapping or a set has a length too, but what it says about places is not what is read here.
+    in_order = isinstance(order, Sequence) and not isinstance(order, str | bytes)
+    if not in_order and getattr(order, "ndim", None) != 1:
+        raise TypeError(
+            f"order must be a sequence of the {world_size} ranks, got {reprlib.repr(order)} "
+            f"({type(order).__name__}); pass a list or a 1-D array"
+        )
     ranks = tuple(check_integer("a rank in order", rank, minimum=0) for rank in order)
     if sorted(ranks) != list(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from topologies.arrays import check_number, rank_array, weight_array
 from topologies.storage import (
     Explicit,
     FloatArray,
@@ -68,8 +70,9 @@ class Round:
         world_size = check_world_size(world_size)
         alone = np.ones(world_size, dtype=bool)
         partition = []
-        for group in groups:
-            members = tuple(sorted(check_integer("a rank in groups", rank, minimum=0) for rank in group))
+        for number, group in enumerate(_iterable("groups", groups)):
+            ranks = _iterable(f"groups[{number}]", group)
+            members = tuple(sorted(check_integer("a rank in groups", rank, minimum=0) for rank in ranks))
             for rank in members:
                 if rank >= world_size:
                     raise ValueError(
@@ -112,14 +115,15 @@ class Round:
             If a rank is out of range, a pair is repeated or a loop, or a weight is not finite.
         """
         world_size = check_world_size(world_size)
-        target = np.asarray(targets, dtype=np.int64).reshape(-1)
-        source = np.asarray(sources, dtype=np.int64).reshape(-1)
-        if target.shape != source.shape:
+        target = np.atleast_1d(rank_array("targets", targets, world_size))
+        source = np.atleast_1d(rank_array("sources", sources, world_size))
+        if target.shape != source.shape or target.ndim != 1:
             raise ValueError(
-                f"targets has {len(target)} entries and sources has {len(source)}; pass one of each per edge"
+                f"targets has {target.size} entries and sources has {source.size}, of shape {list(target.shape)} and "
+                f"{list(source.shape)}; pass one of each per edge, of shape [edges]"
             )
-        weight = np.broadcast_to(np.asarray(weights, dtype=np.float64), target.shape)
-        _check_edges(world_size, target, source, weight)
+        weight = _one_each("weights", weights, len(target), "edge")
+        _check_edges(target, source, weight)
         kept = np.flatnonzero(weight)
         kept = kept[np.lexsort((source[kept], target[kept]))]
         target, source, weight = target[kept], source[kept], weight[kept]
@@ -132,7 +136,7 @@ class Round:
         if self_weights is None:
             diagonal = np.ones(world_size) - np.bincount(target, weights=weight, minlength=world_size)
         else:
-            diagonal = np.broadcast_to(np.asarray(self_weights, dtype=np.float64), (world_size,)).copy()
+            diagonal = _one_each("self_weights", self_weights, world_size, "rank").copy()
             if not np.isfinite(diagonal).all():
                 rank = int(np.flatnonzero(~np.isfinite(diagonal))[0])
                 raise ValueError(f"W[{rank}, {rank}] is {float(diagonal[rank])}; every weight must be finite")
@@ -150,7 +154,7 @@ class Round:
         >>> Round.from_rows([{1: 0.25}, {0: 0.5, 1: 0.5}]).self_weight(0)
         0.75
         """
-        rows = [complete_row(i, row) for i, row in enumerate(rows)]
+        rows = [complete_row(i, _checked_row(i, row)) for i, row in enumerate(_iterable("rows", rows))]
         edges = [(i, j, weight) for i, row in enumerate(rows) for j, weight in row.items() if j != i]
         own = [row[i] for i, row in enumerate(rows)]
         targets, sources, weights = zip(*edges, strict=True) if edges else ((), (), ())
@@ -165,7 +169,7 @@ class Round:
         ValueError
             If the matrix is not square or an entry is not finite.
         """
-        dense = np.asarray(matrix, dtype=np.float64)
+        dense = weight_array("matrix", matrix)
         if dense.ndim != 2 or dense.shape[0] != dense.shape[1] or not len(dense):
             raise ValueError(
                 f"matrix must be square, of shape [world_size, world_size], got shape {list(dense.shape)}; "
@@ -187,7 +191,9 @@ class Round:
     ) -> Round:
         """Return a round that is known by a formula for one rank: a rank's row costs the same for any world size.
 
-        It is for closed forms, which are right by construction: nothing is checked.
+        It is for closed forms, which are right by construction. The formula is trusted: neither here nor in a
+        topology are ranks, weights or sums checked, for that would take every row. What is not proven belongs into
+        :meth:`from_rows` or :meth:`from_edges`, whose rounds a topology checks when it first uses them.
 
         Parameters
         ----------
@@ -229,7 +235,7 @@ class Round:
         return self._explicit.matrix()
 
     def sparse(self) -> Any:
-        """Return W as a ``scipy.sparse.csr_array`` of shape ``[n, n]``."""
+        """Return W as a new ``scipy.sparse.csr_array`` of shape ``[n, n]``."""
         return self._explicit.sparse()
 
     def mix(self, values: npt.ArrayLike) -> FloatArray:
@@ -240,9 +246,12 @@ class Round:
         """Return ``W^T x`` for x of shape ``[n, ...]``, without a dense W."""
         return self._explicit.mix_transposed(self._check_values(values))
 
-    @cached_property
+    @property
     def graph(self) -> nx.DiGraph:
-        """The round as a frozen ``networkx.DiGraph``: edge j -> i has ``weight`` W[i, j], self-loops included."""
+        """The round as a new ``networkx.DiGraph``: edge j -> i has ``weight`` W[i, j], self-loops included.
+
+        It is frozen against changes that the round would not see; ``graph.copy()`` is free.
+        """
         graph = nx.DiGraph()
         graph.add_nodes_from(range(self.world_size))
         for rank in range(self.world_size):
@@ -303,7 +312,7 @@ class Round:
     def edges(self) -> tuple[IntArray, IntArray, FloatArray]:
         """Return readers, senders and weights of all edges, shape ``[edges]`` each, without what a rank keeps.
 
-        By rising reader, then sender. A group of g ranks has g (g - 1) edges.
+        By rising reader, then sender; the arrays are not to be written to. A group of g ranks has g (g - 1) edges.
         """
         return self._explicit.edges()
 
@@ -330,14 +339,15 @@ class Round:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Round:
         """Return the round that :meth:`to_dict` wrote."""
-        keys = set(data)
+        keys = set(data) if isinstance(data, Mapping) else None
         if keys == {"world_size", "groups"}:
             return cls.from_groups(**data)
         if keys == {"world_size", "targets", "sources", "weights", "self_weights"}:
             return cls.from_edges(**data)
         raise ValueError(
             f"a round needs the keys world_size and groups, or world_size, targets, sources, weights and "
-            f"self_weights, got {sorted(keys)}; write it with Round.to_dict()"
+            f"self_weights, got {reprlib.repr(data) if keys is None else sorted(map(str, keys))}; write it with "
+            f"Round.to_dict()"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -384,14 +394,39 @@ class Round:
         return array
 
 
-def _check_edges(world_size: int, targets: IntArray, sources: IntArray, weights: FloatArray) -> None:
-    for name, ranks in (("targets", targets), ("sources", sources)):
-        outside = np.flatnonzero((ranks < 0) | (ranks >= world_size))
-        if len(outside):
-            raise ValueError(
-                f"{name} names rank {ranks[outside[0]]}, ranks go from 0 to {world_size - 1}; remove the edge or "
-                f"raise world_size"
-            )
+def _iterable(argument: str, value: Any) -> Iterable[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        what = "a list of mappings {j: W[i, j]}" if argument == "rows" else "a list of ranks"
+        what = "a list of groups of ranks" if argument == "groups" else what
+        raise TypeError(f"{argument} must be {what}, got {reprlib.repr(value)} ({type(value).__name__})")
+    return value
+
+
+def _checked_row(rank: int, row: Any) -> Mapping[int, float]:
+    if not isinstance(row, Mapping):
+        raise TypeError(
+            f"rows[{rank}] must be a mapping {{j: W[{rank}, j]}}, got {reprlib.repr(row)} ({type(row).__name__}); use "
+            f"Round.from_matrix for a matrix"
+        )
+    if {*map(type, row)} <= {int} and {*map(type, row.values())} <= {float}:
+        return row
+    return {
+        check_integer(f"a rank in rows[{rank}]", other, minimum=0): check_number(f"the weights in rows[{rank}]", weight)
+        for other, weight in row.items()
+    }
+
+
+def _one_each(argument: str, values: npt.ArrayLike, count: int, what: str) -> FloatArray:
+    array = weight_array(argument, values)
+    if array.shape not in ((), (count,)):
+        raise ValueError(
+            f"{argument} must have the shape [{count}], one per {what}, or be a single number, got the shape "
+            f"{list(array.shape)}; pass one of these"
+        )
+    return np.broadcast_to(array, (count,))
+
+
+def _check_edges(targets: IntArray, sources: IntArray, weights: FloatArray) -> None:
     loops = np.flatnonzero(targets == sources)
     if len(loops):
         rank = targets[loops[0]]

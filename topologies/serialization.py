@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
+from types import UnionType
 from typing import Any
 
 from topologies.phases import Phase
 from topologies.placement import Permutation, Product, product
+from topologies.plain_data import thawed
 from topologies.registry import build
 from topologies.round import Round
 from topologies.schedules import Composition, Interleaving, interleave, permuted
 from topologies.topology import Topology
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_world_size
+
+#: What to do about data that are not those of a topology.
+_WRITTEN = "pass what Topology.to_json() returned"
 
 
 def to_dict(topology: Topology) -> dict[str, Any]:
@@ -35,7 +40,7 @@ def to_dict(topology: Topology) -> dict[str, Any]:
             return {"permuted": to_dict(part), "order": list(order)}
     data: dict[str, Any] = {"name": topology.name, "world_size": topology.world_size}
     if topology.registered:
-        return data | {"options": dict(topology.options)}
+        return data | {"options": thawed(topology.options)}
     if topology.period is None:
         raise ValueError(
             f"topology {topology.name!r} computes its rounds by a function without a period, so JSON cannot hold "
@@ -52,28 +57,63 @@ def from_dict(data: Mapping[str, Any]) -> Topology:
     Raises
     ------
     ValueError
-        If the keys are not those of a topology, or the family is not registered.
+        If the data are not those of a topology, or the family is not registered.
     """
-    keys = sorted(data) if isinstance(data, Mapping) else []
+    try:
+        return _from_dict(data)
+    except RecursionError:
+        raise ValueError(f"the topology is nested too deeply to be read; {_WRITTEN}") from None
+
+
+def _from_dict(data: Mapping[str, Any]) -> Topology:
+    keys = sorted(map(str, data)) if isinstance(data, Mapping) else []
     match keys:
         case ["name", "options", "world_size"]:
-            return build(data["name"], data["world_size"], **data["options"])
+            options = _checked("options", data["options"], Mapping, "a mapping")
+            return build(_name_of(data), data["world_size"], **options)
         case ["name", "rounds", "stochasticity", "world_size"]:
-            rounds = [Round.from_dict(item) for item in data["rounds"]]
-            return Topology.from_rounds(rounds, stochasticity=data["stochasticity"], name=data["name"])
+            return _from_rounds(data)
         case ["phases"]:
-            return _from_phases(data["phases"])
+            return _from_phases(_checked("phases", data["phases"], list | tuple, "a list"))
         case ["interleave"]:
-            return interleave(*map(from_dict, data["interleave"]))
+            return interleave(*_two_parts("interleave", data["interleave"]))
         case ["product"]:
-            return product(*map(from_dict, data["product"]))
+            return product(*_two_parts("product", data["product"]))
         case ["order", "permuted"]:
-            return permuted(from_dict(data["permuted"]), data["order"])
+            return permuted(_from_dict(data["permuted"]), _checked("order", data["order"], list | tuple, "a list"))
     raise ValueError(
         f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; or those of an "
-        f"expression: phases, interleave, product, or permuted and order; got {keys}; pass what "
-        f"Topology.to_json() returned"
+        f"expression: phases, interleave, product, or permuted and order; got "
+        f"{keys if isinstance(data, Mapping) else reprlib.repr(data)}; {_WRITTEN}"
     )
+
+
+def _from_rounds(data: Mapping[str, Any]) -> Topology:
+    world_size = check_world_size(data["world_size"])
+    rounds = [Round.from_dict(item) for item in _checked("rounds", data["rounds"], list | tuple, "a list")]
+    for number, round_ in enumerate(rounds):
+        if round_.world_size != world_size:
+            raise ValueError(
+                f"world_size is {world_size}, but rounds[{number}] is for {round_.world_size} ranks; {_WRITTEN}"
+            )
+    return Topology.from_rounds(rounds, stochasticity=data["stochasticity"], name=_name_of(data))
+
+
+def _two_parts(key: str, parts: Any) -> tuple[Topology, Topology]:
+    if len(_checked(key, parts, list | tuple, "a list")) != 2:
+        raise ValueError(f"{key} must hold two topologies, got {len(parts)}; {_WRITTEN}")
+    return _from_dict(parts[0]), _from_dict(parts[1])
+
+
+def _name_of(data: Mapping[str, Any]) -> str:
+    name: str = _checked("name", data["name"], str, "a text")
+    return name
+
+
+def _checked(key: str, value: Any, kind: type | UnionType, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} must be {what}, got {reprlib.repr(value)}; {_WRITTEN}")
+    return value
 
 
 def _phase_to_dict(phase: Phase) -> dict[str, Any]:
@@ -83,17 +123,11 @@ def _phase_to_dict(phase: Phase) -> dict[str, Any]:
 def _from_phases(items: Sequence[Mapping[str, Any]]) -> Topology:
     for item in items:
         if not isinstance(item, Mapping) or set(item) != {"start", "every", "topology"}:
-            raise ValueError(
-                f"a phase needs the keys start, every and topology, got {reprlib.repr(item)}; pass what "
-                f"Topology.to_json() returned"
-            )
+            raise ValueError(f"a phase needs the keys start, every and topology, got {reprlib.repr(item)}; {_WRITTEN}")
     starts = [check_integer("start", item["start"], minimum=0) for item in items]
     if starts[:1] != [0] or any(one >= other for one, other in itertools.pairwise(starts)):
-        raise ValueError(
-            f"phases must start at rising rounds, the first one at 0, got {starts}; pass what Topology.to_json() "
-            f"returned"
-        )
-    parts = [from_dict(item["topology"]).every(item["every"]) for item in items]
+        raise ValueError(f"phases must start at rising rounds, the first one at 0, got {starts}; {_WRITTEN}")
+    parts = [_from_dict(item["topology"]).every(item["every"]) for item in items]
     topology = parts[0]
     for start, part in zip(starts[1:], parts[1:], strict=True):
         topology = topology.then(part, after=start)

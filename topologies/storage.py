@@ -154,7 +154,9 @@ class SparseRows:
     @cached_property
     def targets(self) -> IntArray:
         """The row of every stored entry."""
-        return np.repeat(np.arange(self.world_size), np.diff(self.starts))
+        targets = np.repeat(np.arange(self.world_size), np.diff(self.starts))
+        targets.setflags(write=False)
+        return targets
 
     def row(self, rank: int) -> Row:
         others = slice(self.starts[rank], self.starts[rank + 1])
@@ -224,10 +226,10 @@ class SparseRows:
         return dense
 
     def mix(self, values: FloatArray) -> FloatArray:
-        return self._times(self.sparse(), values)
+        return self._times(self._sparse, values)
 
     def mix_transposed(self, values: FloatArray) -> FloatArray:
-        return self._times(self.sparse().T, values)
+        return self._times(self._sparse.T, values)
 
     def _times(self, matrix: Any, values: FloatArray) -> FloatArray:
         return np.asarray(matrix @ values.reshape(self.world_size, -1)).reshape(values.shape)
@@ -245,7 +247,7 @@ class SparseRows:
         return self.targets, self.sources, self.weights
 
     def sparse(self) -> Any:
-        return self._sparse
+        return self._sparse.copy()
 
     @cached_property
     def _sparse(self) -> Any:

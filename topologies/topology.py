@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from topologies.phases import Expression, Phase, brief_options
+from topologies.plain_data import frozen
 from topologies.round import Round
 from topologies.validation import (
     Stochasticity,
@@ -81,7 +82,9 @@ class Topology:
     _cache: dict[int, Round] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+        object.__setattr__(
+            self, "options", MappingProxyType({key: frozen(value) for key, value in self.options.items()})
+        )
         check_world_size(self.world_size)
         check_stochasticity(self.stochasticity)
         if self.period is not None:

@@ -20,9 +20,11 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from topologies.arrays import rank_array
 from topologies.round import Round
 from topologies.spectral_weights import SPECTRAL_SCHEMES
 from topologies.storage import FloatArray, IntArray
+from topologies.validation import check_world_size
 
 #: Weight of an edge from the number of ranks that its reader reads and from the number that read its sender, shape
 #: [edges] each, and the largest of all.
@@ -113,7 +115,12 @@ def weighted_round(
         raise unknown_scheme(weights, SCHEMES)
     if directed and weights not in DIRECTED_SCHEMES:
         raise directed_graph(weights)
-    pairs = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
+    world_size = check_world_size(world_size)
+    pairs = rank_array("edges", edges, world_size)
+    if pairs.size == 0:
+        pairs = pairs.reshape(0, 2)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"edges must have the shape [edges, 2], got {list(pairs.shape)}; pass pairs of ranks")
     sources, targets = pairs[:, 0], pairs[:, 1]
     if not directed:
         sources, targets = np.concatenate((sources, targets)), np.concatenate((targets, sources))

@@ -215,6 +215,7 @@ def test_a_formula_is_asked_for_one_rank_alone() -> None:
     assert set(asked) == {7, 8}
 
 
+@settings(deadline=None)  # the first example imports scipy
 @given(st.integers(1, 9), st.integers(0, 2**32), st.booleans())
 def test_mixing_is_the_product_with_the_matrix(world_size: int, seed: int, grouped: bool) -> None:
     generator = np.random.default_rng(seed)

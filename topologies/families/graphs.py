@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,4 +120,30 @@ def _given_round(graph: nx.Graph) -> Round:
                     f"self-loop"
                 )
             row[rank] = max(left, 0.0)
-    return Round.from_rows(rows)
+    round_ = Round.from_rows(rows)
+    if measure_stochasticity(round_) is None:
+        sums = round_.row_sums()
+        rank = int(np.argmax(np.abs(sums - 1) > SUM_TOLERANCE))
+        raise ValueError(
+            f"the weights of graph sum to 1 neither over what every rank reads nor over what reads it: row {rank} of "
+            f"the mixing matrix sums to {float(sums[rank])!r}; scale the edge weights, remove the self-loops (a rank "
+            f"then keeps what the others leave), or use a scheme such as weights='uniform'"
+        )
+    if _never_settles(round_):
+        warnings.warn(
+            "weights='given' never converges on this graph (nobody keeps anything, and all ways from a rank back to "
+            "itself have a common divisor: the values go round for ever); scale the edge weights down",
+            UserWarning,
+            stacklevel=2,
+        )
+    return round_
+
+
+def _never_settles(round_: Round) -> bool:
+    """Whether a strongly connected W with positive edges is periodic, and so has other eigenvalues of size 1."""
+    if any(round_.self_weight(rank) > SUM_TOLERANCE for rank in range(round_.world_size)):
+        return False
+    readers, senders, _ = round_.edges()
+    graph = nx.DiGraph()
+    graph.add_edges_from(zip(senders.tolist(), readers.tolist(), strict=True))
+    return bool(len(graph)) and not nx.is_aperiodic(graph)
