@@ -167,7 +167,8 @@ class Topology:
         Raises
         ------
         ValueError
-            If round 0 breaks a promise; later rounds are checked when they are first used.
+            If round 0 breaks a promise; later rounds are checked when they are first used. A round from
+            :meth:`Round.from_formula` is trusted: return one from ``from_rows`` or ``from_edges`` to have it checked.
 
         Examples
         --------
@@ -416,7 +417,7 @@ class Topology:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"text is not JSON ({error}); pass what Topology.to_json() returned") from None
         from topologies.serialization import from_dict
 
