@@ -103,6 +103,10 @@ class Description:
         )
         large = self.world_size > MAX_DIAMETER_WORLD_SIZE
         diameter = f"not measured above {MAX_DIAMETER_WORLD_SIZE} ranks" if large else "not connected"
+        whose = "for these" if self.uniform_groups else "for those of the rounds that have uniform groups"
+        communicators = f"{self.num_communicators} {whose}" if self.num_communicators else "none"
+        if self.world_size == 1:
+            agreed = exact = "at once: a single rank holds the mean"
         no_slem = "only defined for period 1"
         return [
             ("topology", self.name + (f" ({brief_options(self.options)})" if self.options else "")),
@@ -116,7 +120,7 @@ class Description:
             ("messages", f"{self.mean_messages:.4g} per rank and round on average, point to point"),
             ("bytes", f"{self.bytes_per_rank:.4g} x the model per rank and round on average"),
             ("uniform groups", "yes: every round can run as small all-reduces" if self.uniform_groups else "no"),
-            ("communicators", f"{self.num_communicators} for these" if self.num_communicators else "none"),
+            ("communicators", communicators),
             ("connected", "yes" if self.connected else "no"),
             ("diameter", diameter if self.diameter is None else count(self.diameter, "edge")),
             ("stochastic", f"{self.stochasticity}, largest deviation {self.largest_deviation:.1e}"),
