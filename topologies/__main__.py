@@ -219,6 +219,8 @@ def _gallery(parsed: argparse.Namespace) -> str:
 
 def _topology(parsed: argparse.Namespace) -> Topology:
     topology = build(parsed.name, parsed.world_size, **_options(parsed.option)).every(parsed.every)
+    if not parsed.warmup_rounds:
+        return topology
     return build("complete", parsed.world_size).then(topology, after=parsed.warmup_rounds)
 
 

@@ -10,7 +10,7 @@ from topologies import analysis
 from topologies.analysis.structure import MAX_DIAMETER_WORLD_SIZE, distinct_rounds, repeated_rounds
 from topologies.phases import brief_options
 from topologies.topology import Topology
-from topologies.validation import Stochasticity
+from topologies.validation import Stochasticity, check_measured_size
 
 #: What ranks agree to when they are said to agree: 1 % of the worst disagreement is left.
 TOLERANCE = 0.01
@@ -135,7 +135,14 @@ class Description:
 
 
 def describe(topology: Topology) -> Description:
-    """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none."""
+    """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
+
+    Raises
+    ------
+    ValueError
+        If it has more than a million ranks.
+    """
+    check_measured_size(topology.world_size)
     last = topology.phases[-1]
     repeated, all_rounds = repeated_rounds(topology), distinct_rounds(topology)
     sums, degrees, traffic = analysis.sums(all_rounds), analysis.degrees(topology), analysis.traffic(topology)

@@ -26,6 +26,9 @@ MAX_WORLD_SIZE = 1 << 31
 #: Most entries of a round's matrix, or ranks in its groups, that a family writes down: seconds, under a gigabyte.
 MAX_STORED = 10**7
 
+#: Of more ranks nothing is measured: a round that is a formula would be written down, with all its powers.
+MAX_MEASURED_WORLD_SIZE = 10**6
+
 #: How far from a size that is not served all others are tried.
 _WINDOW = 4096
 
@@ -89,6 +92,15 @@ def check_stored(family: str, world_size: int, size: float, *, most: int = MAX_S
             f"for a world_size of {world_size} there are about {size:.2g}. Choose a smaller world_size"
             f"{advice and f' {advice}'}, or a family of formulas, which serves any size: ring, exponential, "
             f"one_peer_exponential, simple_base or random_matching"
+        )
+
+
+def check_measured_size(world_size: int) -> None:
+    """Refuse to measure topologies of more ranks than can be written down in a reasonable time."""
+    if world_size > MAX_MEASURED_WORLD_SIZE:
+        raise ValueError(
+            f"world_size must be at most {MAX_MEASURED_WORLD_SIZE} to be measured, which looks at every rank, got "
+            f"{world_size}; measure the family for fewer ranks, or ask topology.round(t).row(rank) for one rank"
         )
 
 

@@ -73,10 +73,13 @@ def test_no_family_serves_more_ranks_than_the_limit(name: str, world_size: int) 
     needed: dict[str, dict[str, Any]] = {
         "hyper_cuboid": {"factors": (2, 3)},
         "hyper_hypercube": {"k": 1},
+        "local_global": {"local_size": 2},
+        "alternating_exp_ring": {"local_size": 2},
         "graph": {"graph": "a.json"},
+        "matcha": {"graph": "ring"},
+        "matchings": {"graph": "ring"},
     }
-    options = needed.get(name, {"local_size": 2} if name in ("local_global", "alternating_exp_ring") else {})
-    options = {"graph": "ring"} if name in ("matcha", "matchings") else options
+    options = needed.get(name, {})
     with pytest.raises(ValueError, match=r"world_size must be at most 2147483648") as error:
         topologies.build(name, world_size, **options)
     assert len(str(error.value)) < 200
@@ -209,6 +212,28 @@ def test_ranks_per_node_of_a_billion_ranks() -> None:
 def test_errors_of_options_and_functions(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda: topologies.build("ring", BILLION).describe(),
+        lambda: topologies.compare(["ring"], world_size=BILLION),
+        lambda: topologies.compare([topologies.build("ring", BILLION)]),
+        lambda: topologies.recommend(BILLION, latency_us=1, bandwidth_gbps=1, message_mb=1),
+    ],
+)
+def test_a_billion_ranks_are_not_measured(measure: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"world_size must be at most 1000000 to be measured.*, got 1000000000; .*row"):
+        measure()
+
+
+def test_the_text_of_a_description_does_not_contradict_itself() -> None:
+    mixed = str(topologies.build("simple_base", 11, k=2).describe())
+    assert "uniform groups  no\n" in mixed
+    assert " for those of the rounds that have uniform groups\n" in mixed
+    single = str(topologies.build("ring", 1).describe())
+    assert single.count("at once: a single rank holds the mean") == 2
 
 
 def test_an_option_can_be_a_number_of_numpy() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topologies.families.graphs import weighted_topology
+from topologies.families.static import simple_edges
 from topologies.integers import is_prime
 from topologies.registry import register
 from topologies.topology import Topology
@@ -56,7 +57,7 @@ def margulis(world_size: int, *, weights: str = "metropolis") -> Topology:
             sparse=(side**2, (side + 1) ** 2),
         )
     check_stored("margulis", world_size, 8.0 * world_size)
-    return weighted_topology(world_size, _simple(margulis_edges(side)), weights)
+    return weighted_topology(world_size, simple_edges(world_size, margulis_edges(side)), weights)
 
 
 @register("chordal")
@@ -95,7 +96,7 @@ def chordal(world_size: int, *, weights: str = "metropolis") -> Topology:
     ranks = np.arange(world_size)
     inverses = np.array([0, *(pow(rank, -1, world_size) for rank in range(1, world_size))])
     ends = np.concatenate((ranks + 1, inverses)) % world_size
-    return weighted_topology(world_size, _simple(np.stack((np.tile(ranks, 2), ends), axis=1)), weights)
+    return weighted_topology(world_size, simple_edges(world_size, np.stack((np.tile(ranks, 2), ends), axis=1)), weights)
 
 
 @register("paley")
@@ -154,8 +155,3 @@ def margulis_edges(side: int) -> npt.NDArray[np.int64]:
         (x, (y + 2 * x + 1) % side),
     ]
     return np.concatenate([np.stack((x * side + y, to_x * side + to_y), axis=1) for to_x, to_y in ends])
-
-
-def _simple(edges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return every edge once and no loop."""
-    return np.unique(np.sort(edges[edges[:, 0] != edges[:, 1]], axis=1), axis=0)

@@ -21,7 +21,7 @@ from topologies.validation import check_integer, check_stored
 _GRAPHS = ("ring", "torus")
 
 #: Most edges of a graph that are coloured in a few seconds; it has nearly as many as ranks.
-_MOST_COLOURED = 10**6
+_MOST_COLOURED = 300_000
 
 
 @register("matchings", variants=lambda *_: [{"graph": graph} for graph in _GRAPHS])

@@ -244,9 +244,7 @@ def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     ranks = np.arange(world_size).reshape(rows, columns)
     edges = np.concatenate((_pairs(ranks, np.roll(ranks, -1, axis=0)), _pairs(ranks, np.roll(ranks, -1, axis=1))))
     # A side of 2 closes to the edge that is there already, a side of 1 to a loop.
-    edges = np.unique(np.sort(edges, axis=1), axis=0)
-    edges = edges[edges[:, 0] != edges[:, 1]]
-    return _repeat(weighted_round(world_size, edges), shape=(rows, columns))
+    return _repeat(weighted_round(world_size, simple_edges(world_size, edges)), shape=(rows, columns))
 
 
 @register("hypercube")
@@ -371,6 +369,13 @@ def weighted_circulant(world_size: int, weights: Mapping[int, float]) -> Round:
         return Round.from_edges(world_size, targets, sources, each, weights[0])
 
     return Round.from_formula(world_size, row, readers=readers, whole=whole)
+
+
+def simple_edges(world_size: int, edges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return every edge of a multigraph once, in order, and no loop; shape ``[edges, 2]``."""
+    one, other = edges.min(axis=1), edges.max(axis=1)
+    keys = np.unique((one * world_size + other)[one != other])
+    return np.stack(np.divmod(keys, world_size), axis=1)
 
 
 def _repeat(round_: Round, *, promised_exact_after: int | None = None, **options: object) -> Topology:
