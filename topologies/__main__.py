@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from topologies.comparing import compare
 from topologies.drawing import draw
+from topologies.drawing.files import picture_path
 from topologies.gallery import write_gallery
 from topologies.recommending import recommend
 from topologies.registry import available, build, family
@@ -37,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, TypeError, OSError, ImportError) as error:
             print(f"python -m topologies: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
+        except (ArithmeticError, LookupError, MemoryError) as error:  # what no check foresaw, in one line all the same
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            print(
+                f"python -m topologies: error: {reason}; try a smaller --world-size, or other options", file=sys.stderr
+            )
+            return 2
     for warning in caught:
         print(f"python -m topologies: warning: {warning.message}", file=sys.stderr)
     print(output)
@@ -59,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_topology(drawing)
     drawing.add_argument("--output", required=True, metavar="PATH", help="where to write, .svg or .png")
     drawing.add_argument(
-        "--rounds", type=int, metavar="K", help="how many rounds, at most 32 (default: a period, at most 8)"
+        "--rounds", type=_at_least(1), metavar="K", help="how many rounds, at most 32 (default: a period, at most 8)"
     )
     drawing.set_defaults(run=_draw)
 
@@ -85,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     table.set_defaults(run=_table)
 
     gallery = commands.add_parser("gallery", help="a page with a card for every family: picture, definition, figures")
-    gallery.add_argument("--output", required=True, metavar="PATH", help="where to write the HTML file")
+    gallery.add_argument("--output", required=True, metavar="PATH", help="where to write, .html")
     gallery.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks (default: 16)")
     gallery.set_defaults(run=_gallery)
     return parser
@@ -93,11 +101,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="families (default: all that serve N)")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--local-size", type=int, default=1, metavar="L", help="ranks per node (default: 1)")
+    parser.add_argument("--world-size", type=_at_least(1), required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--local-size", type=_at_least(1), default=1, metavar="L", help="ranks per node (default: 1)")
     parser.add_argument(
         "--tolerance", type=float, default=0.01, metavar="X", help="share of the worst disagreement (default: 0.01)"
     )
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    """Return the type of an argument that is an integer of at least ``minimum``."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {minimum}, got {text!r}")
+        return number
+
+    return read
 
 
 def _bytes(text: str) -> float:
@@ -113,7 +136,7 @@ def _bytes(text: str) -> float:
 
 def _add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a family, see list")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--world-size", type=_at_least(1), required=True, metavar="N", help="number of ranks")
     parser.add_argument(
         "--option",
         action="append",
@@ -121,8 +144,10 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of the family, such as local_size=4, factors=2,3 or graph=net.graphml; repeatable",
     )
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="exchange in every K-th round only")
-    parser.add_argument("--warmup-rounds", type=int, default=0, metavar="W", help="complete for the first W rounds")
+    parser.add_argument("--every", type=_at_least(1), default=1, metavar="K", help="exchange in every K-th round only")
+    parser.add_argument(
+        "--warmup-rounds", type=_at_least(0), default=0, metavar="W", help="complete for the first W rounds"
+    )
 
 
 def _list(_: argparse.Namespace) -> str:
@@ -151,6 +176,8 @@ def _draw(parsed: argparse.Namespace) -> str:
 
 
 def _compare(parsed: argparse.Namespace) -> str:
+    if parsed.output:
+        picture_path(parsed.output)
     comparison = compare(
         parsed.names or None,
         world_size=parsed.world_size,
@@ -192,6 +219,8 @@ def _gallery(parsed: argparse.Namespace) -> str:
 
 def _topology(parsed: argparse.Namespace) -> Topology:
     topology = build(parsed.name, parsed.world_size, **_options(parsed.option)).every(parsed.every)
+    if not parsed.warmup_rounds:
+        return topology
     return build("complete", parsed.world_size).then(topology, after=parsed.warmup_rounds)
 
 
@@ -208,13 +237,23 @@ def _options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Read JSON, or a list of numbers as in 2,3; anything else is a text."""
-    for candidate in (text, f"[{text}]"):
+    """Read JSON, a Python literal as :func:`_list` shows it, or a list as in 2,3; anything else is a text."""
+    for read, candidate in ((json.loads, text), (_literal, text), (json.loads, f"[{text}]")):
         try:
-            return json.loads(candidate)
-        except json.JSONDecodeError:
+            return read(candidate)
+        except (ValueError, SyntaxError):
             continue
     return text
+
+
+def _literal(text: str) -> Any:
+    """Read a Python literal that JSON can hold."""
+    value = ast.literal_eval(text)
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise ValueError(text) from error
+    return value
 
 
 if __name__ == "__main__":

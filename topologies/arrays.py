@@ -35,7 +35,7 @@ def rank_array(argument: str, values: npt.ArrayLike, world_size: int) -> IntArra
             f"{argument} names rank {reprlib.repr(int(outside[0]))}, ranks go from 0 to {world_size - 1}; remove the "
             f"edge or raise world_size"
         )
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def weight_array(argument: str, values: npt.ArrayLike) -> FloatArray:
@@ -51,7 +51,7 @@ def weight_array(argument: str, values: npt.ArrayLike) -> FloatArray:
     array = _as_array(argument, values)
     if array.dtype.kind not in "iuf":
         array = np.array([check_number(argument, value) for value in array.ravel().tolist()]).reshape(array.shape)
-    return array.astype(np.float64)
+    return array.astype(np.float64, copy=False)
 
 
 def check_number(argument: str, value: Any) -> float:

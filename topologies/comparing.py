@@ -17,7 +17,7 @@ from topologies.registry import available, variants
 from topologies.samples import distinct, title_of
 from topologies.topology import Topology
 from topologies.units import bytes_text
-from topologies.validation import check_world_size
+from topologies.validation import check_measured_size, check_world_size
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ def compare(
     Raises
     ------
     ValueError
-        If a name is unknown or its family does not serve the world size, the sizes differ, or nothing is given.
+        If a name is unknown or its family does not serve the world size, the sizes differ or exceed a million, or
+        nothing is given.
     TypeError
         If an item is neither a name nor a topology, or a name comes without a world size.
 
@@ -213,8 +214,11 @@ def chosen_topologies(
     if isinstance(items, str | Topology):
         raise TypeError(f"topologies must be a list of names and topologies, got {items!r}; put it into a list")
     names_needed = items is None
+    if world_size is not None:
+        check_measured_size(check_world_size(world_size))
     for item in available() if items is None else items:
         if isinstance(item, Topology):
+            check_measured_size(item.world_size)
             yield item
             continue
         if not isinstance(item, str):

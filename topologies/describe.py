@@ -10,7 +10,7 @@ from topologies import analysis
 from topologies.analysis.structure import MAX_DIAMETER_WORLD_SIZE, distinct_rounds, repeated_rounds
 from topologies.phases import brief_options
 from topologies.topology import Topology
-from topologies.validation import Stochasticity
+from topologies.validation import Stochasticity, check_measured_size
 
 #: What ranks agree to when they are said to agree: 1 % of the worst disagreement is left.
 TOLERANCE = 0.01
@@ -103,6 +103,10 @@ class Description:
         )
         large = self.world_size > MAX_DIAMETER_WORLD_SIZE
         diameter = f"not measured above {MAX_DIAMETER_WORLD_SIZE} ranks" if large else "not connected"
+        whose = "for these" if self.uniform_groups else "for those of the rounds that have uniform groups"
+        communicators = f"{self.num_communicators} {whose}" if self.num_communicators else "none"
+        if self.world_size == 1:
+            agreed = exact = "at once: a single rank holds the mean"
         no_slem = "only defined for period 1"
         return [
             ("topology", self.name + (f" ({brief_options(self.options)})" if self.options else "")),
@@ -116,7 +120,7 @@ class Description:
             ("messages", f"{self.mean_messages:.4g} per rank and round on average, point to point"),
             ("bytes", f"{self.bytes_per_rank:.4g} x the model per rank and round on average"),
             ("uniform groups", "yes: every round can run as small all-reduces" if self.uniform_groups else "no"),
-            ("communicators", f"{self.num_communicators} for these" if self.num_communicators else "none"),
+            ("communicators", communicators),
             ("connected", "yes" if self.connected else "no"),
             ("diameter", diameter if self.diameter is None else count(self.diameter, "edge")),
             ("stochastic", f"{self.stochasticity}, largest deviation {self.largest_deviation:.1e}"),
@@ -131,7 +135,14 @@ class Description:
 
 
 def describe(topology: Topology) -> Description:
-    """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none."""
+    """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
+
+    Raises
+    ------
+    ValueError
+        If it has more than a million ranks.
+    """
+    check_measured_size(topology.world_size)
     last = topology.phases[-1]
     repeated, all_rounds = repeated_rounds(topology), distinct_rounds(topology)
     sums, degrees, traffic = analysis.sums(all_rounds), analysis.degrees(topology), analysis.traffic(topology)

@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from topologies.drawing import draw_compact
+from topologies.drawing.files import output_path
 from topologies.facts import Facts, facts_of
 from topologies.registry import available
 from topologies.samples import options_text, samples
@@ -109,8 +109,9 @@ eigenvalues of W.</p>
 
 
 def write_gallery(path: str | os.PathLike[str], world_size: int = 16) -> None:
-    """Write :func:`gallery_page` into a file."""
-    Path(path).write_text(gallery_page(world_size), encoding="utf-8")
+    """Write :func:`gallery_page` into a file that ends in .html, in a folder that exists."""
+    path = output_path(path, (".html", ".htm"))
+    path.write_text(gallery_page(world_size), encoding="utf-8")
 
 
 def _card(facts: Facts, variants: Sequence[Topology], world_size: int) -> str:

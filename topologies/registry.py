@@ -94,10 +94,17 @@ def family(name: str) -> Family:
     ------
     ValueError
         If there is none; the error lists what exists and the nearest match.
+    TypeError
+        If the name is no text.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"the name of a topology must be a str, got {name!r} ({type(name).__name__}); pass one of "
+            f"{', '.join(available())}"
+        )
     if name in _FAMILIES:
         return _FAMILIES[name].function
-    nearest = difflib.get_close_matches(str(name), available(), n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, available(), n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"unknown topology {name!r}.{hint} Available: {', '.join(available())}")
 
@@ -141,7 +148,9 @@ def build(name: str, world_size: int, **options: Any) -> Topology:
     name
         One of :func:`available`.
     world_size
-        Number of ranks, at least 1. With one rank every family is a single identity round, whatever its options.
+        Number of ranks, 1 to 2^31. With one rank every family is a single identity round; its options must exist,
+        and are recorded, but their values are not checked. A family that stores its rounds refuses sizes at which
+        that would take minutes or gigabytes.
     options
         The family's options.
 
@@ -175,7 +184,7 @@ def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -
     for option in options:
         if option not in known:
             nearest = difflib.get_close_matches(option, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise TypeError(f"topology {name!r} has no option {option!r}{hint}; {listed}")
     for option, default in known.items():
         if default is inspect.Parameter.empty and option not in options:
@@ -187,10 +196,10 @@ def _as_plain_data(value: Any) -> Any:
     """Return an option as data that JSON can hold, with tuples for sequences; what is none stays as it is."""
     if isinstance(value, Mapping):
         return {str(key): _as_plain_data(item) for key, item in value.items()}
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
+        return value.item()
     if isinstance(value, np.ndarray) or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
         return tuple(_as_plain_data(item) for item in value)
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value

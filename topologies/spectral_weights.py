@@ -11,7 +11,9 @@ Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (fmmc: e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,9 @@ MAX_PROGRAM_WORLD_SIZE = 100
 
 #: Up to here all eigenvalues at once are faster than the two that count.
 _MAX_DENSE = 512
+
+#: Tried in turn until one reaches full accuracy; the last one may end with five digits.
+_SOLVER_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"max_step_fraction": 0.9}, {"equilibrate_enable": False})
 
 #: A weight below this is what the solver leaves of 0: no edge, and nothing to send.
 _SOLVER_TOLERANCE = 1e-6
@@ -135,7 +140,12 @@ def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) 
     if nonnegative:
         constraints += [weight >= 0, abs(incidence) @ weight <= 1]
     problem = cvxpy.Problem(cvxpy.Minimize(bound), constraints)
-    problem.solve(solver=cvxpy.CLARABEL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says of its accuracy is looked at here
+        for settings in _SOLVER_SETTINGS:
+            problem.solve(solver=cvxpy.CLARABEL, **settings)
+            if problem.status == cvxpy.OPTIMAL:
+                break
     if weight.value is None:
         raise RuntimeError(
             f"the solver of weights={scheme!r} ended with the status {problem.status!r}; use "

@@ -117,6 +117,10 @@ class Topology:
             If there are none, their sizes differ, or a row or column does not sum to 1 as ``stochasticity``
             promises. The error names the round, the row and the sum.
         """
+        if isinstance(rounds, Round) or not isinstance(rounds, Iterable):
+            raise TypeError(
+                f"rounds must be a list of at least one Round, got a {type(rounds).__name__}; pass [round_]"
+            )
         given = tuple(rounds)
         if not given:
             raise ValueError("rounds is empty; pass at least one Round, such as Round.identity(world_size)")
@@ -160,7 +164,8 @@ class Topology:
         period
             Number of rounds before the schedule repeats; ``None``: it does not.
         stochasticity, symmetric
-            What every round promises; ``symmetric`` without a period is taken on trust.
+            What every round promises; a round that breaks a promise is refused when it is first used. Only those of
+            :meth:`Round.from_formula` are taken on trust.
         name
             A name for reports.
 
@@ -177,10 +182,13 @@ class Topology:
         >>> Topology.from_function(shift, period=4).round(6).neighbours(0)
         {3: 0.5}
         """
+        if not callable(function):
+            raise TypeError(
+                f"function must be a function of t that returns a Round, got {function!r} ({type(function).__name__})"
+            )
         make_round = function if seed is None else _Seeded(function, check_integer("seed", seed, minimum=0))
         first = make_round(0)
-        if not isinstance(first, Round):
-            raise TypeError(f"function must return a Round, got {type(first).__name__} for round 0")
+        _check_is_round(first, 0)
         topology = cls(
             world_size=first.world_size,
             make_round=make_round,
@@ -206,6 +214,7 @@ class Topology:
         round_ = self._cache.get(number)
         if round_ is None:
             round_ = self.make_round(number)
+            _check_is_round(round_, number)
             self._check_round(round_, number)
             if len(self._cache) >= _CACHED_ROUNDS:
                 self._cache.clear()
@@ -477,6 +486,19 @@ class Topology:
             )
         if not round_.is_formula:
             check_sums(round_, self.stochasticity, where=where)
+            if self.promised_symmetric and not self.registered and not round_.is_symmetric:
+                raise ValueError(
+                    f"{where} is not symmetric, which was promised; make W[i, j] == W[j, i], or do not pass "
+                    f"symmetric=True"
+                )
+
+
+def _check_is_round(value: object, number: int) -> None:
+    if not isinstance(value, Round):
+        raise TypeError(
+            f"function must return a Round, got {type(value).__name__} for round {number}; wrap a matrix in "
+            f"Round.from_matrix"
+        )
 
 
 def check_topology(argument: str, value: object, world_size: int | str = "world_size") -> None:

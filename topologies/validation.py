@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from topologies.integers import powers
 
 if TYPE_CHECKING:
     from topologies.round import Round
@@ -20,16 +21,28 @@ Stochasticity = Literal["doubly", "row", "column"]
 #: by less than 1e-4 of its size in a million rounds.
 SUM_TOLERANCE = 1e-10
 
+#: More ranks than any cluster has, and few enough that products of two of them are 64-bit integers.
+MAX_WORLD_SIZE = 1 << 31
 
-def check_integer(argument: str, value: object, *, minimum: int) -> int:
-    """Return ``value`` as an ``int`` of at least ``minimum``.
+#: Most entries of a round's matrix, or ranks in its groups, that a family writes down: seconds, under a gigabyte.
+MAX_STORED = 10**7
+
+#: Of more ranks nothing is measured: a round that is a formula would be written down, with all its powers.
+MAX_MEASURED_WORLD_SIZE = 10**6
+
+#: How far from a size that is not served all others are tried.
+_WINDOW = 4096
+
+
+def check_integer(argument: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
+    """Return ``value`` as an ``int`` of at least ``minimum`` and at most ``maximum``.
 
     Raises
     ------
     TypeError
         If it is not an integer (a ``bool`` or a ``float`` is not one).
     ValueError
-        If it is smaller than ``minimum``.
+        If it is smaller than ``minimum`` or larger than ``maximum``.
     """
     try:
         if isinstance(value, bool):
@@ -42,6 +55,9 @@ def check_integer(argument: str, value: object, *, minimum: int) -> int:
         ) from None
     if number < minimum:
         raise ValueError(f"{argument} must be at least {minimum}, got {number}; pass {minimum} or more")
+    if maximum is not None and number > maximum:
+        given = number if number.bit_length() < 100 else f"a number of {number.bit_length()} bits"
+        raise ValueError(f"{argument} must be at most {maximum}, got {given}; pass {maximum} or less")
     return number
 
 
@@ -56,8 +72,47 @@ def check_share(argument: str, value: object) -> float:
 
 
 def check_world_size(world_size: object) -> int:
-    """Return ``world_size`` as an ``int`` of at least 1."""
-    return check_integer("world_size", world_size, minimum=1)
+    """Return ``world_size`` as an ``int`` of at least 1 and at most :data:`MAX_WORLD_SIZE`."""
+    return check_integer("world_size", world_size, minimum=1, maximum=MAX_WORLD_SIZE)
+
+
+def check_stored(family: str, world_size: int, size: float, *, most: int = MAX_STORED, advice: str = "") -> None:
+    """Refuse a world size for which a family would have to store too much; called before anything is allocated.
+
+    Parameters
+    ----------
+    family
+        The registered name.
+    world_size
+        Number of ranks.
+    size
+        Edges of a round, or ranks in its groups, about.
+    most
+        How many are served.
+    advice
+        What else the user can change, as part of a sentence: "or a smaller degree".
+
+    Raises
+    ------
+    ValueError
+        If there are more.
+    """
+    if size > most:
+        raise ValueError(
+            f"topology {family!r} stores a whole round, and serves at most {most} edges or members of groups in it; "
+            f"for a world_size of {world_size} there are about {size:.2g}. Choose a smaller world_size"
+            f"{advice and f' {advice}'}, or a family of formulas, which serves any size: ring, exponential, "
+            f"one_peer_exponential, simple_base or random_matching"
+        )
+
+
+def check_measured_size(world_size: int) -> None:
+    """Refuse to measure topologies of more ranks than can be written down in a reasonable time."""
+    if world_size > MAX_MEASURED_WORLD_SIZE:
+        raise ValueError(
+            f"world_size must be at most {MAX_MEASURED_WORLD_SIZE} to be measured, which looks at every rank, got "
+            f"{world_size}; measure the family for fewer ranks, or ask topology.round(t).row(rank) for one rank"
+        )
 
 
 def check_stochasticity(stochasticity: str) -> None:
@@ -70,7 +125,13 @@ def check_stochasticity(stochasticity: str) -> None:
 
 
 def unserved_size(
-    family: str, world_size: int, rule: str, serves: Callable[[int], bool], *, advice: str = ""
+    family: str,
+    world_size: int,
+    rule: str,
+    serves: Callable[[int], bool],
+    *,
+    sparse: Iterable[int] = powers(2, MAX_WORLD_SIZE),
+    advice: str = "",
 ) -> ValueError:
     """Return the error for a world size that a family cannot serve; it names the nearest sizes that it can.
 
@@ -83,15 +144,22 @@ def unserved_size(
     rule
         The sizes served, in words: "a power of two".
     serves
-        Whether a size is served; it must hold for some size above ``world_size``.
+        Whether a size is served.
+    sparse
+        Sizes to try if none within 4096 of ``world_size`` is served: the nearest served ones are among them.
     advice
         What else the user can change, as a full sentence.
     """
-    below = next((size for size in range(world_size - 1, 1, -1) if serves(size)), 1)
-    above = next(size for size in itertools.count(world_size + 1) if serves(size))
+    others = sorted(size for size in sparse if 1 < size <= MAX_WORLD_SIZE)
+    lower = (*range(world_size - 1, max(world_size - _WINDOW, 1), -1), *reversed(others))
+    upper = (*range(world_size + 1, min(world_size + _WINDOW, MAX_WORLD_SIZE) + 1), *others)
+    below = next((size for size in lower if size < world_size and serves(size)), 1)
+    above = next((size for size in upper if size > world_size and serves(size)), None)
+    nearest = f"the nearest is {below}" if above is None else f"the nearest are {below} and {above}"
+    chosen = "it" if above is None else "one of these"
     return ValueError(
-        f"topology {family!r} needs a world_size that is {rule}, got {world_size}; the nearest are {below} and "
-        f"{above}. {advice or 'Choose one of these, or a family for any size, such as one_peer_exponential.'}"
+        f"topology {family!r} needs a world_size that is {rule}, got {world_size}; {nearest}. "
+        f"{advice or f'Choose {chosen}, or a family for any size, such as one_peer_exponential.'}"
     )
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -64,12 +65,15 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ([], "required: COMMAND"),
         (["describe", "ring"], "required: --world-size"),
-        (["describe", "ring", "--world-size", "many"], "invalid int value: 'many'"),
+        (["describe", "ring", "--world-size", "many"], "--world-size: must be an integer of at least 1, got 'many'"),
         (["describe", "rong", "--world-size", "4"], "Did you mean 'ring'?"),
-        (["describe", "ring", "--world-size", "0"], "world_size must be at least 1"),
+        (["describe", "ring", "--world-size", "0"], "--world-size: must be an integer of at least 1, got '0'"),
         (["describe", "ring", "--world-size", "4", "--option", "seed=1"], "it has no options"),
-        (["describe", "ring", "--world-size", "4", "--every", "0"], "k must be at least 1, got 0"),
-        (["describe", "ring", "--world-size", "4", "--warmup-rounds", "-1"], "after must be at least 0, got -1"),
+        (["describe", "ring", "--world-size", "4", "--every", "0"], "--every: must be an integer of at least 1"),
+        (
+            ["describe", "ring", "--world-size", "4", "--warmup-rounds", "-1"],
+            "--warmup-rounds: must be an integer of",
+        ),
         (["describe", "hypercube", "--world-size", "6"], "the nearest are 4 and 8"),
         (["describe", "random_matching", "--world-size", "6", "--option", "seed"], "takes KEY=VALUE, got 'seed'"),
         (["describe", "random_matching", "--world-size", "6", "--option", "seed="], "seed must be an integer"),
@@ -79,7 +83,15 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (["describe", "graph", "--world-size", "6", "--option", "graph=no.gexf"], "does not exist"),
         (["draw", "ring", "--world-size", "6", "--output", "ring.pdf"], "must end in .svg or .png"),
-        (["draw", "ring", "--world-size", "6", "--output", "/no/such/folder/ring.svg"], "No such file"),
+        (
+            ["draw", "ring", "--world-size", "6", "--output", "/no/such/folder/ring.svg"],
+            "create '/no/such/folder' first",
+        ),
+        (["compare", "ring", "--world-size", "6", "--output", "/no/such/a.svg"], "create '/no/such' first"),
+        (["gallery", "--output", "/no/such/folder/page.html"], "create '/no/such/folder' first"),
+        (["gallery", "--output", "page.txt"], "must end in .html"),
+        (["describe", "hyper_cuboid", "--world-size", "12", "--option", "factors=12"], "use for example [12]"),
+        (["describe", "ring", "--world-size", str(10**30)], "world_size must be at most 2147483648"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +104,41 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize("error", [OverflowError("too large"), MemoryError("1 TiB"), KeyError("nodes")])
+def test_unforeseen_errors_are_one_line_too(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("topologies.__main__.build", fail)
+    assert main(["describe", "ring", "--world-size", "4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert f"{type(error).__name__}: {error}" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "options"),
+    [
+        (["directed=False", "m=None"], "equi_static", {"directed": False, "m": None}),
+        (["directed=true", "m=null"], "equi_static", {"directed": True, "m": None}),
+        (["shape=(3,4)"], "torus", {"shape": (3, 4)}),
+        (["shape=3,4"], "torus", {"shape": (3, 4)}),
+        (["shape=[3, 4]"], "torus", {"shape": (3, 4)}),
+        (["weights='lazy'"], "margulis", {"weights": "lazy"}),
+    ],
+)
+def test_options_as_json_and_as_the_list_shows_them(
+    given: list[str], name: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    world_size = 16 if name == "margulis" else 12
+    pairs = [part for pair in given for part in ("--option", pair)]
+    assert main(["describe", name, "--world-size", str(world_size), "--json", *pairs]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == topologies.build(name, world_size, **options).describe().to_dict()
 
 
 def test_as_a_module() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from topologies.analysis.mixing import consensus_rate
 from topologies.analysis.structure import repeated_rounds
+from topologies.integers import divisors, listed
 from topologies.round import Round
 from topologies.storage import FloatArray, IntArray
 from topologies.topology import Topology
@@ -175,10 +176,9 @@ def check_local_size(local_size: int, world_size: int) -> int:
     """Return the ranks per node, which divide the world size."""
     local_size = check_integer("local_size", local_size, minimum=1)
     if world_size % local_size:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         raise ValueError(
             f"local_size must divide world_size {world_size}, got {local_size}; use one of "
-            f"{', '.join(map(str, divisors))}"
+            f"{listed(divisors(world_size))}"
         )
     return local_size
 

@@ -9,10 +9,17 @@ from typing import Any
 
 
 def picture_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path, which ends in .svg or .png."""
+    """Return the path, which ends in .svg or .png and lies in a folder that exists."""
+    return output_path(path, (".svg", ".png"))
+
+
+def output_path(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
+    """Return the path, which ends in one of the suffixes and lies in a folder that exists."""
     path = Path(path)
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"path must end in .svg or .png, got {str(path)!r}; change the suffix")
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"path must end in {' or '.join(suffixes)}, got {str(path)!r}; change the suffix")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder of {str(path)!r} does not exist; create {str(path.parent)!r} first")
     return path
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from topologies.families.groups import fewest_factors, hyper_hypercube, strided_groups
+from topologies.integers import prime_factors
 from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
@@ -231,8 +232,4 @@ def _blocks(world_size: int, base: int) -> list[_Block]:
 
 def _smooth_part(number: int, largest: int) -> int:
     """Return the largest divisor of ``number`` without a prime factor above ``largest``."""
-    rest = number
-    for factor in range(2, min(number, largest) + 1):
-        while rest % factor == 0:
-            rest //= factor
-    return number // rest
+    return math.prod(factor for factor in prime_factors(number) if factor <= largest)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from topologies.integers import powers
 from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer, unserved_size
+from topologies.validation import MAX_WORLD_SIZE, check_integer, unserved_size
 
 
 @register("de_bruijn", variants=lambda *_: [{"p": p} for p in (2, 3, 4)])
@@ -46,7 +47,13 @@ def de_bruijn(world_size: int, *, p: int = 2) -> Topology:
     p = check_integer("p", p, minimum=2)
     num_digits = _exponent(world_size, p)
     if num_digits is None:
-        raise unserved_size("de_bruijn", world_size, f"a power of p = {p}", lambda size: _exponent(size, p) is not None)
+        raise unserved_size(
+            "de_bruijn",
+            world_size,
+            f"a power of p = {p}",
+            lambda size: _exponent(size, p) is not None,
+            sparse=powers(p, MAX_WORLD_SIZE),
+        )
     weight = 1.0 / p
 
     def row(rank: int) -> dict[int, float]:

@@ -12,6 +12,8 @@ from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer
 
+_MOST_HOPS = 10**6
+
 
 @register("equi_static", variants=lambda *_: [{"directed": directed} for directed in (False, True)])
 def equi_static(world_size: int, *, m: int | None = None, seed: int = 0, directed: bool = False) -> Topology:
@@ -32,7 +34,7 @@ def equi_static(world_size: int, *, m: int | None = None, seed: int = 0, directe
     Parameters
     ----------
     m
-        Number of hops, at least 1; by default ceil(log2 n), as many as `exponential` has.
+        Number of hops, 1 to 1,000,000; by default ceil(log2 n), as many as `exponential` has.
     seed
         At least 0; the hops follow from it.
     directed
@@ -49,7 +51,7 @@ def equi_static(world_size: int, *, m: int | None = None, seed: int = 0, directe
     >>> topologies.build("equi_static", 5, m=1, directed=True).round(0).neighbours(0)
     {4: 0.8}
     """
-    m = (world_size - 1).bit_length() if m is None else check_integer("m", m, minimum=1)
+    m = (world_size - 1).bit_length() if m is None else check_integer("m", m, minimum=1, maximum=_MOST_HOPS)
     seed = check_integer("seed", seed, minimum=0)
     _check_directed("equi_static", directed)
     hops = np.random.default_rng((seed,)).integers(1, world_size, size=m).tolist()
@@ -97,6 +99,7 @@ def equi_dyn(world_size: int, *, seed: int = 0, directed: bool = False, eta: flo
     >>> topologies.build("equi_dyn", 5, directed=True).round(0).neighbours(0)
     {4: 0.4}
     """
+    seed = check_integer("seed", seed, minimum=0)
     _check_directed("equi_dyn", directed)
     eta = _check_eta(eta)
     weight = eta * (world_size - 1) / world_size

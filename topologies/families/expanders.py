@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from topologies.families.graphs import weighted_topology
-from topologies.families.groups import prime_factors
+from topologies.families.static import simple_edges
+from topologies.integers import is_prime
 from topologies.registry import register
 from topologies.topology import Topology
-from topologies.validation import unserved_size
+from topologies.validation import check_stored, unserved_size
 
 
 @register("margulis")
@@ -48,8 +49,15 @@ def margulis(world_size: int, *, weights: str = "metropolis") -> Topology:
     """
     side = math.isqrt(world_size)
     if side * side != world_size:
-        raise unserved_size("margulis", world_size, "a square", lambda size: math.isqrt(size) ** 2 == size)
-    return weighted_topology(world_size, _simple(margulis_edges(side)), weights)
+        raise unserved_size(
+            "margulis",
+            world_size,
+            "a square",
+            lambda size: math.isqrt(size) ** 2 == size,
+            sparse=(side**2, (side + 1) ** 2),
+        )
+    check_stored("margulis", world_size, 8.0 * world_size)
+    return weighted_topology(world_size, simple_edges(world_size, margulis_edges(side)), weights)
 
 
 @register("chordal")
@@ -82,12 +90,13 @@ def chordal(world_size: int, *, weights: str = "metropolis") -> Topology:
     >>> topologies.build("chordal", 7).round(0).peers(3)
     (2, 4, 5)
     """
-    if not _is_prime(world_size):
-        raise unserved_size("chordal", world_size, "a prime", _is_prime)
+    if not is_prime(world_size):
+        raise unserved_size("chordal", world_size, "a prime", is_prime)
+    check_stored("chordal", world_size, 3.0 * world_size)
     ranks = np.arange(world_size)
     inverses = np.array([0, *(pow(rank, -1, world_size) for rank in range(1, world_size))])
     ends = np.concatenate((ranks + 1, inverses)) % world_size
-    return weighted_topology(world_size, _simple(np.stack((np.tile(ranks, 2), ends), axis=1)), weights)
+    return weighted_topology(world_size, simple_edges(world_size, np.stack((np.tile(ranks, 2), ends), axis=1)), weights)
 
 
 @register("paley")
@@ -122,10 +131,11 @@ def paley(world_size: int, *, weights: str = "metropolis") -> Topology:
     """
 
     def serves(size: int) -> bool:
-        return size % 4 == 1 and _is_prime(size)
+        return size % 4 == 1 and is_prime(size)
 
     if not serves(world_size):
         raise unserved_size("paley", world_size, "a prime of the form 4 k + 1", serves)
+    check_stored("paley", world_size, world_size * (world_size - 1) / 2)
     half = np.arange(1, (world_size + 1) // 2)
     squares = half * half % world_size
     # The negative of a square is one too: of every pair of hops the shorter gives each edge once.
@@ -145,12 +155,3 @@ def margulis_edges(side: int) -> npt.NDArray[np.int64]:
         (x, (y + 2 * x + 1) % side),
     ]
     return np.concatenate([np.stack((x * side + y, to_x * side + to_y), axis=1) for to_x, to_y in ends])
-
-
-def _simple(edges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return every edge once and no loop."""
-    return np.unique(np.sort(edges[edges[:, 0] != edges[:, 1]], axis=1), axis=0)
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and prime_factors(number) == (number,)

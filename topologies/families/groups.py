@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 
+from topologies.integers import divisors, is_prime, listed, powers, prime_factors
 from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer, unserved_size
+from topologies.validation import MAX_WORLD_SIZE, check_integer, check_stored, unserved_size
+
+#: Up to this prime factor numbers without larger ones are so rare that all are listed, 400,000 below 2^32.
+_MOST_ENUMERATED = 31
 
 
 @register("hyper_cuboid", variants=lambda world_size, _: [{"factors": prime_factors(world_size)}])
@@ -48,9 +53,10 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
     ((0, 2, 4), (1, 3, 5))
     """
     if not isinstance(factors, tuple) or not factors:
+        example = [factors] if isinstance(factors, int) else list(prime_factors(world_size))
         raise TypeError(
             f"factors of topology 'hyper_cuboid' must be a list of at least one integer, got {factors!r}; for "
-            f"world_size {world_size} use for example {prime_factors(world_size)}"
+            f"world_size {world_size} use for example {example}"
         )
     sides = tuple(check_integer("a factor in factors", factor, minimum=1) for factor in factors)
     if math.prod(sides) != world_size:
@@ -103,11 +109,13 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
     factors = fewest_factors(world_size, k + 1)
     if factors is None:
         needed = prime_factors(world_size)[-1] - 1
+        serves, nearest = _nearest_smooth(world_size, k + 1)
         raise unserved_size(
             "hyper_hypercube",
             world_size,
             f"a product of factors of at most k + 1 = {k + 1}",
-            lambda size: prime_factors(size)[-1] <= k + 1,
+            serves,
+            sparse=nearest,
             advice=f"Choose one of these, or k of at least {needed} for {world_size} ranks.",
         )
     return hyper_cuboid(world_size, factors=factors)
@@ -148,13 +156,14 @@ def local_global(world_size: int, *, local_size: int) -> Topology:
     """
     local_size = check_integer("local_size", local_size, minimum=1)
     if world_size % local_size:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         raise unserved_size(
             "local_global",
             world_size,
             f"a multiple of local_size = {local_size}",
             lambda size: size % local_size == 0,
-            advice=f"Choose one of these, or for {world_size} ranks a local_size out of {divisors}.",
+            sparse=(world_size // local_size * local_size, (world_size // local_size + 1) * local_size),
+            advice=f"Choose one of these, or for {world_size} ranks a local_size out of "
+            f"[{listed(divisors(world_size))}].",
         )
     return hyper_cuboid(world_size, factors=(local_size, world_size // local_size))
 
@@ -204,7 +213,9 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
             world_size,
             f"local_size = {local_size} times a power of two, at least {2 * local_size}",
             serves,
+            sparse=[local_size * power for power in powers(2, MAX_WORLD_SIZE // local_size)],
         )
+    check_stored("alternating_exp_ring", world_size, float(world_size))
     num_nodes = world_size // local_size
     num_hops = num_nodes.bit_length() - 1
 
@@ -243,7 +254,7 @@ def _node_sizes(world_size: int, local_size: int) -> list[dict[str, int]]:
     """Return the ranks per node to try: those of the machines, or else as many as there are nodes, about."""
     if local_size > 1:
         return [{"local_size": local_size}]
-    return [{"local_size": max(size for size in range(1, math.isqrt(world_size) + 1) if world_size % size == 0)}]
+    return [{"local_size": max(size for size in divisors(world_size) if size * size <= world_size)}]
 
 
 def _node_pairs(num_nodes: int, hop: int) -> list[tuple[int, int]]:
@@ -258,21 +269,6 @@ def _node_pairs(num_nodes: int, hop: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def prime_factors(number: int) -> tuple[int, ...]:
-    """Return the prime factors in rising order; ``(1,)`` for 1."""
-    factors = []
-    divisor = 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    if number > 1 or not factors:
-        factors.append(number)
-    return tuple(factors)
-
-
-@functools.lru_cache(maxsize=4096)
 def fewest_factors(number: int, largest: int) -> tuple[int, ...] | None:
     """Return the fewest factors of ``number``, falling and at most ``largest``, or ``None`` if there are none.
 
@@ -283,12 +279,42 @@ def fewest_factors(number: int, largest: int) -> tuple[int, ...] | None:
     >>> fewest_factors(24, 6), fewest_factors(36, 9), fewest_factors(10, 4)
     ((6, 4), (6, 6), None)
     """
-    if number == 1:
-        return ()
-    candidates = []
-    for factor in range(2, min(number, largest) + 1):
-        if number % factor == 0:
-            rest = fewest_factors(number // factor, factor)
+    primes = prime_factors(number)
+    if number == 1 or primes[-1] > largest:
+        return () if number == 1 else None
+    choices = (_factors(number, largest, num_factors) for num_factors in range(1, len(primes) + 1))
+    return next(factors for factors in choices if factors is not None)  # at the latest, all prime factors
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors(number: int, largest: int, num_factors: int) -> tuple[int, ...] | None:
+    """Return ``num_factors`` falling factors of at most ``largest``, those first that are smaller, or ``None``."""
+    if num_factors == 1:
+        return (number,) if number <= largest else None
+    for factor in divisors(number):
+        if factor <= largest and factor**num_factors >= number:
+            rest = _factors(number // factor, factor, num_factors - 1)
             if rest is not None:
-                candidates.append((factor, *rest))
-    return min(candidates, key=lambda factors: (len(factors), factors), default=None)
+                return (factor, *rest)
+    return None
+
+
+def _nearest_smooth(number: int, largest: int) -> tuple[Callable[[int], bool], list[int]]:
+    """Return a test for having no prime factor above ``largest``, and numbers that hold the nearest ones that pass."""
+    limit = 2 * number  # a power of two lies between
+    primes = [prime for prime in range(2, min(largest, math.isqrt(limit)) + 1) if is_prime(prime)]
+
+    def is_smooth(size: int) -> bool:
+        for prime in primes:
+            while size % prime == 0:
+                size //= prime
+            if prime * prime > size:
+                break
+        return size <= largest
+
+    if largest > _MOST_ENUMERATED:
+        return is_smooth, [next(filter(is_smooth, sizes)) for sizes in (range(number - 1, 0, -1), count(number + 1))]
+    found = [1]
+    for prime in primes:
+        found = [size * power for size in found for power in powers(prime, limit // size)]
+    return is_smooth, found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,12 @@ from topologies.registry import register
 from topologies.round import Round
 from topologies.storage import IntArray
 from topologies.topology import Topology
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_stored
 
 _GRAPHS = ("ring", "torus")
+
+#: Most edges of a graph that are coloured in a few seconds; it has nearly as many as ranks.
+_MOST_COLOURED = 300_000
 
 
 @register("matchings", variants=lambda *_: [{"graph": graph} for graph in _GRAPHS])
@@ -62,7 +66,7 @@ def matchings(world_size: int, *, graph: GraphOption) -> Topology:
     >>> [topology.round(t).groups for t in range(topology.period)]
     [((0, 1), (2, 3), (4,)), ((0, 4), (1, 2), (3,)), ((0,), (1,), (2,), (3, 4))]
     """
-    edges, recorded = undirected_edges(world_size, graph)
+    edges, recorded = _edges("matchings", world_size, graph)
     colours = edge_colouring(edges)
     return Topology(
         world_size,
@@ -132,7 +136,7 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
             f"pass for example 0.5"
         )
     seed = check_integer("seed", seed, minimum=0)
-    edges, recorded = undirected_edges(world_size, graph)
+    edges, recorded = _edges("matcha", world_size, graph)
     sampled = SampledMatchings(world_size, tuple(edge_colouring(edges)), float(budget), seed)
     return Topology(
         world_size,
@@ -141,6 +145,16 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
         promised_symmetric=True,
         options={"graph": recorded, "budget": float(budget)},
     )
+
+
+def _edges(family: str, world_size: int, graph: GraphOption) -> tuple[IntArray, str | dict[str, Any]]:
+    at_least = (
+        world_size * (world_size - 1) / 2.0 if isinstance(graph, str) and graph == "complete" else world_size - 1.0
+    )
+    check_stored(family, world_size, at_least, most=_MOST_COLOURED, advice="or a graph with fewer edges")
+    edges, recorded = undirected_edges(world_size, graph)
+    check_stored(family, world_size, len(edges), most=_MOST_COLOURED, advice="or a graph with fewer edges")
+    return edges, recorded
 
 
 @dataclass(frozen=True, eq=False)

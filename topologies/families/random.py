@@ -8,6 +8,7 @@ from topologies.registry import register
 from topologies.round import Round
 from topologies.shuffling import SwapOrNotShuffle
 from topologies.topology import Topology
+from topologies.validation import check_integer
 
 #: Up to so many ranks a matching is drawn as a whole, in under a millisecond; beyond, one rank's pair alone.
 _MOST_DRAWN_AS_A_WHOLE = 1 << 16
@@ -44,6 +45,7 @@ def random_matching(world_size: int, *, seed: int = 0) -> Topology:
     >>> sorted(len(group) for group in topologies.build("random_matching", 5, seed=1).round(7).groups)
     [1, 2, 2]
     """
+    seed = check_integer("seed", seed, minimum=0)
     matching = _drawn_as_a_whole if world_size <= _MOST_DRAWN_AS_A_WHOLE else _drawn_by_rank
     return Topology.from_function(lambda _, generator: matching(world_size, generator), seed=seed, symmetric=True)
 

@@ -9,12 +9,25 @@ import networkx as nx
 import numpy as np
 
 from topologies.families.graphs import weighted_topology
+from topologies.integers import listed
 from topologies.registry import register
 from topologies.topology import Topology
-from topologies.validation import check_integer, unserved_size
+from topologies.validation import check_integer, check_stored, unserved_size
 
 #: How many graphs are drawn in the hope of a connected one.
 _MAX_ATTEMPTS = 100
+
+#: Of large graphs fewer are drawn: the last one is the one that brings nodes and edges in all to this number.
+_MOST_DRAWN_IN_ALL = 2 * 10**7
+
+#: Most edges of a graph that networkx draws in a few seconds.
+_MOST_DRAWN = 10**6
+
+#: Random regular graphs, or their complements, of a higher degree hardly ever come out of networkx's pairing.
+_MOST_DRAWN_DEGREE = 500
+
+#: Random draws for rewired edges: in a graph that is nearly complete, most of them hit an edge that is there.
+_MOST_REWIRING_DRAWS = 5 * 10**6
 
 
 @register("random_regular")
@@ -58,8 +71,8 @@ def random_regular(
     if degree is None:
         degree = min(4 if world_size % 2 else 3, world_size - 1)
     degree = check_integer("degree", degree, minimum=1)
-    possible = [each for each in range(1, world_size) if _has_regular_graph(world_size, each)]
-    advice = f"for {world_size} ranks a degree out of {_listed(possible)}."
+    possible = range(2, world_size, 1 + world_size % 2) if world_size > 2 else (1,)
+    advice = f"for {world_size} ranks a degree out of {listed(possible, most=6)}."
     if degree == 1 < world_size - 1:
         raise ValueError(
             f"degree 1 of topology 'random_regular' makes separate pairs, connected only for world_size 2, got "
@@ -70,8 +83,18 @@ def random_regular(
             "random_regular",
             world_size,
             f"above degree = {degree}" + (" and even" if degree % 2 else ""),
-            lambda size: _has_regular_graph(size, degree),
+            lambda size: size > degree and not size * degree % 2,
+            sparse=(degree + 1, degree + 2),
             advice=f"Choose one of these, or {advice}",
+        )
+    check_stored(
+        "random_regular", world_size, world_size * degree / 2.0, most=_MOST_DRAWN, advice="or a smaller degree"
+    )
+    if min(degree, world_size - 1 - degree) > _MOST_DRAWN_DEGREE:
+        raise ValueError(
+            f"degree of topology 'random_regular' must be at most {_MOST_DRAWN_DEGREE}, or at least "
+            f"{world_size - 1 - _MOST_DRAWN_DEGREE} for {world_size} ranks, got {degree}: graphs between take minutes "
+            f"to draw; choose such a degree"
         )
 
     def draw(number: int) -> nx.Graph:
@@ -115,7 +138,7 @@ def erdos_renyi(
     Raises
     ------
     ValueError
-        If none of 100 graphs is connected.
+        If none of 100 graphs, or of fewer large ones, is connected.
 
     References
     ----------
@@ -130,6 +153,10 @@ def erdos_renyi(
     if probability is None:
         probability = min(1.0, 2.0 * math.log(world_size) / world_size)
     probability = _check_probability(probability, positive=True)
+    num_edges = probability * world_size * (world_size - 1) / 2.0
+    check_stored(
+        "erdos_renyi", world_size, max(num_edges, world_size), most=_MOST_DRAWN, advice="or a smaller probability"
+    )
     edges = _connected_edges(
         lambda number: nx.fast_gnp_random_graph(world_size, probability, seed=number),
         seed,
@@ -176,7 +203,7 @@ def watts_strogatz(
     Raises
     ------
     ValueError
-        If none of 100 graphs is connected.
+        If none of 100 graphs, or of fewer large ones, is connected.
 
     References
     ----------
@@ -202,9 +229,21 @@ def watts_strogatz(
             world_size,
             f"at least neighbours = {neighbours}",
             lambda size: size >= neighbours,
+            sparse=(neighbours,),
             advice=f"Choose one of these, or at most {world_size - world_size % 2} neighbours for {world_size} ranks.",
         )
     probability = _check_probability(probability, positive=False)
+    check_stored(
+        "watts_strogatz", world_size, world_size * neighbours / 2.0, most=_MOST_DRAWN, advice="or fewer neighbours"
+    )
+    draws_per_edge = world_size / max(world_size - neighbours, 1)
+    num_draws = probability * world_size * neighbours / 2.0 * draws_per_edge
+    if neighbours < world_size and num_draws > _MOST_REWIRING_DRAWS:
+        raise ValueError(
+            f"topology 'watts_strogatz' with neighbours={neighbours} and probability={probability:g} needs about "
+            f"{num_draws:.2g} random draws to rewire the nearly complete graph of {world_size} ranks, at most "
+            f"{_MOST_REWIRING_DRAWS} are done; choose fewer neighbours or a smaller probability"
+        )
     edges = _connected_edges(
         lambda number: nx.watts_strogatz_graph(world_size, neighbours, probability, seed=number),
         seed,
@@ -260,8 +299,16 @@ def barabasi_albert(
             world_size,
             f"above attachments = {attachments}",
             lambda size: size > attachments,
+            sparse=(attachments + 1,),
             advice=f"Choose one of these, or at most {world_size - 1} attachments for {world_size} ranks.",
         )
+    check_stored(
+        "barabasi_albert",
+        world_size,
+        float(attachments * (world_size - attachments)),
+        most=_MOST_DRAWN,
+        advice="or fewer attachments",
+    )
     edges = _connected_edges(
         lambda number: nx.barabasi_albert_graph(world_size, attachments, seed=number),
         seed,
@@ -274,13 +321,16 @@ def barabasi_albert(
 def _connected_edges(draw: Callable[[int], nx.Graph], seed: int, family: str, remedy: str) -> list[tuple[int, int]]:
     """Return the sorted edges of the first connected graph; attempt a is drawn from (seed, a) alone."""
     seed = check_integer("seed", seed, minimum=0)
-    for attempt in range(_MAX_ATTEMPTS):
-        number = int(np.random.default_rng((seed, attempt)).integers(1 << 32))
+    num_graphs = size = 0
+    while num_graphs < _MAX_ATTEMPTS and size < _MOST_DRAWN_IN_ALL:
+        number = int(np.random.default_rng((seed, num_graphs)).integers(1 << 32))
         graph = draw(number)
         if nx.is_connected(graph):
             return sorted((min(edge), max(edge)) for edge in graph.edges)
+        num_graphs += 1
+        size += len(graph) + graph.number_of_edges()
     raise ValueError(
-        f"topology {family!r} drew {_MAX_ATTEMPTS} graphs from seed {seed} and none is connected; raise the {remedy}"
+        f"topology {family!r} drew {num_graphs} graphs from seed {seed} and none is connected; raise the {remedy}"
     )
 
 
@@ -291,13 +341,3 @@ def _check_probability(value: object, *, positive: bool) -> float:
         allowed = "above 0 and at most 1" if positive else "between 0 and 1"
         raise ValueError(f"probability must be {allowed}, got {value!r}; pass such a number")
     return float(value)
-
-
-def _has_regular_graph(world_size: int, degree: int) -> bool:
-    """Whether a connected simple graph of this degree exists; of degree 1 it is a single edge."""
-    return degree < world_size and not world_size * degree % 2 and (degree > 1 or world_size == 2)
-
-
-def _listed(degrees: list[int]) -> str:
-    text = ", ".join(map(str, degrees[:6]))
-    return text + (f", .., {degrees[-1]}" if len(degrees) > 6 else "")

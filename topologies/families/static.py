@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from topologies.integers import divisors, listed
 from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer, unserved_size
+from topologies.validation import check_integer, check_stored, unserved_size
 from topologies.weights import weighted_round
 
 
@@ -39,6 +40,7 @@ def complete(world_size: int) -> Topology:
     >>> topologies.build("complete", 4).round(0).groups
     ((0, 1, 2, 3),)
     """
+    check_stored("complete", world_size, float(world_size))
     return _repeat(Round.from_groups(world_size, [range(world_size)]), promised_exact_after=1)
 
 
@@ -126,6 +128,7 @@ def path(world_size: int) -> Topology:
     >>> topologies.build("path", 4).round(0).neighbours(0)
     {1: 0.3333333333333333}
     """
+    check_stored("path", world_size, 2.0 * world_size)
     ranks = np.arange(world_size)
     return _repeat(weighted_round(world_size, _pairs(ranks[:-1], ranks[1:])))
 
@@ -159,6 +162,7 @@ def star(world_size: int) -> Topology:
     >>> star.neighbours(3), star.self_weight(3)
     ({0: 0.25}, 0.75)
     """
+    check_stored("star", world_size, 2.0 * world_size)
     leaves = np.arange(1, world_size)
     return _repeat(weighted_round(world_size, _pairs(np.zeros_like(leaves), leaves)))
 
@@ -196,6 +200,7 @@ def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     (0, 2, 4)
     """
     rows, columns = _check_shape("grid", world_size, shape)
+    check_stored("grid", world_size, 4.0 * world_size)
     ranks = np.arange(world_size).reshape(rows, columns)
     edges = np.concatenate((_pairs(ranks[:-1], ranks[1:]), _pairs(ranks[:, :-1], ranks[:, 1:])))
     return _repeat(weighted_round(world_size, edges), shape=(rows, columns))
@@ -235,12 +240,11 @@ def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     {1: 0.2, 2: 0.2, 3: 0.2, 6: 0.2}
     """
     rows, columns = _check_shape("torus", world_size, shape)
+    check_stored("torus", world_size, 4.0 * world_size)
     ranks = np.arange(world_size).reshape(rows, columns)
     edges = np.concatenate((_pairs(ranks, np.roll(ranks, -1, axis=0)), _pairs(ranks, np.roll(ranks, -1, axis=1))))
     # A side of 2 closes to the edge that is there already, a side of 1 to a loop.
-    edges = np.unique(np.sort(edges, axis=1), axis=0)
-    edges = edges[edges[:, 0] != edges[:, 1]]
-    return _repeat(weighted_round(world_size, edges), shape=(rows, columns))
+    return _repeat(weighted_round(world_size, simple_edges(world_size, edges)), shape=(rows, columns))
 
 
 @register("hypercube")
@@ -271,6 +275,7 @@ def hypercube(world_size: int) -> Topology:
     if world_size & (world_size - 1):
         raise unserved_size("hypercube", world_size, "a power of two", lambda size: not size & (size - 1))
     dimension = world_size.bit_length() - 1
+    check_stored("hypercube", world_size, float(world_size * dimension))
     ranks = np.repeat(np.arange(world_size), dimension)
     bits = np.tile(1 << np.arange(dimension), world_size)
     weight = 1.0 / (dimension + 1)
@@ -366,6 +371,13 @@ def weighted_circulant(world_size: int, weights: Mapping[int, float]) -> Round:
     return Round.from_formula(world_size, row, readers=readers, whole=whole)
 
 
+def simple_edges(world_size: int, edges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return every edge of a multigraph once, in order, and no loop; shape ``[edges, 2]``."""
+    one, other = edges.min(axis=1), edges.max(axis=1)
+    keys = np.unique((one * world_size + other)[one != other])
+    return np.stack(np.divmod(keys, world_size), axis=1)
+
+
 def _repeat(round_: Round, *, promised_exact_after: int | None = None, **options: object) -> Topology:
     return Topology(
         round_.world_size, (round_,).__getitem__, 1, promised_exact_after=promised_exact_after, options=options
@@ -378,19 +390,19 @@ def _pairs(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> npt.NDAr
 
 def _check_shape(family: str, world_size: int, shape: tuple[int, int] | None) -> tuple[int, int]:
     """Return the shape, or the most square one with a <= b."""
-    possible = [(a, world_size // a) for a in range(1, world_size + 1) if world_size % a == 0]
+    possible = [(rows, world_size // rows) for rows in divisors(world_size)]
     if shape is None:
-        return max((a, b) for a, b in possible if a <= b)
-    listed = ", ".join(map(str, possible))
+        return max(pair for pair in possible if pair[0] <= pair[1])
+    shapes = listed(possible)
     if not isinstance(shape, tuple) or len(shape) != 2:
         raise TypeError(
             f"shape of topology {family!r} must be a pair (rows, columns), got {shape!r}; for world_size "
-            f"{world_size} use one of {listed}"
+            f"{world_size} use one of {shapes}"
         )
     rows, columns = (check_integer("a side of shape", side, minimum=1) for side in shape)
     if rows * columns != world_size:
         raise ValueError(
             f"shape ({rows}, {columns}) of topology {family!r} has {rows * columns} ranks, world_size is "
-            f"{world_size}; use one of {listed}, or world_size {rows * columns}"
+            f"{world_size}; use one of {shapes}, or world_size {rows * columns}"
         )
     return rows, columns
