@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from topologies.comparing import compare
 from topologies.drawing import draw
 from topologies.drawing.files import picture_path
-from topologies.gallery import write_gallery
-from topologies.recommending import recommend
 from topologies.registry import available, build, family
-from topologies.tables import markdown_table, update_table
+from topologies.reports.comparing import compare
+from topologies.reports.gallery import write_gallery
+from topologies.reports.recommending import recommend
+from topologies.reports.tables import markdown_table, update_table
 from topologies.topology import Topology
 
 

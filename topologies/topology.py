@@ -26,7 +26,7 @@ from topologies.validation import (
 if TYPE_CHECKING:
     import networkx as nx
 
-    from topologies.describe import Description
+    from topologies.reports.describe import Description
 
 #: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
 _CACHED_ROUNDS = 64
@@ -99,7 +99,7 @@ class Topology:
         The graph is a networkx graph, node-link data or a file. The same as ``build("graph", n, graph=graph,
         weights=weights)`` for a graph of n nodes, see :func:`topologies.families.graphs.graph`.
         """
-        from topologies.files import read_graph
+        from topologies.graphs.files import read_graph
         from topologies.registry import build  # the registry builds topologies: it cannot come first
 
         graph = read_graph(graph)
@@ -397,7 +397,7 @@ class Topology:
 
     def describe(self) -> Description:
         """Return what can be measured of the topology: ``str()`` is one page of text, ``.to_dict()`` plain JSON."""
-        from topologies.describe import describe  # a description is about a topology: it cannot come first
+        from topologies.reports.describe import describe  # a description is about a topology: it cannot come first
 
         return describe(self)
 

@@ -14,7 +14,7 @@ import pytest
 import topologies
 from topologies import Round, Topology, analysis
 from topologies.__main__ import main
-from topologies.recommending import Network
+from topologies.reports.recommending import Network
 
 
 def test_every_family_that_serves_the_size_is_compared() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topologies import edge_colouring as module
-from topologies.edge_colouring import edge_colouring
+from topologies.graphs import edge_colouring as module
+from topologies.graphs.edge_colouring import edge_colouring
 
 
 def largest_degree(graph: nx.Graph) -> int:
@@ -118,7 +118,7 @@ def test_edge_colouring_depends_on_the_set_of_edges_alone(graph: nx.Graph, rando
 
 def test_edge_colouring_does_not_depend_on_the_hash_seed() -> None:
     code = """
-import networkx, topologies.edge_colouring as module
+import networkx, topologies.graphs.edge_colouring as module
 graph = networkx.random_regular_graph(5, 200, seed=1)
 labels = {f"node {i}" for i in graph}  # their order depends on the hash seed
 shuffled = networkx.Graph((u, v) for label in labels for u in [int(label[5:])] for v in graph[u])

@@ -13,7 +13,7 @@ import pytest
 import topologies
 from topologies import Facts, Topology, facts_of, registry
 from topologies.analysis import beta, product, slem
-from topologies.facts import PROPERTIES
+from topologies.reports.facts import PROPERTIES
 
 DOCSTRING = '''"""Everybody with everybody.
 

@@ -14,9 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 import topologies
-from topologies import facts_of, gallery
+from topologies import facts_of
 from topologies.__main__ import main
-from topologies.gallery import gallery_page
+from topologies.reports import gallery
+from topologies.reports.gallery import gallery_page
 
 WORLD_SIZE = 12
 XHTML = "{http://www.w3.org/1999/xhtml}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Round, Topology, weighted_round
-from topologies.weights import DEGREE_SCHEMES, SCHEMES
+from topologies.graphs.weights import DEGREE_SCHEMES, SCHEMES
 
 KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
 

@@ -11,10 +11,10 @@ import pytest
 
 import topologies
 from topologies import Topology
-from topologies.activation import Activation, activation
-from topologies.edge_colouring import edge_colouring
 from topologies.families.matchings import SampledMatchings
-from topologies.spectrum import laplacian, lowest
+from topologies.graphs.activation import Activation, activation
+from topologies.graphs.edge_colouring import edge_colouring
+from topologies.graphs.spectrum import laplacian, lowest
 
 
 def activated(graph: nx.Graph, budget: float) -> Activation:
@@ -185,7 +185,7 @@ def test_bridges_are_used_more_often() -> None:
 )
 def test_sparse_iterations_agree_with_dense_matrices(graph: nx.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = activated(graph, 0.5)
-    monkeypatch.setattr("topologies.spectrum.DENSE_WORLD_SIZE", 1000)
+    monkeypatch.setattr("topologies.graphs.spectrum.DENSE_WORLD_SIZE", 1000)
     dense = activated(graph, 0.5)
     assert sparse.connectivity == pytest.approx(dense.connectivity, rel=1e-8)
     assert sparse.connectivity_bound == pytest.approx(sparse.connectivity, rel=1e-8)

@@ -9,7 +9,7 @@ import pytest
 
 import topologies
 from topologies import Topology
-from topologies.graph_option import undirected_edges
+from topologies.graphs.option import undirected_edges
 
 
 def used_edges(topology: Topology) -> list[tuple[int, ...]]:

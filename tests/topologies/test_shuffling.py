@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topologies
-from topologies.shuffling import SwapOrNotShuffle
+from topologies.families.shuffling import SwapOrNotShuffle
 
 
 @given(st.integers(1, 200), st.integers(0, 2**32))

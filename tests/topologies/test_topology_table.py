@@ -10,8 +10,8 @@ import pytest
 import topologies
 from topologies import Round, Topology, registry
 from topologies.__main__ import main
-from topologies.samples import options_text, samples
-from topologies.tables import BEGIN, END, markdown_table, update_table
+from topologies.reports.samples import options_text, samples
+from topologies.reports.tables import BEGIN, END, markdown_table, update_table
 
 README = Path(__file__).parents[2] / "README.md"
 

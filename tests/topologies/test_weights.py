@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from topologies import Topology, weighted_round
 from topologies.analysis import slem
-from topologies.spectral_weights import _MAX_DENSE, MAX_PROGRAM_WORLD_SIZE
-from topologies.weights import SCHEMES
+from topologies.graphs.spectral_weights import _MAX_DENSE, MAX_PROGRAM_WORLD_SIZE
+from topologies.graphs.weights import SCHEMES
 
 #: What the solver leaves of an optimum.
 SOLVER = 2e-6
@@ -154,7 +154,7 @@ def test_best_constant_of_large_graphs_equals_that_of_dense_matrices(
 ) -> None:
     edges = list(graph.edges)
     sparse = weighted_round(600, edges, "best_constant").neighbours(0)
-    monkeypatch.setattr("topologies.spectral_weights._MAX_DENSE", 600)
+    monkeypatch.setattr("topologies.graphs.spectral_weights._MAX_DENSE", 600)
     dense = weighted_round(600, edges, "best_constant").neighbours(0)
     assert sparse == pytest.approx(dense, rel=1e-10)
 

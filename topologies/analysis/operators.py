@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from topologies.graphs.spectrum import lowest
 from topologies.round import Round
-from topologies.spectrum import lowest
 from topologies.storage import FloatArray
 
 #: Up to so many ranks a spectrum is computed from the dense matrix, in O(n^3).

@@ -14,10 +14,10 @@ import numpy as np
 
 from topologies import analysis
 from topologies.drawing.files import picture_path, save, settings
-from topologies.units import bytes_text
+from topologies.reports.units import bytes_text
 
 if TYPE_CHECKING:
-    from topologies.comparing import Comparison
+    from topologies.reports.comparing import Comparison
     from topologies.storage import FloatArray
 
 _COLOURED = 10
@@ -30,7 +30,7 @@ _COLOURS = (
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write what :meth:`topologies.comparing.Comparison.draw` promises."""
+    """Write what :meth:`topologies.reports.comparing.Comparison.draw` promises."""
     path = picture_path(path)
     with settings("path"):
         from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from topologies.drawing.files import picture_path, save, settings
 from topologies.drawing.layouts import layout_of
 from topologies.drawing.panels import draw_curve, draw_matrix, horizon
 from topologies.drawing.rounds import caption, draw_round, has_negative_weights, is_directed
-from topologies.samples import options_text
+from topologies.reports.samples import options_text
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.files import clean_graph, read_graph
+from topologies.graphs.files import clean_graph, read_graph
+from topologies.graphs.weights import weighted_round
 from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import SUM_TOLERANCE, measure_stochasticity
-from topologies.weights import weighted_round
 
 
 @register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from topologies.activation import Activation, activation
-from topologies.edge_colouring import edge_colouring
-from topologies.graph_option import GraphOption, undirected_edges
+from topologies.graphs.activation import Activation, activation
+from topologies.graphs.edge_colouring import edge_colouring
+from topologies.graphs.option import GraphOption, undirected_edges
 from topologies.registry import register
 from topologies.round import Round
 from topologies.storage import IntArray
@@ -29,8 +29,8 @@ def matchings(world_size: int, *, graph: GraphOption) -> Topology:
     """The matchings of a graph's edge colouring in turn: every edge is used once per period, with weight 1/2.
 
     The edges of the graph are split into m matchings M_0 .. M_(m-1), see
-    :func:`topologies.edge_colouring.edge_colouring`. In round t the two ranks of every pair in M_(t mod m) average;
-    the others keep what they have.
+    :func:`topologies.graphs.edge_colouring.edge_colouring`. In round t the two ranks of every pair in M_(t mod m)
+    average; the others keep what they have.
 
     Properties
     ----------

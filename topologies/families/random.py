@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from topologies.families.shuffling import SwapOrNotShuffle
 from topologies.registry import register
 from topologies.round import Round
-from topologies.shuffling import SwapOrNotShuffle
 from topologies.topology import Topology
 from topologies.validation import check_integer
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import networkx as nx
 
 from topologies.families.graphs import weighted_topology
-from topologies.files import clean_graph
+from topologies.graphs.files import clean_graph
 from topologies.registry import register
 from topologies.topology import Topology
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import networkx as nx
 
-from topologies.graph_formats import from_file, from_node_link
-from topologies.weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
+from topologies.graphs.formats import from_file, from_node_link
+from topologies.graphs.weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
 
 #: How many components an error lists.
 _LISTED = 5

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from topologies.spectrum import DENSE_WORLD_SIZE, laplacian, lowest
+from topologies.graphs.spectrum import DENSE_WORLD_SIZE, laplacian, lowest
 from topologies.storage import FloatArray, IntArray
 
 #: Relative distance from the best possible connectivity at which the search stops, and steps of the search at most.
@@ -74,7 +74,7 @@ def activation(world_size: int, matchings: Sequence[IntArray], budget: float) ->
     world_size
         Number of ranks n, at least 2.
     matchings
-        As :func:`topologies.edge_colouring.edge_colouring` returns them.
+        As :func:`topologies.graphs.edge_colouring.edge_colouring` returns them.
     budget
         The share of the matchings used per round, on average; above 0, at most 1.
 

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 
 from topologies import registry
-from topologies.files import clean_graph, read_graph
+from topologies.graphs.files import clean_graph, read_graph
 from topologies.round import Round
 from topologies.storage import IntArray
 
@@ -27,9 +27,9 @@ def undirected_edges(world_size: int, graph: GraphOption) -> tuple[IntArray, str
     world_size
         Number of ranks n.
     graph
-        A networkx graph, its node-link data or a file, as :func:`topologies.files.read_graph` takes it; or the name of
-        a registered family that serves n without further options, and repeats one symmetric round. A text without a
-        suffix is a name.
+        A networkx graph, its node-link data or a file, as :func:`topologies.graphs.files.read_graph` takes it; or the
+        name of a registered family that serves n without further options, and repeats one symmetric round. A text
+        without a suffix is a name.
 
     Raises
     ------

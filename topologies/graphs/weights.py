@@ -2,7 +2,7 @@
 
 A scheme is a formula for the weight that a rank gives to one neighbour; the rank keeps what the others leave,
 ``W[i, i] = 1 - sum_j W[i, j]``. Below, d is the number of others that a rank reads (and, unless the graph is
-directed, is read by). The schemes of :mod:`topologies.spectral_weights` look at the whole graph instead.
+directed, is read by). The schemes of :mod:`topologies.graphs.spectral_weights` look at the whole graph instead.
 
 References
 ----------
@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from topologies.arrays import rank_array
+from topologies.graphs.spectral_weights import SPECTRAL_SCHEMES
 from topologies.round import Round
-from topologies.spectral_weights import SPECTRAL_SCHEMES
 from topologies.storage import FloatArray, IntArray
 from topologies.validation import check_world_size
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from topologies.drawing import draw_compact
 from topologies.drawing.files import output_path
-from topologies.facts import Facts, facts_of
 from topologies.registry import available
-from topologies.samples import options_text, samples
+from topologies.reports.facts import Facts, facts_of
+from topologies.reports.samples import options_text, samples
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 
 from topologies import analysis
 from topologies.registry import available, variants
-from topologies.samples import distinct, title_of
+from topologies.reports.samples import distinct, title_of
+from topologies.reports.units import bytes_text
 from topologies.topology import Topology
-from topologies.units import bytes_text
 from topologies.validation import check_measured_size, check_world_size
 
 

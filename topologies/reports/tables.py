@@ -6,10 +6,10 @@ import math
 import os
 from pathlib import Path
 
-from topologies.describe import Description
-from topologies.facts import facts_of
 from topologies.registry import available
-from topologies.samples import chosen_options, samples
+from topologies.reports.describe import Description
+from topologies.reports.facts import facts_of
+from topologies.reports.samples import chosen_options, samples
 
 #: The lines of a file between which :func:`update_table` writes.
 BEGIN = "<!-- python -m topologies table -->"

@@ -9,10 +9,10 @@ from typing import Any
 
 from topologies import analysis
 from topologies.analysis.traffic import RoundTraffic, check_local_size
-from topologies.comparing import chosen_topologies
-from topologies.samples import title_of
+from topologies.reports.comparing import chosen_topologies
+from topologies.reports.samples import title_of
+from topologies.reports.units import seconds_text
 from topologies.topology import Topology
-from topologies.units import seconds_text
 from topologies.validation import check_world_size
 
 

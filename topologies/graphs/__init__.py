@@ -1,0 +1,1 @@
+"""Graphs and what is made of them: files, weights for their edges, their matchings and their spectra."""

@@ -1,0 +1,1 @@
+"""What is found out about topologies: descriptions, comparisons, recommendations, tables and the gallery."""
