@@ -6,12 +6,11 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from topologies.functions import Seeded, check_is_round
 from topologies.phases import Expression, Phase, brief_options
 from topologies.plain_data import frozen
 from topologies.round import Round
@@ -186,9 +185,9 @@ class Topology:
             raise TypeError(
                 f"function must be a function of t that returns a Round, got {function!r} ({type(function).__name__})"
             )
-        make_round = function if seed is None else _Seeded(function, check_integer("seed", seed, minimum=0))
+        make_round = function if seed is None else Seeded(function, check_integer("seed", seed, minimum=0))
         first = make_round(0)
-        _check_is_round(first, 0)
+        check_is_round(first, 0)
         topology = cls(
             world_size=first.world_size,
             make_round=make_round,
@@ -214,7 +213,7 @@ class Topology:
         round_ = self._cache.get(number)
         if round_ is None:
             round_ = self.make_round(number)
-            _check_is_round(round_, number)
+            check_is_round(round_, number)
             self._check_round(round_, number)
             if len(self._cache) >= _CACHED_ROUNDS:
                 self._cache.clear()
@@ -461,17 +460,9 @@ class Topology:
             from topologies.registry import build
 
             return functools.partial(build, self.name, self.world_size, **self.options), ()
-        fields: dict[str, Any] = {
-            "world_size": self.world_size,
-            "make_round": self.make_round,
-            "period": self.period,
-            "stochasticity": self.stochasticity,
-            "promised_symmetric": self.promised_symmetric,
-            "promised_exact_after": self.promised_exact_after,
-            "name": self.name,
-            "options": dict(self.options),
-        }
-        return functools.partial(Topology, **fields), ()
+        names = (field.name for field in fields(self) if field.init and field.name != "registered")
+        given = {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
+        return functools.partial(Topology, **given), ()
 
     def _identity(self) -> tuple[Any, ...]:
         options = dict(self.options) if self.registered else {}
@@ -493,14 +484,6 @@ class Topology:
                 )
 
 
-def _check_is_round(value: object, number: int) -> None:
-    if not isinstance(value, Round):
-        raise TypeError(
-            f"function must return a Round, got {type(value).__name__} for round {number}; wrap a matrix in "
-            f"Round.from_matrix"
-        )
-
-
 def check_topology(argument: str, value: object, world_size: int | str = "world_size") -> None:
     """Refuse what is no topology."""
     if not isinstance(value, Topology):
@@ -508,14 +491,3 @@ def check_topology(argument: str, value: object, world_size: int | str = "world_
             f"{argument} must be a Topology, got {value!r} ({type(value).__name__}); make one with "
             f"topologies.build(name, {world_size})"
         )
-
-
-class _Seeded:
-    """Calls ``function(t, generator)`` with a generator that depends on (seed, t) alone."""
-
-    def __init__(self, function: Callable[..., Round], seed: int) -> None:
-        self.function = function
-        self.seed = seed
-
-    def __call__(self, t: int) -> Round:
-        return self.function(t, np.random.default_rng((self.seed, t)))
