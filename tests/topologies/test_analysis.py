@@ -154,6 +154,16 @@ def test_tolerances_lie_between_0_and_1(tolerance: float) -> None:
         analysis.rounds_to(topologies.build("ring", 4), tolerance)
 
 
+def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
+    def scaling(factor: float) -> Round:
+        return Round.from_matrix([[(1 + factor) / 2, (1 - factor) / 2], [(1 - factor) / 2, (1 + factor) / 2]])
+
+    topology = Topology.from_rounds([scaling(0.1), scaling(5.0)])
+    np.testing.assert_allclose(analysis.consensus_errors(topology, 4), [1, 0.1, 0.5, 0.05, 0.25])
+    assert analysis.rounds_to(topology, 0.06) == 3
+    assert analysis.rounds_to(topology, 0.02) == 7
+
+
 def test_what_never_agrees() -> None:
     apart = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
     assert not analysis.connected(apart)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from topologies.analysis.exactness import sums
 from topologies.analysis.operators import MAX_DENSE_SPECTRUM, ROUNDING, Disagreement
-from topologies.analysis.structure import exchanges_from
+from topologies.analysis.structure import distinct_rounds, exchanges_from
 from topologies.round import Round
 from topologies.storage import FloatArray
 from topologies.topology import Topology, check_topology
@@ -178,6 +179,9 @@ def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None)
     A schedule without a period is given up after 16,384 rounds; above 384 ranks, if its first 64 rounds leave some
     disagreement as it was.
 
+    Where a round may enlarge a disagreement (some negative weights, row- or column-stochastic matrices), the first 256
+    rounds are looked at one by one, and a later k is found by bisection: below the tolerance, not always the first.
+
     Parameters
     ----------
     tolerance
@@ -220,7 +224,20 @@ def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None)
         needed = next((k for k in range(1, _MAX_RANDOM_ROUNDS + 1) if error_after(k) <= enough), None)
     else:
         needed = _first(lambda k: error_after(k) <= enough)
+        if needed is not None and not large and not _never_grows(exchanges):
+            # Bisection found one such k; rounds that enlarge a disagreement may hide an earlier one.
+            earlier = range(1, min(needed, _MAX_FOLLOWED_ROUNDS + 1))
+            needed = next((k for k in earlier if error_after(k) <= enough), needed)
     return None if needed is None else num_rounds_of(needed)
+
+
+def _never_grows(topology: Topology) -> bool:
+    """Whether no round enlarges a disagreement, as none does that is doubly stochastic without negative weights."""
+    rounds = distinct_rounds(topology)
+    found = sums(rounds)
+    if found.proven != "doubly":
+        return False
+    return found.smallest_weight >= 0.0 or all(Disagreement([round_]).norm() <= 1.0 + ROUNDING for round_ in rounds)
 
 
 def bias(topology: Topology) -> float:
