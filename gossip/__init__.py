@@ -17,6 +17,12 @@ from gossip.communication.transports import DistributedTransport as DistributedT
 from gossip.communication.transports import Exchange as Exchange
 from gossip.communication.transports import Transport as Transport
 from gossip.communication.world import World as World
+from gossip.compression.codec import BucketShape as BucketShape
+from gossip.compression.codec import Codec as Codec
+from gossip.compression.codec import Compression as Compression
+from gossip.compression.modulo import ModuloQuantization as ModuloQuantization
+from gossip.compression.values import Cast as Cast
+from gossip.compression.values import Uncompressed as Uncompressed
 from gossip.errors import CheckpointError as CheckpointError
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
@@ -31,8 +37,12 @@ __all__ = [
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",
+    "BucketShape",
+    "Cast",
     "Checkpoint",
     "CheckpointError",
+    "Codec",
+    "Compression",
     "DebugTransport",
     "DistributedTransport",
     "Exchange",
@@ -41,8 +51,10 @@ __all__ = [
     "GossipError",
     "LaunchError",
     "ManifestError",
+    "ModuloQuantization",
     "StepStats",
     "Transport",
+    "Uncompressed",
     "UsesExchange",
     "World",
     "export",

@@ -11,6 +11,7 @@ from gossip.arguments import Arguments
 from gossip.buckets import Bucket
 from gossip.communication.debug_transport import DebugTransport
 from gossip.communication.transports import DistributedTransport, Transport
+from gossip.compression.codec import Compression
 from gossip.mixing import AnyBucket
 from topologies import Topology
 
@@ -20,20 +21,22 @@ _MAX_BUCKETS_LISTED = 8
 def announce(
     topology: Topology,
     algorithm: Algorithm,
+    compression: Compression,
     arguments: Arguments,
     buckets: Sequence[AnyBucket],
     transport: Transport | None,
 ) -> None:
-    """Log ranks, schedule, algorithm, buckets and transport at level INFO."""
+    """Log ranks, schedule, algorithm, compression, buckets and transport at level INFO."""
     size = topology.world_size
     period = "no period" if topology.period is None else f"period {topology.period}"
     logger.info(
-        "{} rank{}, topology {} ({}), {}, steps {}",
+        "{} rank{}, topology {} ({}), {}, compression {}, steps {}",
         size,
         "" if size == 1 else "s",
         topology.name,
         period,
         algorithm.describe(),
+        compression.describe(),
         _when(arguments),
     )
     listed = [_describe(bucket) for bucket in buckets]

@@ -13,6 +13,7 @@ import topologies
 from gossip.algorithms import Algorithm
 from gossip.bucket_optimizer import OptimizerArgument
 from gossip.communication.transports import Transport
+from gossip.compression.codec import Compression
 from topologies import Topology
 
 
@@ -23,6 +24,7 @@ class Arguments:
     optimizer: OptimizerArgument
     topology: str | Topology
     algorithm: str | Algorithm
+    compression: str | Compression | None
     step_in_backward: bool
     clip_grad_norm: float | None
     clip: str

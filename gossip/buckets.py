@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
 
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +47,12 @@ class Bucket:
     def places(self) -> frozenset[int]:
         """The indices of its parameters."""
         return frozenset(range(len(self.parameters)))
+
+    @property
+    def shape(self) -> BucketShape:
+        """What a codec may know of it."""
+        views = [(tuple(home.shape), home.stride(), int(home.storage_offset())) for home in self._homes]
+        return BucketShape(self.index, self.block, views)
 
     @torch.no_grad()
     def reclaim(self) -> None:

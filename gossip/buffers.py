@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gossip.communication.world import accumulation_dtype
+from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
 
 
@@ -39,6 +40,11 @@ class BufferBucket:
     parameters: tuple[nn.Parameter, ...] = ()
     places: frozenset[int] = frozenset()
     trainable: bool = False
+
+    @property
+    def shape(self) -> BucketShape:
+        """What a codec may know of it."""
+        return BucketShape(self.index, self.block)
 
     @torch.no_grad()
     def reclaim(self) -> None:

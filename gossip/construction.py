@@ -16,8 +16,11 @@ from gossip.buckets import Bucket, check_parameters, make_buckets
 from gossip.buffers import make_buffer_buckets
 from gossip.communication.debug_transport import DebugTransport, check_debug
 from gossip.communication.flags import AgreedFlag
-from gossip.communication.transports import DistributedTransport
+from gossip.communication.transports import DistributedTransport, check_follow_ups
 from gossip.communication.world import World
+from gossip.compression.codec import Compression
+from gossip.compression.names import resolve_compression
+from gossip.compression.values import Uncompressed
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.foreign_optimizers import OptimizerWatch
@@ -37,6 +40,7 @@ class Parts:
     ----------
     topology : Topology
     algorithm : Algorithm
+    compression : Compression
     optimizers : tuple of Optimizer
     buckets : tuple of Bucket
         Of the parameters, in launch order.
@@ -46,6 +50,7 @@ class Parts:
 
     topology: Topology
     algorithm: Algorithm
+    compression: Compression
     optimizers: tuple[Optimizer, ...]
     buckets: tuple[Bucket, ...]
     engine: StepEngine
@@ -62,7 +67,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         The ranks differ, or another one has refused; raised on every rank.
     """
     try:
-        topology, algorithm, optimizers, manifest = _check(module, arguments, world)
+        topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
     except Exception as error:
         # The other ranks are about to compare manifests: tell them, rather than let them wait.
         with contextlib.suppress(GossipError):
@@ -81,7 +86,11 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
     transport = arguments.transport
     if transport is None and world.world_size > 1:
-        transport = DistributedTransport(world, topology) if arguments.debug is None else DebugTransport(world)
+        if arguments.debug is None:
+            sums_on_wire = isinstance(compression, Uncompressed)
+            transport = DistributedTransport(world, topology, sums_on_wire=sums_on_wire)
+        else:
+            transport = DebugTransport(world)
     scaler = arguments.open_scaler
     updater = Updater(
         optimizers,
@@ -92,7 +101,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
         rank=world.rank,
     )
-    mixer = Mixer(everything, optimizers, topology, transport, algorithm, world.rank)
+    mixer = Mixer(everything, optimizers, topology, transport, algorithm, compression, world.rank)
     engine = StepEngine(
         module,
         everything,
@@ -105,15 +114,19 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
     if world.rank == 0:
-        announce(topology, algorithm, arguments, everything, transport)
-    return Parts(topology, algorithm, optimizers, buckets, engine)
+        announce(topology, algorithm, compression, arguments, everything, transport)
+    return Parts(topology, algorithm, compression, optimizers, buckets, engine)
 
 
 def _check(
     module: nn.Module, arguments: Arguments, world: World
-) -> tuple[Topology, Algorithm, tuple[Optimizer, ...], Manifest]:
+) -> tuple[Topology, Algorithm, Compression, tuple[Optimizer, ...], Manifest]:
     topology = resolve_topology(arguments.topology, world.world_size)
     algorithm = resolve_algorithm(arguments.algorithm)
+    compression = resolve_compression(arguments.compression)
+    compression.check(topology)
+    if compression.follows_up and world.membership is not None:
+        check_follow_ups(compression, world.membership)
     check_arguments(arguments, module)
     check_debug(arguments.debug, arguments.transport)
     check_parameters(module)
@@ -121,5 +134,10 @@ def _check(
     optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
-    settings = {"algorithm": algorithm.describe(), **arguments.describe(), **describe_optimizers(optimizers)}
-    return topology, algorithm, optimizers, build_manifest(module, topology, settings)
+    settings = {
+        "algorithm": algorithm.describe(),
+        "compression": compression.describe(),
+        **arguments.describe(),
+        **describe_optimizers(optimizers),
+    }
+    return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings)

@@ -403,15 +403,15 @@ class StepEngine:
             return {
                 "step": self.step,
                 "overflow": None if self.updater.scaler is None else self.updater.scaler.flag.wait(),
-                "in_flight": self.mixer.state_dict(),
+                "mixer": self.mixer.state_dict(),
                 "measured": self._progress.meter.state_dict(),
                 "num_bad_steps": self._num_bad_steps,
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a step and what was in flight then (None: nothing)."""
+        """Go on from a step and what was in flight then (no "mixer": nothing)."""
         with self.fatal():
-            self.mixer.load_state_dict(state["in_flight"])
+            self.mixer.load_state_dict(state.get("mixer"))
         self.step = state["step"]
         self._num_bad_steps = state.get("num_bad_steps", 0)
         self._progress.meter.load_state_dict(state.get("measured", {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,8 @@ from gossip.algorithms import Algorithm
 from gossip.buckets import Bucket
 from gossip.buffers import BufferBucket
 from gossip.communication.transports import Exchange, Transport
+from gossip.compression.codec import Codec, Compression
+from gossip.compression.values import Uncompressed
 from gossip.errors import GossipError
 from gossip.stats import Meter
 from topologies import Round, Topology
@@ -59,38 +62,49 @@ class InFlight:
     Attributes
     ----------
     exchange : Exchange
-    message : Tensor, [numel]
-        As it was sent.
+    sent : Tensor, [numel], or None
+        This rank's message, if it is one tensor.
     round : Round
     round_index : int
     launched_at : float
         ``time.perf_counter()``.
+    bytes_counted : Counter
+        Of ``exchange.bytes_by_peer``, what some step's costs contain already.
     """
 
     exchange: Exchange
-    message: torch.Tensor
+    sent: torch.Tensor | None
     round: Round
     round_index: int
     launched_at: float
-    _mixed: torch.Tensor | None = None
+    bytes_counted: Counter[int] = field(default_factory=Counter)
+    _difference: torch.Tensor | None = None
 
-    def mixed(self) -> torch.Tensor:
-        """Wait for it, once; the weighted sum of the messages."""
-        if self._mixed is None:
-            self._mixed = self.exchange.wait()
-        return self._mixed
+    def difference(self) -> torch.Tensor:
+        """Wait for it, once; the weighted sum of the messages' differences to this rank's."""
+        if self._difference is None:
+            self._difference = self.exchange.wait()
+        return self._difference
+
+    def count_bytes(self, meter: Meter) -> None:
+        """Add to a step's costs what has been sent since the last call."""
+        sent = Counter(self.exchange.bytes_by_peer)
+        for peer, num_bytes in (sent - self.bytes_counted).items():
+            meter.bytes_by_peer[peer] += num_bytes
+            meter.bytes_sent += num_bytes
+        self.bytes_counted = sent
 
 
 @dataclass
 class Arrived:
     """An exchange whose outcome is known already, from a checkpoint."""
 
-    mixed: torch.Tensor
+    difference: torch.Tensor
     bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
     arrived_at: Mapping[int, float] = field(default_factory=dict)
 
     def wait(self) -> torch.Tensor:
-        return self.mixed
+        return self.difference
 
 
 class Mixer:
@@ -106,12 +120,16 @@ class Mixer:
     transport : Transport or None
         None in a world of one.
     algorithm : Algorithm
+    compression : Compression
+        Of parameters. Buffers are sent as they are.
     rank : int
 
     Attributes
     ----------
     in_flight : list of InFlight or None
         By bucket.
+    codecs : list of Codec
+        By bucket; none in a world of one.
     """
 
     def __init__(
@@ -121,6 +139,7 @@ class Mixer:
         topology: Topology,
         transport: Transport | None,
         algorithm: Algorithm,
+        compression: Compression,
         rank: int,
     ) -> None:
         self.in_flight: list[InFlight | None] = [None] * len(buckets)
@@ -128,8 +147,17 @@ class Mixer:
         self._topology = topology
         self._transport = transport
         self._rank = rank
-        self._messages: dict[int, torch.Tensor] = {}
+        self._buckets = buckets
+        self._compression = compression
+        self.codecs = self._make_codecs()
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
+
+    def _make_codecs(self) -> list[Codec]:
+        if self._transport is None:
+            return []
+        plain = Uncompressed()
+        compressions = [self._compression if isinstance(bucket, Bucket) else plain for bucket in self._buckets]
+        return [each.codec(bucket.shape, self._rank) for each, bucket in zip(compressions, self._buckets, strict=True)]
 
     @property
     def has_in_flight(self) -> bool:
@@ -144,16 +172,12 @@ class Mixer:
         if not round_.peers(self._rank):
             return
         with record_function("gossip::send"):
-            message = self._messages.get(bucket.index)
-            if message is None:
-                message = self._messages[bucket.index] = torch.empty_like(bucket.block)
-            message.copy_(bucket.block)
+            codec = self.codecs[bucket.index]
+            messages = codec.encode(bucket.block, round_, step)
             launched_at = time.perf_counter()
-            exchange = self._transport.start(message, round_, step=step, bucket=bucket.index)
-        self.in_flight[bucket.index] = InFlight(exchange, message, round_, step, launched_at)
-        for peer, num_bytes in exchange.bytes_by_peer.items():
-            meter.bytes_by_peer[peer] += num_bytes
-            meter.bytes_sent += num_bytes
+            exchange = self._transport.start(codec, messages, round_, step=step, bucket=bucket.index)
+        in_flight = self.in_flight[bucket.index] = InFlight(exchange, codec.sent, round_, step, launched_at)
+        in_flight.count_bytes(meter)
 
     def combine_(self, bucket: AnyBucket, meter: Meter) -> None:
         """Wait for what is in flight for ``bucket``, if anything is, and mix it into its values.
@@ -170,11 +194,10 @@ class Mixer:
         in_flight, self.in_flight[bucket.index] = self.in_flight[bucket.index], None
         if in_flight is None:
             return
-        mixed = self._await(in_flight, meter)
+        difference = self._await(in_flight, meter)
         with record_function("gossip::mix"):
             for optimizer in self._readers:
-                _show(optimizer, bucket, in_flight, mixed)
-            difference = mixed.sub_(in_flight.message)
+                _show(optimizer, bucket, in_flight, difference)
             if self._is_finite(difference, in_flight, bucket, meter):
                 self.algorithm.combine_(bucket.block, difference, in_flight.round_index)
                 bucket.written()
@@ -183,35 +206,48 @@ class Mixer:
         """Wait for what is in flight and forget it."""
         for index, in_flight in enumerate(self.in_flight):
             if in_flight is not None:
-                in_flight.mixed()
+                in_flight.difference()
             self.in_flight[index] = None
 
-    def state_dict(self) -> list[dict[str, Any] | None]:
-        """What is in flight, by bucket: awaited, not applied; copies. Training goes on as if nobody had looked."""
-        return [
+    def state_dict(self) -> dict[str, Any]:
+        """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
+
+        Training goes on as if nobody had looked.
+        """
+        in_flight = [
             None
             if each is None
-            else {"round": each.round_index, "message": each.message.clone(), "mixed": each.mixed().clone()}
+            else {
+                "round": each.round_index,
+                "difference": each.difference().clone(),
+                "sent": None if each.sent is None else each.sent.clone(),
+            }
             for each in self.in_flight
         ]
+        return {"in_flight": in_flight, "codecs": [codec.state_dict() for codec in self.codecs]}
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any] | None] | None) -> None:
-        """Drop what is in flight and take over what was, as exchanges that have arrived; None: nothing."""
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Drop what is in flight and take over what was, as exchanges that have arrived; None: begin anew."""
         self.drop()
-        for index, entry in enumerate(state or ()):
+        if state is None:
+            self.codecs = self._make_codecs()
+            return
+        for index, entry in enumerate(state["in_flight"]):
             if entry is not None:
                 self.in_flight[index] = InFlight(
-                    Arrived(entry["mixed"]),
-                    entry["message"],
+                    Arrived(entry["difference"]),
+                    entry["sent"],
                     self._topology.round(entry["round"]),
                     entry["round"],
                     time.perf_counter(),
                 )
+        for codec, saved in zip(self.codecs, state["codecs"], strict=True):
+            codec.load_state_dict(saved)
 
     def _await(self, in_flight: InFlight, meter: Meter) -> torch.Tensor:
         start = time.perf_counter()
         with record_function("gossip::wait"):
-            mixed = in_flight.mixed()
+            difference = in_flight.difference()
         waited_s = time.perf_counter() - start
         meter.exposed_wait_s += waited_s
         arrivals = in_flight.exchange.arrived_at
@@ -219,7 +255,8 @@ class Mixer:
             meter.wait_by_peer_s[peer] += max(0.0, arrived_at - start)
         if arrivals:
             meter.overlapped_s += max(0.0, min(start, max(arrivals.values())) - in_flight.launched_at)
-        return mixed
+        in_flight.count_bytes(meter)
+        return difference
 
     def _is_finite(self, difference: torch.Tensor, in_flight: InFlight, bucket: AnyBucket, meter: Meter) -> bool:
         norm = torch.linalg.vector_norm(difference, dtype=torch.float64 if difference.dtype == torch.float64 else None)
@@ -230,7 +267,8 @@ class Mixer:
         length = float(norm)
         if not _finite(length) and not bool(difference.isfinite().all()):
             where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {bucket.index}"
-            if not bool(in_flight.message.isfinite().all()):
+            ours = bucket.block if in_flight.sent is None else in_flight.sent
+            if not bool(ours.isfinite().all()):
                 raise GossipError(
                     f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
                     "are spoilt, and its peers have refused them; start again from a checkpoint, with a smaller "
@@ -256,14 +294,14 @@ class Mixer:
         return (size - 1) / size / spread if spread else 0.0
 
 
-def _show(optimizer: Any, bucket: AnyBucket, in_flight: InFlight, mixed: torch.Tensor) -> None:
+def _show(optimizer: Any, bucket: AnyBucket, in_flight: InFlight, difference: torch.Tensor) -> None:
     """Call the optimizer's pre_average_hook for its parameters in the bucket."""
-    if not isinstance(bucket, Bucket):
+    if not isinstance(bucket, Bucket) or in_flight.sent is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     places = [place for place, parameter in enumerate(bucket.parameters) if id(parameter) in held]
     if places:
-        sent, arrived = bucket.views(in_flight.message), bucket.views(mixed)
+        sent, arrived = bucket.views(in_flight.sent), bucket.views(difference + in_flight.sent)
         optimizer.pre_average_hook(
             [bucket.parameters[place] for place in places],
             [sent[place] for place in places],

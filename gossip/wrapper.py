@@ -25,6 +25,7 @@ from gossip.bucket_optimizer import (
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transports import Transport
 from gossip.communication.world import World
+from gossip.compression.codec import Compression
 from gossip.construction import construct
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
@@ -58,6 +59,9 @@ class GossipDataParallel(ModuleFace):
         A name of :func:`topologies.available`, or a topology of as many ranks as there are. Must be doubly stochastic.
     algorithm : str or Algorithm
         "adapt_while_communicating" (the default), "adapt_then_combine", or one of the classes with its constants.
+    compression : str or Compression, optional
+        What goes on the wire in place of the parameters' values: "bf16", "fp16", "int8", "int4", or an object with its
+        constants. By default the values themselves.
     step_in_backward : bool
         False: ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, ``zero_grad()``,
         clipping, ``GradScaler`` and all; gradients are kept as usual.
@@ -97,6 +101,7 @@ class GossipDataParallel(ModuleFace):
         ``step()`` has nothing left to do. Its step hooks are called once per step.
     algorithm : Algorithm
         ``algorithm.gamma`` is the mixing factor and may be set between steps, on all ranks alike.
+    compression : Compression
     topology : Topology
     rank, world_size : int
     step : int
@@ -145,6 +150,7 @@ class GossipDataParallel(ModuleFace):
         topology: str | Topology = "one_peer_exponential",
         *,
         algorithm: str | Algorithm = "adapt_while_communicating",
+        compression: str | Compression | None = None,
         step_in_backward: bool = True,
         clip_grad_norm: float | None = None,
         clip: Literal["global", "bucket"] = "global",
@@ -163,6 +169,7 @@ class GossipDataParallel(ModuleFace):
             optimizer=optimizer,
             topology=topology,
             algorithm=algorithm,
+            compression=compression,
             step_in_backward=step_in_backward,
             clip_grad_norm=clip_grad_norm,
             clip=clip,
@@ -181,6 +188,7 @@ class GossipDataParallel(ModuleFace):
         self.module = module
         self.optimizer: Any = parts.optimizers if len(parts.optimizers) > 1 else next(iter(parts.optimizers), None)
         self.algorithm = parts.algorithm
+        self.compression = parts.compression
         self.topology = parts.topology
         self._arguments = arguments
         self._world = world

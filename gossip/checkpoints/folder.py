@@ -27,7 +27,7 @@ from gossip.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "gossip checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _STEP = re.compile(r"step_(\d{10,})(\.replaced)?")
 _PARTIAL = re.compile(r"\.step_\d{10,}(\.replaced)?\.partial")
 _OURS = re.compile(r"rank\d+\.pt|manifest\.json")

@@ -22,6 +22,7 @@ def describe(model: GossipDataParallel) -> dict[str, Any]:
         "optimizers": describe_optimizers(model),
         "buckets": describe_buckets(model),
         "topology": describe_topology(model.topology),
+        "compression": model.compression.describe(),
     }
 
 

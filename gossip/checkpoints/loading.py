@@ -121,7 +121,7 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
     changes = _changes(model, manifest)
     engine_state = contents.state["engine"]
     if changes:
-        engine_state = {"step": manifest["step"], "in_flight": None}
+        engine_state = {"step": manifest["step"]}
     left_out = together(
         model,
         f"restoring {contents.path} (the model is partly loaded; load again, or construct it anew)",
@@ -251,6 +251,8 @@ def _changes(model: GossipDataParallel, manifest: Mapping[str, Any]) -> list[str
         return ["what was in flight: the buckets are others"]
     if manifest["topology"] != here["topology"]:
         return ["what was in flight: the topology is another"]
+    if manifest["compression"] != here["compression"]:
+        return ["what was in flight: the compression is another"]
     return []
 
 

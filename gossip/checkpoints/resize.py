@@ -46,7 +46,7 @@ class _Mean:
         averaged = {section: state[section] for section in ("parameters", "buffers", "optimizers")}
         _map_floats(averaged, (), self._accumulate)
         if not self._first:
-            engine = {"step": state["engine"]["step"], "in_flight": None}
+            engine = {"step": state["engine"]["step"]}
             self._first = state | {"gradients": {}, "rng": None, "engine": engine}
             return
         for mine, theirs in zip(self._first["optimizers"], state["optimizers"], strict=True):

@@ -6,13 +6,15 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 Works = Sequence[tuple[str, dist.Work]]
 """Handles of pending operations, each with the words that name whom it waits for."""
+Talk = Iterator[Works]
+"""Posts operations and yields their handles; goes on once they have ended."""
 
 
 class Courier:
@@ -21,8 +23,9 @@ class Courier:
     One daemon thread posts: a gloo send or receive of a large message can hold its caller for as long as the socket is
     busy, and that would be time taken from the backward pass. One daemon thread waits: a thread that is blocked in
     ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles answer
-    ``is_completed()`` with False until somebody has waited for them. Whoever needs the outcome waits on a
-    :class:`Ticket`, with a time-out of their own.
+    ``is_completed()`` with False until somebody has waited for them. What a talk posts first is posted in the order of
+    the talks; what it posts after that, by the thread that waits, once its turn has come: on all ranks in one order.
+    Whoever needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,9 +39,9 @@ class Courier:
             thread.start()
         self._finalizer = weakref.finalize(self, self._to_post.put, None)
 
-    def submit(self, post: Callable[[], Works]) -> Ticket:
-        """Call ``post`` after everything submitted before, then wait for the works that it returns; all in the back."""
-        ticket = Ticket(post)
+    def submit(self, talk: Talk) -> Ticket:
+        """Begin ``talk`` after everything submitted before, wait for what it yields, and so on; all in the back."""
+        ticket = Ticket(talk)
         self._to_post.put(ticket)
         return ticket
 
@@ -55,53 +58,55 @@ class Courier:
 
 
 class Ticket:
-    """The outcome of some works, once there is one.
+    """The outcome of a talk, once there is one.
 
     Attributes
     ----------
     error : Exception or None
-        What posting, or the first work that failed, raised.
+        What the talk, or the first work that failed, raised.
     awaited : str
         The name of the work that is being waited for, or that failed.
     finished_at : list of float
         ``time.perf_counter()`` when each of the works was seen to have ended, in their order.
     """
 
-    def __init__(self, post: Callable[[], Works]) -> None:
-        self._post: Callable[[], Works] | None = post
-        self._works: Works = ()
+    def __init__(self, talk: Talk) -> None:
+        self._talk: Talk | None = talk
+        self._works: Works | None = None
         self._done = threading.Event()
         self.error: Exception | None = None
         self.awaited = "its own turn to be posted"
         self.finished_at: list[float] = []
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether all works have ended, well or not, within ``timeout``. Ctrl-C gets through."""
+        """Whether it has ended, well or not, within ``timeout``. Ctrl-C gets through."""
         return self._done.wait(timeout.total_seconds())
 
     @property
     def done(self) -> bool:
-        """Whether all works have ended, well or not."""
+        """Whether it has ended, well or not."""
         return self._done.is_set()
 
     def post(self) -> None:
         """Run by the posting thread."""
-        assert self._post is not None
+        assert self._talk is not None
         try:
-            self._works = self._post()
+            self._works = next(self._talk, None)
         except Exception as error:
             self.error = error
-        self._post = None
 
     def serve(self) -> None:
         """Run by the waiting thread."""
+        assert self._talk is not None
         try:
-            for self.awaited, work in self._works:  # noqa: B020 -- read by others meanwhile
-                work.wait()
-                self.finished_at.append(time.perf_counter())
+            while self._works is not None:
+                for self.awaited, work in self._works:  # noqa: B020 -- read by others meanwhile
+                    work.wait()
+                    self.finished_at.append(time.perf_counter())
+                self._works = next(self._talk, None)
         except Exception as error:
             self.error = error
-        self._works = ()
+        self._talk = self._works = None
         self._done.set()
 
 

@@ -8,22 +8,23 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 
-from gossip.communication.courier import Works
+from gossip.communication.courier import Talk, Works
 from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
-from gossip.communication.transports import Transport, check_device, weighted_sum
+from gossip.communication.transports import Transport, check_device
 from gossip.communication.world import World, device_is_idle
+from gossip.compression.codec import Codec, Parcels
 from gossip.errors import ExchangeError
 from topologies import Round
 
 _MAGIC = 0x676F73736970  # "gossip"
 _NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
 _HEADERS, _MESSAGES = "debug headers", "debug messages"
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 _GLANCE = timedelta(seconds=0.1)
 _LATENESS = timedelta(seconds=1)  # of a header whose sender says that it is gone
 
@@ -110,45 +111,63 @@ class DebugTransport:
         assert self.world.membership is not None
         return f"backend {self.world.membership.backend_name}; debug: every round point-to-point, with headers; slow"
 
-    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> DebugExchange:
+    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> DebugExchange:
         world = self.world
         assert world.lanes is not None
-        check_device(world, message, step, bucket)
-        header = Header(
-            step, bucket, self._digest_of(round_), message.numel(), _DTYPES.index(message.dtype), _digest(message)
-        )
-        sources, targets = round_.neighbours(world.rank), round_.targets(world.rank)
-        receive_tags = {source: self._next_tag(self._num_received, source) for source in sources}
-        send_tags = {target: self._next_tag(self._num_sent, target) for target in targets}
-        exchange = functools.partial(self._exchange, receive_tags, send_tags)
-        rows = torch.zeros((len(sources), Header.LENGTH), dtype=torch.int64, device=world.control_device)
+        check_device(world, sent, step, bucket)
+        rooms = codec.rooms()
+        digest = self._digest_of(round_)
 
-        def announce(sent: Tensors, received: Tensors) -> Works:
-            works = exchange(_HEADERS, sent, received)
-            world.roll_call.note_progress(step, bucket)
-            return works
+        def header(message: torch.Tensor, checksum: int = 0) -> Header:
+            return Header(step, bucket, digest, message.numel(), _DTYPES.index(message.dtype), checksum)
 
-        return DebugExchange(
-            pending=world.lanes.submit(announce, [header.to_tensor(world.control_device)], list(rows)),
-            exchange=exchange,
-            header=header,
-            theirs=rows,
-            message=message,
-            weights=sources,
-            self_weight=round_.self_weight(world.rank),
+        receive_tags = {source: self._next_tag(self._num_received, source) for source in rooms}
+        send_tags = {target: self._next_tag(self._num_sent, target) for target in sent}
+        headers = {
+            target: header(message, _digest(message)).to_tensor(world.control_device)
+            for target, message in sent.items()
+        }
+        theirs = {
+            source: torch.zeros(Header.LENGTH, dtype=torch.int64, device=world.control_device) for source in rooms
+        }
+        exchange = DebugExchange(
+            codec=codec,
+            sent=sent,
+            rooms=rooms,
+            expected={source: header(room) for source, room in rooms.items()},
+            theirs=theirs,
+            post=functools.partial(self._post, receive_tags, send_tags),
+            step=step,
+            bucket=bucket,
             world=world,
-            bytes_by_peer=dict.fromkeys(targets, message.nbytes + Header.LENGTH * rows.itemsize),
+            bytes_by_peer={target: message.nbytes + headers[target].nbytes for target, message in sent.items()},
         )
 
-    def _exchange(
-        self, receive_tags: dict[int, int], send_tags: dict[int, int], purpose: str, sent: Tensors, received: Tensors
+        def announce(sent: Tensors, received: Tensors) -> Talk:
+            works = exchange.post(
+                _HEADERS, dict(zip(headers, sent, strict=True)), dict(zip(theirs, received, strict=True))
+            )
+            world.roll_call.note_progress(step, bucket)
+            yield works
+
+        exchange.pending = world.lanes.submit(announce, list(headers.values()), list(theirs.values()))
+        return exchange
+
+    def _post(
+        self,
+        receive_tags: Mapping[int, int],
+        send_tags: Mapping[int, int],
+        purpose: str,
+        sent: Parcels,
+        received: Parcels,
     ) -> Works:
+        # What goes backwards along an edge has the edge's tag too.
+        tags = {**receive_tags, **send_tags}
         group = self.world.communicator(range(self.world.world_size), purpose)
-        receives = zip(receive_tags.items(), received, strict=True)
         return post_point_to_point(
             group,
-            [Message(source, row, tag) for (source, tag), row in receives],
-            [Message(target, sent[0], tag) for target, tag in send_tags.items()],
+            [Message(source, room, receive_tags.get(source, tags[source])) for source, room in received.items()],
+            [Message(target, message, send_tags.get(target, tags[target])) for target, message in sent.items()],
         )
 
     @staticmethod
@@ -164,45 +183,61 @@ class DebugTransport:
 
 @dataclass
 class DebugExchange:
-    """A message under way, announced but not yet sent; see :class:`gossip.Exchange`."""
+    """Messages under way, announced but not yet sent; see :class:`gossip.Exchange`."""
 
-    pending: Pending
-    exchange: functools.partial[Works]
-    header: Header
-    theirs: torch.Tensor
-    message: torch.Tensor
-    weights: dict[int, float]
-    self_weight: float
+    codec: Codec
+    sent: Parcels
+    rooms: Parcels
+    expected: Mapping[int, Header]
+    theirs: Parcels
+    post: functools.partial[Works]
+    step: int
+    bucket: int
     world: World
-    bytes_by_peer: Mapping[int, int]
+    bytes_by_peer: dict[int, int]
+    pending: Pending = field(init=False)
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
         return {}  # messages leave only when they are awaited
 
     def wait(self) -> torch.Tensor:
-        self._await(self.pending, self.theirs.device)
-        for source, values in zip(self.weights, self.theirs.tolist(), strict=True):
-            difference = self.header.difference(source, values)
+        self._await(self.pending, self.world.control_device)
+        announced = {}
+        for source, values in self.theirs.items():
+            difference = self.expected[source].difference(source, values.tolist())
             if difference is not None:
                 raise ExchangeError(f"{self._where}: {difference}")
+            announced[source] = Header(*values.tolist()[1:]).digest
 
         assert self.world.lanes is not None
-        received = self.message.new_empty((len(self.weights), self.message.numel()))
-        post = functools.partial(self.exchange, _MESSAGES)
-        self._await(self.world.lanes.submit(post, [self.message], list(received)), self.message.device)
-        for source, row, values in zip(self.weights, received, self.theirs.tolist(), strict=True):
-            digest, announced = _digest(row), Header(*values[1:]).digest
-            if digest != announced:
+        device = next(iter(self.sent.values())).device
+        pending = self.world.lanes.submit(
+            functools.partial(self._converse, announced), list(self.sent.values()), list(self.rooms.values())
+        )
+        self._await(pending, device)
+        return self.codec.decode(self.rooms)
+
+    def _converse(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Talk:
+        wire_sent = dict(zip(self.sent, sent, strict=True))
+        wire_received = dict(zip(self.rooms, received, strict=True))
+        yield self.post(_MESSAGES, wire_sent, wire_received)
+        for source, message in wire_received.items():
+            digest = _digest(message)
+            if digest != announced[source]:
                 raise ExchangeError(
                     f"{self._where}: the message of rank {source} was corrupted on the way: its digest is "
-                    f"{digest:08x}, and was {announced:08x} when it left; check the network and both hosts' memory"
+                    f"{digest:08x}, and was {announced[source]:08x} when it left; check the network and both hosts' "
+                    "memory"
                 )
-        return weighted_sum(self.message, received, tuple(self.weights.values()), self.self_weight)
+        for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
+            for target, message in more_sent.items():
+                self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
+            yield self.post(_MESSAGES, more_sent, more_received)
 
     @property
     def _where(self) -> str:
-        return f"rank {self.world.rank}: step {self.header.step}, bucket {self.header.bucket}"
+        return f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
 
     def _await(self, pending: Pending, device: torch.device) -> None:
         timeout_s = self.world.timeout.total_seconds()
@@ -222,20 +257,22 @@ class DebugExchange:
                 overtaken_since = now
             elif now - overtaken_since > _LATENESS.total_seconds():
                 raise ExchangeError(f"{self._where}: {ahead} without a message for it: one of the two is out of step")
+        if isinstance(pending.error, ExchangeError):
+            raise pending.error
         if pending.error is not None:
             raise ExchangeError(
                 f"{self._where}: failed while waiting for {pending.awaited}: {pending.error}; {self._progress()}"
             ) from pending.error
 
     def _who_is_ahead(self) -> str:
-        for source in self.weights:
+        for source in self.rooms:
             progress = self.world.roll_call.progress(source)
-            if progress is not None and progress > (self.header.step, self.header.bucket):
+            if progress is not None and progress > (self.step, self.bucket):
                 return f"rank {source} has gone on to bucket {progress[1]} of step {progress[0]}"
         return ""
 
     def _progress(self) -> str:
-        seen = {source: self.world.roll_call.progress(source) for source in self.weights}
+        seen = {source: self.world.roll_call.progress(source) for source in self.rooms}
         return "; ".join(
             f"rank {source} was never seen"
             if progress is None

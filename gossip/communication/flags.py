@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gossip.communication.courier import Courier
-from gossip.communication.lanes import Lanes, Pending
+from gossip.communication.courier import Courier, Talk
+from gossip.communication.lanes import Lanes, Pending, Tensors
 from gossip.communication.world import CLOSING_PATIENCE, DEATH_PATIENCE, World
 from gossip.errors import ExchangeError
 
@@ -46,10 +46,11 @@ class AgreedFlag:
         self._world.roll_call.note(self._what)
         flag = torch.tensor([float(yes)], device=self._world.control_device)
         group = self._group
-        pending = self._lanes.submit(
-            lambda _, received: (("all other ranks", group.allreduce([received[0]])),), [flag], [flag]
-        )
-        self._pending = (pending, flag)
+
+        def converse(_: Tensors, received: Tensors) -> Talk:
+            yield (("all other ranks", group.allreduce([received[0]])),)
+
+        self._pending = (self._lanes.submit(converse, [flag], [flag]), flag)
 
     def wait(self) -> bool | None:
         """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.

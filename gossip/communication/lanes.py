@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gossip.communication.courier import Courier, Works
+from gossip.communication.courier import Courier, Talk, Works
 from gossip.communication.membership import Group
 
 Tensors = Sequence[torch.Tensor]
-Post = Callable[[Tensors, Tensors], Works]
-"""Posts the operations that send the first tensors and fill the second ones."""
+Converse = Callable[[Tensors, Tensors], Talk]
+"""Begins the talk that sends the first tensors and fills the second ones."""
 
 
 class Pending(Protocol):
@@ -21,7 +21,7 @@ class Pending(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """What posting, or the first operation that failed, raised."""
+        """What the talk, or the first operation that failed, raised."""
 
     @property
     def awaited(self) -> str:
@@ -66,25 +66,25 @@ class Lanes:
         """Whether some backend takes tensors of this device."""
         return device.type in self._backends
 
-    def submit(self, post: Post, sent: Tensors, received: Tensors) -> Pending:
-        """Start the operations, in the order of the calls.
+    def submit(self, converse: Converse, sent: Tensors, received: Tensors) -> Pending:
+        """Start the talk, in the order of the calls.
 
         Parameters
         ----------
-        post : callable
+        converse : callable
             Called once with the tensors that go on the wire: ``sent`` and ``received``, or their copies.
         sent, received : sequence of Tensor
             All on one device; a tensor may be in both. They must stay as they are until the operations have ended.
         """
         device = (*sent, *received)[0].device
         if device.type == "cpu":
-            return self._courier.submit(lambda: post(sent, received))
+            return self._courier.submit(converse(sent, received))
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.get_device_module(device.type).Stream(device)
         if self._backends.get(device.type) == "gloo":
-            return _Staged(self._courier, stream, post, sent, received)
-        return _OnStream(stream, post, sent, received)
+            return _Staged(self._courier, stream, converse, sent, received)
+        return _OnStream(stream, converse, sent, received)
 
 
 class _OnStream:
@@ -95,7 +95,7 @@ class _OnStream:
     orders.
     """
 
-    def __init__(self, stream: Any, post: Post, sent: Tensors, received: Tensors) -> None:
+    def __init__(self, stream: Any, converse: Converse, sent: Tensors, received: Tensors) -> None:
         self.error: Exception | None = None
         self.awaited: str = "its own turn to be posted"
         self.finished_at: Sequence[float] = ()
@@ -106,8 +106,9 @@ class _OnStream:
             tensor.record_stream(stream)  # its memory is not given away meanwhile
         with self._module.stream(stream):
             try:
-                for self.awaited, work in post(sent, received):
-                    work.wait()  # only the stream does
+                for works in converse(sent, received):
+                    for self.awaited, work in works:
+                        work.wait()  # only the stream does
             except Exception as error:
                 self.error = error
             self._event = stream.record_event()
@@ -125,7 +126,7 @@ class _OnStream:
 class _Staged:
     """Operations on copies in pinned memory."""
 
-    def __init__(self, courier: Courier, stream: Any, post: Post, sent: Tensors, received: Tensors) -> None:
+    def __init__(self, courier: Courier, stream: Any, converse: Converse, sent: Tensors, received: Tensors) -> None:
         self._copies: dict[int, torch.Tensor] = {}
         for tensor in (*sent, *received):
             if id(tensor) not in self._copies:
@@ -141,11 +142,11 @@ class _Staged:
         wire_sent = [self._copies[id(tensor)] for tensor in sent]
         wire_received = [self._copies[id(tensor)] for tensor in received]
 
-        def post_when_copied() -> Works:
+        def converse_when_copied() -> Talk:
             copied.synchronize()
-            return post(wire_sent, wire_received)
+            yield from converse(wire_sent, wire_received)
 
-        self._ticket = courier.submit(post_when_copied)
+        self._ticket = courier.submit(converse_when_copied())
 
     @property
     def error(self) -> Exception | None:
@@ -187,6 +188,8 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
     Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two ranks take
     turns, at half the speed of the link.
     """
+    if not receives and not sends:
+        return ()
     device = (*receives, *sends)[0].tensor.device
     if device.type == "cpu":
         return [

@@ -1,17 +1,18 @@
-"""How a flat tensor gets mixed with the peers' in one round of a topology."""
+"""How a bucket gets mixed with the peers' in one round of a topology."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from gossip.communication.courier import Works
+from gossip.communication.courier import Talk, Works
 from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
-from gossip.communication.world import World, accumulation_dtype
+from gossip.communication.membership import Membership
+from gossip.communication.world import World
+from gossip.compression.codec import Codec, Compression, Parcels
 from gossip.errors import ExchangeError
 from topologies import Phase, Round, Topology
 
@@ -19,20 +20,23 @@ _MAX_GROUPS_PER_RANK = 16
 _MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory on each
 _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
+#: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
+_MIN_ALL_REDUCE_BYTES = 2**16
 
 
 class Exchange(Protocol):
-    """One message on its way through one round."""
+    """One bucket's messages on their way through one round."""
 
-    bytes_by_peer: Mapping[int, int]
-    """What this rank sends for it, by rank."""
+    @property
+    def bytes_by_peer(self) -> Mapping[int, int]:
+        """What this rank sends for it, by rank; complete after :meth:`wait`."""
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
         """When the peers' messages were there (``time.perf_counter()``), by rank; complete after :meth:`wait`."""
 
     def wait(self) -> torch.Tensor:
-        """Return ``sum_j W[i, j] m_j`` (j = i included), flat, in the dtype of accumulation.
+        """Return ``sum_j W[i, j] (m_j - m_i)``, flat, in the dtype of accumulation. Called once.
 
         The tensor is the caller's until the bucket's next ``start``.
 
@@ -46,13 +50,16 @@ class Exchange(Protocol):
 class Transport(Protocol):
     """Carries messages; one per wrapped model."""
 
-    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> Exchange:
-        """Start to mix ``message`` with the peers' of ``round_``, without waiting for anybody.
+    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> Exchange:
+        """Start to exchange what ``codec`` has encoded, without waiting for anybody.
 
         Parameters
         ----------
-        message : Tensor, [numel]
-            Must stay as it is until the exchange has been waited for.
+        codec : Codec
+            The bucket's. The transport fills its ``rooms()``, serves its ``follow_up(...)``, and returns what its
+            ``decode(...)`` makes of it all.
+        sent : mapping of int to Tensor
+            What ``codec.encode`` returned, by rank that it goes to.
         round_ : Round
             One in which this rank has a peer.
         step, bucket : int
@@ -63,29 +70,33 @@ class Transport(Protocol):
 class DistributedTransport:
     """Exchange over ``torch.distributed``.
 
-    Ranks that average uniformly in disjoint groups run one small all-reduce in each, over communicators that are made
-    here, once, for all rounds of the period and of a warm-up. All else goes point-to-point: unequal or directed
-    weights, phases of the schedule without a period, and phases that would bring some rank to more than 16
-    communicators (4 with backends other than gloo, none but the group itself if such a group was given).
+    Messages go point-to-point, each as a whole, to every rank that reads this one. Where three and more ranks average
+    uniformly in disjoint groups, messages of 64 KiB and more run as one all-reduce in each group, over communicators
+    that are made here, once, for all rounds of the period and of a warm-up; unless that would bring some rank to more
+    than 16 communicators (4 with backends other than gloo, none but the group itself if such a group was given).
 
     Parameters
     ----------
     world : World
     topology : Topology
+    sums_on_wire : bool
+        False: never by all-reduce; compressed messages cannot be added before they are decoded.
 
     Notes
     -----
     Collective: every rank must construct it, with the same topology.
+
+    Measured on gloo (README, Performance): a pair takes as long either way when the link is what counts, but a third of
+    the time for small messages point-to-point, and less processor time; receives are posted before sends, without which
+    large messages would go one way at a time; cutting them into chunks gains nothing then.
     """
 
-    def __init__(self, world: World, topology: Topology) -> None:
+    def __init__(self, world: World, topology: Topology, *, sums_on_wire: bool = True) -> None:
         assert world.membership is not None
         self._world = world
         self._topology = topology
-        self._arrivals: dict[int, torch.Tensor] = {}
-        self._shared = dict.fromkeys(
-            _shared_groups(topology, _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK)
-        )
+        most = _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK
+        self._shared = dict.fromkeys(_shared_groups(topology, most) if sums_on_wire else ())
         if not world.can_split:  # the group that was given is the only one there is
             self._shared = {ranks: None for ranks in self._shared if len(ranks) == world.world_size}
         for ranks in self._shared:
@@ -109,9 +120,12 @@ class DistributedTransport:
                 ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
         listed = ", ".join(ways)
         number = self.num_communicators
+        by_size = any("all-reduce" in way for way in ways)
         return (
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
             f"{self._world.rank}; rounds {listed}"
+            + f" (messages below {_MIN_ALL_REDUCE_BYTES // 2**10} KiB point-to-point)"
+            * by_size
         )
 
     def _way(self, round_: Round) -> str:
@@ -123,101 +137,79 @@ class DistributedTransport:
             return "by all-reduce in groups"
         return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
 
-    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
-        check_device(self._world, message, step, bucket)
+    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+        check_device(self._world, sent, step, bucket)
+        assert self._world.lanes is not None
         rank = self._world.rank
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
-        if ranks in self._shared:
-            return self._start_all_reduce(message, ranks, step, bucket)
-        return self._start_point_to_point(message, round_, step, bucket)
-
-    def _start_all_reduce(
-        self, message: torch.Tensor, ranks: tuple[int, ...], step: int, bucket: int
-    ) -> DistributedExchange:
-        assert self._world.lanes is not None
-        rank = self._world.rank
-        mixed = self._arrival(message, bucket, accumulation_dtype(message.dtype), 1)[0]
-        mixed.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
+        message = codec.summand
+        exchange = DistributedExchange(self._world, codec, sent, step, bucket)
+        if ranks not in self._shared or message is None or message.nbytes < _MIN_ALL_REDUCE_BYTES:
+            rooms = codec.rooms()
+            exchange.sources = tuple(rooms)
+            exchange.pending = self._world.lanes.submit(exchange.converse, list(sent.values()), list(rooms.values()))
+            exchange.received = rooms
+            return exchange
+        total = codec.accumulator()
+        total.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
+        exchange.sources = tuple(each for each in ranks if each != rank)
+        exchange.bytes_by_peer = {each: 2 * total.nbytes // len(ranks) for each in exchange.sources}
+        exchange.total = total
         group = self._world.communicator(ranks, "mixing")
-        others = ", ".join(str(each) for each in ranks if each != rank)
-        name = f"the all-reduce with rank{'s' * (len(ranks) > 2)} {others}"
+        name = f"the all-reduce with ranks {', '.join(map(str, exchange.sources))}"
 
-        def post(_: Tensors, received: Tensors) -> Works:
-            return ((name, group.allreduce([received[0]])),)
+        def converse(_: Tensors, received: Tensors) -> Talk:
+            yield ((name, group.allreduce([received[0]])),)
 
-        return DistributedExchange(
-            pending=self._world.lanes.submit(post, [mixed], [mixed]),
-            message=message,
-            received=mixed[None],
-            weights=(1.0,),
-            self_weight=0.0,
-            world=self._world,
-            step=step,
-            bucket=bucket,
-            sources=tuple(each for each in ranks if each != rank),
-            bytes_by_peer={each: 2 * mixed.nbytes // len(ranks) for each in ranks if each != rank},
-        )
-
-    def _start_point_to_point(
-        self, message: torch.Tensor, round_: Round, step: int, bucket: int
-    ) -> DistributedExchange:
-        assert self._world.lanes is not None
-        rank, group = self._world.rank, self._world.group
-        sources = round_.neighbours(rank)
-        targets = round_.targets(rank)
-        rows = self._arrival(message, bucket, message.dtype, len(sources))
-        tag = bucket * _TAG_STEPS + step % _TAG_STEPS  # two buckets between two ranks must never be swapped
-
-        def post(sent: Tensors, received: Tensors) -> Works:
-            return post_point_to_point(
-                group,
-                [Message(source, row, tag) for source, row in zip(sources, received, strict=True)],
-                [Message(target, sent[0], tag) for target in targets],
-            )
-
-        return DistributedExchange(
-            pending=self._world.lanes.submit(post, [message], list(rows)),
-            message=message,
-            received=rows,
-            weights=tuple(sources.values()),
-            self_weight=round_.self_weight(rank),
-            world=self._world,
-            step=step,
-            bucket=bucket,
-            sources=tuple(sources),
-            bytes_by_peer=dict.fromkeys(targets, message.nbytes),
-        )
-
-    def _arrival(self, message: torch.Tensor, bucket: int, dtype: torch.dtype, num_rows: int) -> torch.Tensor:
-        """The bucket's buffer for what arrives, [num_rows, numel]; kept, and only ever made larger."""
-        buffer = self._arrivals.get(bucket)
-        if buffer is None or buffer.dtype != dtype or len(buffer) < num_rows:
-            buffer = self._arrivals[bucket] = message.new_empty((num_rows, message.numel()), dtype=dtype)
-        return buffer[:num_rows]
+        exchange.pending = self._world.lanes.submit(converse, [total], [total])
+        return exchange
 
 
-@dataclass
 class DistributedExchange:
-    """A message under way over ``torch.distributed``; see :class:`Exchange`."""
+    """Messages under way over ``torch.distributed``; see :class:`Exchange`."""
 
     pending: Pending
-    message: torch.Tensor
-    received: torch.Tensor
-    weights: tuple[float, ...]
-    self_weight: float
-    world: World
-    step: int
-    bucket: int
-    sources: tuple[int, ...]
-    bytes_by_peer: Mapping[int, int]
+
+    def __init__(self, world: World, codec: Codec, sent: Parcels, step: int, bucket: int) -> None:
+        self.world = world
+        self.codec = codec
+        self.step = step
+        self.bucket = bucket
+        self.sent = sent
+        self.received: Parcels = {}
+        self.sources: tuple[int, ...] = ()
+        self.total: torch.Tensor | None = None
+        self.bytes_by_peer = {target: message.nbytes for target, message in sent.items()}
+        self._difference: torch.Tensor | None = None
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
         times = self.pending.finished_at
-        if not self.weights or len(times) < len(self.received):
+        num_awaited = len(self.sources) if self.total is None else 1
+        if len(times) < num_awaited:
             return {}
-        return {source: times[min(place, len(self.received) - 1)] for place, source in enumerate(self.sources)}
+        return {source: times[min(place, num_awaited - 1)] for place, source in enumerate(self.sources)}
+
+    def converse(self, sent: Tensors, received: Tensors) -> Talk:
+        """Messages, what the codec has to say to them, and, where everything is on the CPU, their sum."""
+        wire_sent = dict(zip(self.sent, sent, strict=True))
+        wire_received = dict(zip(self.sources, received, strict=True))
+        yield self._post(wire_sent, wire_received)
+        for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
+            for target, message in more_sent.items():
+                self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
+            yield self._post(more_sent, more_received)
+        if all(message.is_cpu for message in self.sent.values()):
+            self._difference = self.codec.decode(wire_received)
+
+    def _post(self, sent: Parcels, received: Parcels) -> Works:
+        tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
+        return post_point_to_point(
+            self.world.group,
+            [Message(source, room, tag) for source, room in received.items()],
+            [Message(target, message, tag) for target, message in sent.items()],
+        )
 
     def wait(self) -> torch.Tensor:
         where = f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
@@ -233,11 +225,14 @@ class DistributedExchange:
             raise ExchangeError(
                 f"{where}: failed while waiting for {self.pending.awaited}: {self.pending.error}"
             ) from self.pending.error
-        return weighted_sum(self.message, self.received, self.weights, self.self_weight)
+        if self.total is not None:
+            assert self.codec.summand is not None
+            return self.total.sub_(self.codec.summand)
+        return self.codec.decode(self.received) if self._difference is None else self._difference
 
 
 def _shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:
-    """The groups of two and more ranks that get a communicator, in order of their first round."""
+    """The groups of three and more ranks that get a communicator, in order of their first round."""
     groups: dict[tuple[int, ...], None] = {}
     for phase in topology.phases:
         groups |= _groups_of(phase, groups, most_per_rank)
@@ -250,7 +245,7 @@ def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None], most_per_ran
     groups: dict[tuple[int, ...], None] = {}
     for exchange in range(phase.num_distinct(sampled=0)):
         for ranks in phase.topology.round(exchange).uniform_groups or ():
-            if len(ranks) > 1 and ranks not in known and ranks not in groups:
+            if len(ranks) > 2 and ranks not in known and ranks not in groups:
                 groups[ranks] = None
                 memberships.update(ranks)
         if max(memberships.values(), default=0) > most_per_rank:
@@ -258,24 +253,24 @@ def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None], most_per_ran
     return groups
 
 
-def weighted_sum(
-    message: torch.Tensor, received: torch.Tensor, weights: Sequence[float], self_weight: float
-) -> torch.Tensor:
-    """The messages times their weights, in the dtype of accumulation; ``received`` may be used up."""
-    dtype = accumulation_dtype(message.dtype)
-    if not weights:
-        return message.to(dtype, copy=True).mul_(self_weight)
-    mixed = received[0].to(dtype)
-    if weights[0] != 1.0:
-        mixed.mul_(weights[0])
-    for weight, row in zip(weights[1:], received[1:], strict=True):
-        mixed.add_(row, alpha=weight)
-    if self_weight != 0.0:
-        mixed.add_(message, alpha=self_weight)
-    return mixed
+def check_follow_ups(compression: Compression, membership: Membership) -> None:
+    """Refuse a compression whose messages are checked on the host where the host does not see messages.
+
+    Raises
+    ------
+    ValueError
+        Some device is served by a backend other than gloo.
+    """
+    others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
+    if others:
+        kind, name = next(iter(others.items()))
+        raise ValueError(
+            f"compression {compression.describe()} checks every message on the host, which {name} keeps on {kind} "
+            "devices; choose bf16 or fp16, or initialise with backend='gloo'"
+        )
 
 
-def check_device(world: World, message: torch.Tensor, step: int, bucket: int) -> None:
+def check_device(world: World, sent: Parcels, step: int, bucket: int) -> None:
     """Refuse a message that the backend cannot carry.
 
     Raises
@@ -285,9 +280,10 @@ def check_device(world: World, message: torch.Tensor, step: int, bucket: int) ->
     """
     assert world.lanes is not None
     assert world.membership is not None
-    if not world.lanes.serves(message.device):
+    device = next(iter(sent.values())).device
+    if not world.lanes.serves(device):
         raise ExchangeError(
-            f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {message.device}, but the process "
+            f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {device}, but the process "
             f"group has a backend for {', '.join(world.membership.backends)} only; move the module there before "
             'wrapping it, or initialise with backend="cpu:gloo,cuda:nccl"'
         )

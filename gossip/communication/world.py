@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossip.communication.courier import Courier, Works
+from gossip.communication.courier import Courier, Talk
 from gossip.communication.lanes import Lanes, Tensors
 from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
 from gossip.communication.roll_call import RollCall
@@ -157,13 +157,13 @@ class World:
         store, made = self._store, list[Group]()
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
 
-        def connect() -> Works:
+        def connect() -> Talk:
             made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
             # A rank that closed at once would break the connections that others are still making.
-            return (("all its ranks", made[0].barrier()),)
+            yield (("all its ranks", made[0].barrier()),)
 
         # In the back, because connecting cannot be interrupted.
-        ticket = self.courier.submit(connect)
+        ticket = self.courier.submit(connect())
         if not ticket.wait(self.timeout) or ticket.error is not None:
             reason = f" ({str(ticket.error).splitlines()[0]})" if ticket.error is not None else ""
             raise ExchangeError(
@@ -294,7 +294,11 @@ class World:
         assert self.lanes is not None
         self.roll_call.note(what)
         deadline = time.monotonic() + self.timeout.total_seconds()
-        pending = self.lanes.submit(lambda *tensors: (("all other ranks", post(*tensors)),), list(sent), list(received))
+
+        def converse(*tensors: Tensors) -> Talk:
+            yield (("all other ranks", post(*tensors)),)
+
+        pending = self.lanes.submit(converse, list(sent), list(received))
         if not pending.wait(self.timeout) or not device_is_idle(received[0].device, deadline):
             self.roll_call.note_giving_up()
             raise ExchangeError(

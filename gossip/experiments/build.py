@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
 from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.compression.codec import Compression
+from gossip.compression.names import resolve_compression
 from gossip.experiments.batches import Shards
 from gossip.experiments.data import Data
 from gossip.experiments.loggers import Logger
@@ -39,6 +41,8 @@ class Experiment:
         None for a method that has none.
     algorithm : Algorithm
         When the replicas are mixed; for the methods that mix.
+    compression : Compression
+        What goes on the wire; likewise.
     make_module : callable
         ``() -> Module``, with torch's present random state.
     make_optimizer : callable
@@ -54,6 +58,7 @@ class Experiment:
     shards: Shards
     topology: Topology | None
     algorithm: Algorithm
+    compression: Compression
     make_module: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
@@ -90,6 +95,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         shards=shards,
         topology=make_topology(config, settings),
         algorithm=resolve_algorithm(_factory(config["algorithm"], "algorithm")()),
+        compression=resolve_compression(_factory(config["compression"], "compression")()),
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config["optimizer"], "optimizer"),
         make_scheduler=_factory(config["scheduler"], "scheduler"),

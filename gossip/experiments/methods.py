@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import AdaptWhileCommunicating
 from gossip.averaging import average_module_, saved_state
 from gossip.communication.world import World
+from gossip.compression.values import Uncompressed
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
 from gossip.experiments.tracing import TracedTransport, Tracer
@@ -84,6 +85,7 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
         != AdaptWhileCommunicating().describe(),
         f"clip={settings.clip}": settings.clip != "global",
         f"buffers={settings.buffers}": settings.buffers != "local",
+        f"compression {experiment.compression.describe()}": not isinstance(experiment.compression, Uncompressed),
         "step_in_backward=false": not settings.step_in_backward,
         f"debug={settings.debug}": settings.debug is not None,
     }
@@ -101,12 +103,14 @@ class GossipMethod:
         settings = experiment.settings
         transport = None  # the wrapper's own
         if tracer is not None and world.world_size > 1:
-            transport = TracedTransport(world, topology, tracer)
+            sums_on_wire = isinstance(experiment.compression, Uncompressed)
+            transport = TracedTransport(world, topology, tracer, sums_on_wire=sums_on_wire)
         self.model = GossipDataParallel(
             module,
             experiment.make_optimizer,
             topology,
             algorithm=experiment.algorithm,
+            compression=experiment.compression,
             step_in_backward=settings.step_in_backward,
             clip_grad_norm=settings.clip_grad_norm if settings.step_in_backward else None,
             clip="bucket" if settings.clip == "bucket" else "global",

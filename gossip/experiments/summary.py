@@ -96,6 +96,7 @@ def summarise(
         "method": settings.method,
         "topology": experiment.topology.name if experiment.topology is not None else None,
         "algorithm": None if settings.method == "ddp" else experiment.algorithm.describe(),
+        "compression": None if settings.method == "ddp" else experiment.compression.describe(),
         "clipping": None if settings.clip_grad_norm is None else _clipping(settings),
         "data": experiment.data.name,
         "data_notes": experiment.data.notes,

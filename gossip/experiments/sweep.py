@@ -20,6 +20,7 @@ _COLUMNS = (
     "method",
     "topology",
     "algorithm",
+    "compression",
     "clipping",
     "data",
     "seed",

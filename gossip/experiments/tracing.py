@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import profile
 
 from gossip.communication.transports import DistributedExchange, DistributedTransport
 from gossip.communication.world import World
+from gossip.compression.codec import Codec, Parcels
 from topologies import Round, Topology
 
 FORWARD = "forward"
@@ -139,13 +139,13 @@ class Tracer:
 class TracedTransport(DistributedTransport):
     """Tells a tracer of each exchange; else as its base."""
 
-    def __init__(self, world: World, topology: Topology, tracer: Tracer) -> None:
-        super().__init__(world, topology)
+    def __init__(self, world: World, topology: Topology, tracer: Tracer, *, sums_on_wire: bool = True) -> None:
+        super().__init__(world, topology, sums_on_wire=sums_on_wire)
         self._tracer = tracer
 
-    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
         started_at = time.perf_counter()
-        exchange = super().start(message, round_, step=step, bucket=bucket)
+        exchange = super().start(codec, sent, round_, step=step, bucket=bucket)
         pending, num_bytes = exchange.pending, sum(exchange.bytes_by_peer.values())
 
         def finished_at() -> float | None:

@@ -302,8 +302,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "binary manifest": (lambda c: (c / "manifest.json").write_bytes(b"\xff\xfe"), r"manifest\.json is damaged"),
     "other version": (
-        lambda c: reseal(c, lambda manifest: manifest.update(format_version=2)),
-        "has format version 2, but this gossip reads 1; load it with gossip 0",
+        lambda c: reseal(c, lambda manifest: manifest.update(format_version=1)),
+        "has format version 1, but this gossip reads 2; load it with gossip 0",
     ),
     "odd field": (lambda c: reseal(c, lambda m: m.update(step="3")), "damaged: 'step' is no int"),
     "odd file": (lambda c: reseal(c, lambda m: m.update(files={"rank0.pt": 3})), r"does not describe rank0\.pt"),

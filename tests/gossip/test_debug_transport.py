@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import start
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
 from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, World, launch
+from gossip.compression.codec import Codec, Parcels
 from topologies import Round, build
 
 NUM_BUCKETS = 3
@@ -27,9 +29,11 @@ class FaultyTransport:
         self.inner = DebugTransport(world)
         self.distort = distort
 
-    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> Exchange:
+    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> Exchange:  # noqa: ARG002
+        message = codec.sent
+        assert message is not None
         step, bucket, round_, message = self.distort(step, bucket, round_, message)
-        return self.inner.start(message, round_, step=step, bucket=bucket)
+        return start(self.inner, message, round_, world=self.inner.world, step=step, bucket=bucket)
 
 
 class FlippingGroup:
@@ -81,7 +85,7 @@ def exchange_steps(topology_name: str, fault: Callable[..., Any] | str) -> str:
         for step in range(4):
             round_ = topology.round(step)
             exchanges = [
-                transport.start(torch.full((5,), float(bucket)), round_, step=step, bucket=bucket)
+                start(transport, torch.full((5,), float(bucket)), round_, world=world, step=step, bucket=bucket)
                 for bucket in range(NUM_BUCKETS)
             ]
             for exchange in exchanges:
@@ -150,7 +154,9 @@ def wait_for_one_that_is_ahead(awaited: int) -> str:
     if world.rank == awaited:
         world.roll_call.note_progress(5, 2)
     if world.rank == 0:
-        exchange = transport.start(torch.ones(5), build("one_peer_exponential", 4).round(0), step=0, bucket=0)
+        exchange = start(
+            transport, torch.ones(5), build("one_peer_exponential", 4).round(0), world=world, step=0, bucket=0
+        )
         with pytest.raises(ExchangeError) as caught:
             exchange.wait()
         text = str(caught.value)

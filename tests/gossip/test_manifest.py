@@ -102,16 +102,17 @@ def test_bytes_of_any_length_are_gathered() -> None:
 
 def stop_early(topology: str) -> str:
     """Rank 1 makes one step, the others try to make three: what they are told."""
-    model = GossipDataParallel(nn.Linear(3, 1), SGD, topology, timeout=timedelta(seconds=0.5))
-    model(torch.ones(1, 3)).sum().backward()
+    inputs = torch.ones(1, 300)  # large enough for an all-reduce
+    model = GossipDataParallel(nn.Linear(300, 60), SGD, topology, timeout=timedelta(seconds=0.5))
+    model(inputs).sum().backward()
     text = "stopped"
     if model.rank != 1:
-        model(torch.ones(1, 3)).sum().backward()
+        model(inputs).sum().backward()
         with pytest.raises(ExchangeError) as caught:
-            model(torch.ones(1, 3)).sum().backward()
+            model(inputs).sum().backward()
         text = str(caught.value)
         with pytest.raises(GossipError, match="no training or averaging after"):
-            model(torch.ones(1, 3))
+            model(inputs)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text
 

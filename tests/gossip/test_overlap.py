@@ -12,6 +12,7 @@ from torch import nn
 
 from gossip import Exchange, GossipDataParallel, Transport, World, launch
 from gossip.communication.transports import DistributedTransport
+from gossip.compression.codec import Codec, Parcels
 from topologies import Round, build
 
 NUM_STEPS = 4
@@ -27,9 +28,9 @@ class HeldTransport:
         self.events = events
         self.held: list[HeldExchange] = []
 
-    def start(self, message: torch.Tensor, round_: Round, *, step: int, bucket: int) -> Exchange:
+    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> Exchange:
         self.events.append(("launch", step, bucket))
-        start = functools.partial(self.transport.start, message, round_, step=step, bucket=bucket)
+        start = functools.partial(self.transport.start, codec, sent, round_, step=step, bucket=bucket)
         self.held.append(HeldExchange(start, self.events, step, bucket))
         return self.held[-1]
 

@@ -42,10 +42,7 @@ NUM_BYTES = 8 * sum(parameter.numel() for parameter in make_module().parameters(
 
 
 def bytes_by_peer(round_: Round, rank: int) -> dict[int, int]:
-    """A ring all-reduce of g ranks sends 2 (g - 1) / g times the values, else every reader gets all of them."""
-    for group in round_.uniform_groups or ():
-        if rank in group:
-            return {peer: 2 * NUM_BYTES // len(group) for peer in group if peer != rank}
+    """Every reader gets all values: they are too few for an all-reduce."""
     return dict.fromkeys(round_.targets(rank), NUM_BYTES)
 
 
@@ -241,13 +238,19 @@ WHEN = {"in backward": "bucket by bucket in backward", "all at once": "at the en
 @pytest.mark.parametrize(
     ("mode", "topology", "period", "debug", "transport"),
     [
-        ("in backward", "complete", "period 1", None, "2 communicators on rank 0; rounds by all-reduce in groups"),
+        (
+            "in backward",
+            "complete",
+            "period 1",
+            None,
+            "2 communicators on rank 0; rounds by all-reduce in groups (messages below 64 KiB point-to-point)",
+        ),
         (
             "all at once",
             "one_peer_exponential",
             "period 2",
             None,
-            "2 communicators on rank 0; rounds point-to-point, by all-reduce in groups",
+            "1 communicator on rank 0; rounds point-to-point",
         ),
         ("outside", "random_matching", "no period", None, "1 communicator on rank 0; rounds point-to-point"),
         ("in backward", "ring", "period 1", "detail", "debug: every round point-to-point, with headers; slow"),
@@ -261,7 +264,7 @@ def test_what_was_built_is_said_once_by_rank_0(
     what, buckets, how = first
     assert what == (
         f"4 ranks, topology {topology} ({period}), AdaptWhileCommunicating(gamma=1), "
-        f"steps {WHEN.get(mode, 'in optimizer.step()')}"
+        f"compression none, steps {WHEN.get(mode, 'in optimizer.step()')}"
     )
     assert buckets == (
         "4 buckets: 1 MiB float32 on cpu, 2 KiB bfloat16 on cpu, frozen 1 KiB float32 on cpu, "

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from messages import start
 
 import topologies
 from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
@@ -47,11 +48,11 @@ def exchange_everything(name: str) -> list[str]:
                 round_ = topology.round(step)
                 messages = [message_of(world.rank, step, bucket, dtype) for bucket in range(len(SIZES))]
                 exchanges = [
-                    transport.start(message, round_, step=step, bucket=bucket)
+                    start(transport, message, round_, world=world, step=step, bucket=bucket)
                     for bucket, message in enumerate(messages)
                 ]
                 for bucket in reversed(range(len(SIZES))):
-                    mixed = exchanges[bucket].wait()
+                    mixed = exchanges[bucket].wait() + messages[bucket]
                     everyone = torch.stack(
                         [message_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)]
                     ).numpy()
@@ -83,11 +84,12 @@ def describe_transports() -> dict[str, str]:
 
 def test_description_says_which_rounds_go_which_way() -> None:
     lines = launch(describe_transports, world_size=WORLD_SIZE)[0]
-    assert lines["complete"] == "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups"
+    by_size = " (messages below 64 KiB point-to-point)"
+    assert lines["complete"] == "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups" + by_size
     assert lines["star"] == "backend gloo, 1 communicator on rank 0; rounds point-to-point"
     assert lines["random_matching"].endswith("; rounds point-to-point")
     assert lines["phases"] == (
-        "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups, silent, point-to-point"
+        "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups, silent, point-to-point" + by_size
     )
 
 
@@ -96,20 +98,24 @@ def bytes_of_each_topology() -> dict[str, int]:
     for label, topology in TOPOLOGIES.items():
         world = World(timedelta(seconds=60))
         transport = DistributedTransport(world, topology)
-        exchange = transport.start(torch.ones(100), topology.round(0), step=0, bucket=0)
-        exchange.wait()
-        sent[label] = sum(exchange.bytes_by_peer.values())
+        for numel in (100, 100_000):
+            exchange = start(transport, torch.ones(numel), topology.round(0), world=world, step=0, bucket=0)
+            exchange.wait()
+            sent[f"{label} {numel}"] = sum(exchange.bytes_by_peer.values())
         world.close()
     return sent
 
 
 def test_bytes_sent_are_those_of_the_ring_all_reduce_or_of_the_messages() -> None:
     rank_0 = launch(bytes_of_each_topology, world_size=WORLD_SIZE)[0]
-    assert rank_0["complete"] == 2 * 400 * 3 // 4
-    assert rank_0["one_peer_ring"] == 400
-    assert rank_0["random_matching"] == rank_0["one_peer_exponential"] == rank_0["directed_ring"] == 400
-    assert rank_0["ring"] == rank_0["exponential"] == 800
-    assert rank_0["star"] == 1200
+    assert rank_0["complete 100000"] == 2 * 400_000 * 3 // 4
+    for numel in (100, 100_000):
+        message = 4 * numel
+        for pairs in ("one_peer_ring", "random_matching", "one_peer_exponential", "directed_ring"):
+            assert rank_0[f"{pairs} {numel}"] == message
+        assert rank_0[f"ring {numel}"] == rank_0[f"exponential {numel}"] == 2 * message
+        assert rank_0[f"star {numel}"] == 3 * message
+    assert rank_0["complete 100"] == 3 * 400
 
 
 def kill_one() -> str:
@@ -118,7 +124,7 @@ def kill_one() -> str:
     dist.barrier()
     if world.rank == 1:
         raise SystemExit("gone")
-    exchange = transport.start(torch.ones(10), TOPOLOGIES["directed_ring"].round(0), step=5, bucket=2)
+    exchange = start(transport, torch.ones(10), TOPOLOGIES["directed_ring"].round(0), world=world, step=5, bucket=2)
     exchange.wait()
     return "no error"
 
@@ -144,7 +150,9 @@ def calls_of_two_buckets() -> list[tuple[str, int, int]]:
     world = World(timedelta(seconds=60))
     transport = DistributedTransport(world, topology)
     group, world.group = world.group, RecordingGroup()
-    exchanges = [transport.start(torch.ones(5), topology.round(0), step=0, bucket=bucket) for bucket in range(2)]
+    exchanges = [
+        start(transport, torch.ones(5), topology.round(0), world=world, step=0, bucket=bucket) for bucket in range(2)
+    ]
     for exchange in exchanges:
         assert exchange.pending.wait(timedelta(seconds=60))
     calls, world.group = world.group.calls, group
@@ -162,36 +170,35 @@ def test_receives_are_posted_before_sends() -> None:
 
 
 def test_communicators_are_made_once_for_all_rounds_of_the_period() -> None:
-    hypercube = topologies.build("one_peer_hypercube", 8)
-    groups = _shared_groups(hypercube)
-    assert len(groups) == len(set(groups)) == 12
+    groups = _shared_groups(topologies.build("hyper_cuboid", 9, factors=(3, 3)))
+    assert len(groups) == len(set(groups)) == 6
+    assert _shared_groups(topologies.build("one_peer_hypercube", 8)) == []
     assert _shared_groups(topologies.build("ring", 8)) == []
     assert _shared_groups(topologies.build("random_matching", 8)) == []
 
 
 def test_communicators_of_a_warm_up_are_made_as_well() -> None:
-    everyone, pairs = tuple(range(8)), _shared_groups(topologies.build("one_peer_hypercube", 8))
-    complete, hypercube, matching, ring = (
-        topologies.build(name, 8) for name in ("complete", "one_peer_hypercube", "random_matching", "ring")
-    )
+    cuboid = topologies.build("hyper_cuboid", 9, factors=(3, 3))
+    everyone, threes = tuple(range(9)), _shared_groups(cuboid)
+    complete, matching, ring = (topologies.build(name, 9) for name in ("complete", "random_matching", "ring"))
     assert _shared_groups(complete.then(ring, after=10**9)) == [everyone]
     assert _shared_groups(complete.then(matching, after=100)) == [everyone]
     assert _shared_groups(matching.then(complete, after=10**9)) == [everyone]
-    assert _shared_groups(complete.then(hypercube.every(10**9), after=5)) == [everyone, *pairs]
-    assert _shared_groups(hypercube.then(complete, after=5)) == [*pairs, everyone]
-    assert _shared_groups(hypercube.then(ring, after=1)) == pairs[:4]
-    assert _shared_groups(hypercube.every(5).then(ring, after=4)) == []
+    assert _shared_groups(complete.then(cuboid.every(10**9), after=5)) == [everyone, *threes]
+    assert _shared_groups(cuboid.then(complete, after=5)) == [*threes, everyone]
+    assert _shared_groups(cuboid.then(ring, after=1)) == threes[:3]
+    assert _shared_groups(cuboid.every(5).then(ring, after=4)) == []
 
 
 def test_phases_that_need_many_communicators_go_point_to_point_alone() -> None:
-    pairs = [topologies.Round.from_groups(40, [(0, hop)]) for hop in range(1, 18)]
+    threes = [topologies.Round.from_groups(40, [(0, hop, hop + 20)]) for hop in range(1, 18)]
     everyone = topologies.build("complete", 40)
-    few, many = Topology.from_rounds(pairs[:15]), Topology.from_rounds(pairs[:16])
+    few, many = Topology.from_rounds(threes[:15]), Topology.from_rounds(threes[:16])
     assert len(_shared_groups(everyone.then(few, after=3))) == 16
     assert _shared_groups(everyone.then(many, after=3)) == [tuple(range(40))]
     assert len(_shared_groups(many.then(everyone, after=16))) == 16
     assert len(_shared_groups(many.then(everyone, after=15))) == 16
-    assert _shared_groups(Topology.from_rounds(pairs).then(everyone, after=17)) == [tuple(range(40))]
+    assert _shared_groups(Topology.from_rounds(threes).then(everyone, after=17)) == [tuple(range(40))]
 
 
 def bytes_of_each_step() -> dict[str, list[int]]:
@@ -218,14 +225,11 @@ def test_identity_rounds_send_nothing() -> None:
     block = 32  # bytes of the only bucket
     for sent in launch(bytes_of_each_step, world_size=WORLD_SIZE):
         assert sent["every"] == [0, 0, 2 * block, 0, 0, 2 * block]
-        assert sent["then"] == [*[2 * block * 3 // 4] * 3, 0, block, 0]
+        assert sent["then"] == [*[3 * block] * 3, 0, block, 0]
 
 
 def test_schedules_that_need_many_communicators_go_point_to_point() -> None:
-    def pair_off(hop: int) -> Round:
-        return Round.from_groups(40, [(0, hop)])
-
-    few = Topology.from_rounds([pair_off(hop) for hop in range(1, 17)])
-    many = Topology.from_rounds([pair_off(hop) for hop in range(1, 18)])
+    rounds = [Round.from_groups(40, [(0, hop, hop + 20)]) for hop in range(1, 18)]
+    few, many = Topology.from_rounds(rounds[:16]), Topology.from_rounds(rounds)
     assert len(_shared_groups(few)) == 16
     assert _shared_groups(many) == []

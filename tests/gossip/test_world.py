@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from messages import start
 from replicas import SGD, TINY_BUCKETS, NormalisedNet, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
@@ -240,7 +241,7 @@ def wait_for_a_rank_that_went_on() -> str:
     topology = build("exponential", 2)
     transport = DistributedTransport(world, topology)
     calls = (
-        lambda: transport.start(torch.ones(3), topology.round(0), step=4, bucket=1).wait(),
+        lambda: start(transport, torch.ones(3), topology.round(0), world=world, step=4, bucket=1).wait(),
         lambda: world.sum_(torch.ones(1), "the sum"),
     )
     with pytest.raises(ExchangeError) as caught:

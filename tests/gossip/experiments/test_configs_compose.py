@@ -51,7 +51,7 @@ def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "group", ["algorithm", "optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"]
+    "group", ["algorithm", "compression", "optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"]
 )
 def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
     for option in options(group):

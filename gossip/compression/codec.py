@@ -1,0 +1,162 @@
+"""What a bucket's messages are on the wire: the contract of compressions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from topologies import Round, Topology
+
+Parcels = Mapping[int, torch.Tensor]
+"""Tensors that go to ranks, or come from them, by rank."""
+#: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
+CHUNK_NUMEL = 2**16
+
+
+class Compression(ABC):
+    """How buckets become messages; the same on every rank. An object of constants: :meth:`codec` holds the state.
+
+    Attributes
+    ----------
+    follows_up : bool
+        Whether an exchange may need further messages after the first: see :meth:`Codec.follow_up`.
+    """
+
+    follows_up: ClassVar[bool] = False
+
+    def check(self, topology: Topology) -> None:  # noqa: B027 -- most serve all
+        """Refuse a topology that it cannot serve.
+
+        Raises
+        ------
+        ValueError
+            Says why, and what to take instead.
+        """
+
+    @abstractmethod
+    def codec(self, bucket: BucketShape, rank: int) -> Codec:
+        """The state of one bucket at one rank. Local."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Name and constants, to be compared between ranks and logged."""
+
+
+class BucketShape:
+    """What a codec may know of its bucket.
+
+    Attributes
+    ----------
+    index : int
+        Its place in launch order.
+    numel : int
+        Length of the flat values.
+    dtype, device
+        Of the values.
+    views : sequence of (shape, stride, offset)
+        Where each parameter lies in the flat values; one flat view where nothing is known.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        block: torch.Tensor,
+        views: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]] | None = None,
+    ) -> None:
+        self.index = index
+        self.numel = block.numel()
+        self.dtype = block.dtype
+        self.device = block.device
+        self.views = tuple(views) if views is not None else (((self.numel,), (1,), 0),)
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """In which messages are summed: float64 for itself, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+class Codec(ABC):
+    r"""One bucket's messages at one rank, one exchange at a time.
+
+    What rank i mixes in is :math:`\sum_j W_{ij} (m_j - m_i)`, where the message :math:`m_j` is what *every* rank makes
+    of rank j's bytes, j itself included. So the mean over ranks is kept whatever a message lost, as long as W is doubly
+    stochastic and two ranks decode the same bytes to the same values.
+
+    The order of calls is :meth:`encode`, :meth:`rooms`, :meth:`follow_up`, :meth:`decode`; then the next exchange.
+    Random numbers are drawn from (seed, step, bucket, rank) alone.
+    """
+
+    @property
+    @abstractmethod
+    def sent(self) -> torch.Tensor | None:
+        """This rank's own message :math:`m_i`, [numel], until the next :meth:`encode`; None if it is no one tensor."""
+
+    @property
+    def summand(self) -> torch.Tensor | None:
+        """This rank's message if the messages of several ranks may be added on the wire, as they are; else None."""
+        return None
+
+    def accumulator(self) -> torch.Tensor:
+        """Memory for the sum of the summands, [numel], in the dtype of accumulation."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+        """Make the message of ``values``, which may change afterwards.
+
+        Parameters
+        ----------
+        values : Tensor, [numel]
+        round_ : Round
+            One in which this rank has a peer.
+        step : int
+
+        Returns
+        -------
+        mapping of int to Tensor
+            By rank that reads this one: contiguous, on the device of ``values``, and left as it is until
+            :meth:`decode`.
+        """
+
+    @abstractmethod
+    def rooms(self) -> Parcels:
+        """Where the messages of the exchange that was encoded last are to arrive, by rank that this one reads."""
+
+    def follow_up(self, sent: Parcels, received: Parcels) -> Iterator[tuple[Parcels, Parcels]]:
+        """Further messages that the exchange needs: each time, what goes to whom and where what arrives is to be put.
+
+        Runs beside the training, once all messages have arrived; what was yielded has arrived when it goes on. Both
+        ends of an edge must expect the same.
+
+        Parameters
+        ----------
+        sent, received : mapping of int to Tensor
+            As on the wire: with a device whose messages go through the host's memory, these are there. ``received`` may
+            be changed; it is what :meth:`decode` gets.
+        """
+        del sent, received
+        yield from ()
+
+    @abstractmethod
+    def decode(self, received: Parcels) -> torch.Tensor:
+        r"""Return :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the dtype of accumulation.
+
+        It is the caller's until the next :meth:`encode`. Called exactly once per exchange.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next exchange needs of the ones before, as plain data and tensors; copies."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 -- most have none
+        """Go on from there."""
+
+
+def chunks(numel: int, device: torch.device) -> Iterator[slice]:
+    """The parts of a flat tensor that are worked on one after the other: small ones on a CPU."""
+    size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))

@@ -1,0 +1,299 @@
+"""The arithmetic of modulo quantization, block by block: eager in the cache of a CPU, compiled on other devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+import torch
+from loguru import logger
+
+from gossip.compression.codec import CHUNK_NUMEL
+
+P = ParamSpec("P")
+T = TypeVar("T")
+BLOCK_NUMEL = 4096
+LEVELS_PER_OCTAVE = 8
+RAW = -(2**15)
+"""In place of a level: the block is not on a lattice, and is to be asked for in full."""
+NOISE_PERIOD = 2**16
+_MAX_SHIFT = 20  # between the lattices of two peers; further apart they are as good as unknown to each other
+
+
+def exponents(levels: torch.Tensor) -> torch.Tensor:
+    """Binary logarithm of the lattice constants, int32: the levels rounded up to whole octaves."""
+    return -torch.div(-levels.to(torch.int32), LEVELS_PER_OCTAVE, rounding_mode="floor")
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Exactly, in float32, of int32 between -126 and 127."""
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
+class LatticeKernels:
+    """Passes over the blocks of one bucket, for one width of code on one device.
+
+    Parameters
+    ----------
+    bits : int
+    device : torch.device
+    """
+
+    def __init__(self, bits: int, device: torch.device) -> None:
+        self.bits = bits
+        self.device = device
+        source = torch.Generator().manual_seed(0x6C617474696365)
+        # Each number of a grid once: from a random place on, every value of it is as likely, and neighbours are alike
+        # in nothing.
+        grid = (torch.randperm(NOISE_PERIOD, generator=source) + 0.5) / NOISE_PERIOD
+        self._noise = torch.cat([grid, grid[:CHUNK_NUMEL]]).to(device)
+        weights = torch.randint(-(2**30), 2**30, (BLOCK_NUMEL,), generator=source, dtype=torch.int32)
+        self._weights = (2 * weights + 1).to(device)
+        self._encode, self._subtract, self._scale = (
+            _compiled(each, device) for each in (_encode_blocks, _subtract_codes, _scale_codes)
+        )
+
+    def peaks(self, values: torch.Tensor, num_blocks: int, block_numel: int) -> torch.Tensor:
+        """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
+        found = torch.zeros(num_blocks, dtype=torch.float32 if values.itemsize < 8 else torch.float64).to(self.device)
+        for blocks, part in _parts(values, block_numel):
+            found[blocks] = torch.maximum(part.amax(1), -part.amin(1))
+        return found
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        levels: torch.Tensor,
+        offsets: torch.Tensor,
+        points: torch.Tensor,
+        codes: torch.Tensor,
+        checksums: torch.Tensor,
+    ) -> None:
+        """Round ``values`` to their lattices.
+
+        Parameters
+        ----------
+        values : Tensor, [numel]
+        levels : Tensor, [num_blocks], int16
+        offsets : Tensor, [num_offsets], int64
+            Where the noise of each part begins, below ``NOISE_PERIOD``.
+        points : Tensor, [num_blocks, block_numel]
+            Filled with the lattice points; with the values themselves where the level is RAW.
+        codes : Tensor, [num_blocks, bytes], uint8
+            Filled with the points' last bits.
+        checksums : Tensor, [num_blocks], int32
+            Filled with a digest of the points.
+        """
+        block_numel = points.shape[1]
+        is_raw = levels == RAW
+        steps = exponents(levels).masked_fill_(is_raw, 0)
+        sizes = power_of_two(steps).to(points.dtype)[:, None]
+        inverses = power_of_two(-steps).to(points.dtype)[:, None]
+        for blocks, part in _parts(values, block_numel):
+            noise = self._noise_of(offsets, blocks, block_numel)
+            weights = self._weights[:block_numel]
+            out = points[blocks], codes[blocks], checksums[blocks]
+            self._encode(part, noise, inverses[blocks], sizes[blocks], weights, self.bits, *out)
+        if self.device.type != "cpu" or bool(is_raw.any()):
+            for blocks, part in _parts(values, block_numel):
+                points[blocks] = torch.where(is_raw[blocks, None], part, points[blocks])
+
+    def num_offsets(self, num_blocks: int, block_numel: int) -> int:
+        """How many places of the noise an :meth:`encode` needs."""
+        return -(-num_blocks * block_numel // CHUNK_NUMEL)
+
+    def _noise_of(self, offsets: torch.Tensor, blocks: slice, block_numel: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            start = int(offsets[blocks.start * block_numel // CHUNK_NUMEL])
+            start += blocks.start * block_numel % CHUNK_NUMEL
+            numel = (blocks.stop - blocks.start) * block_numel
+            return self._noise[start : start + numel].view(-1, block_numel)
+        places = torch.arange(blocks.start * block_numel, blocks.stop * block_numel, device=self.device)
+        return self._noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(-1, block_numel)
+
+    def check(
+        self,
+        ours: torch.Tensor,
+        our_shifts: torch.Tensor,
+        our_checksums: torch.Tensor,
+        theirs: torch.Tensor,
+        their_shifts: torch.Tensor,
+        their_checksums: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace ``theirs`` by the differences of the codes, and see whether these are those of the points.
+
+        Parameters
+        ----------
+        ours, theirs : Tensor, [num_blocks, bytes], uint8
+        our_shifts, their_shifts : Tensor, [num_blocks], int32
+            How many octaves each lattice is coarser than the finer of the two.
+        our_checksums, their_checksums : Tensor, [num_blocks], int32
+
+        Returns
+        -------
+        fits : Tensor, [num_blocks], bool
+        peaks : Tensor, [num_blocks], int32
+            The largest difference, in steps of the finer lattice.
+        """
+        near = (our_shifts <= _MAX_SHIFT) & (their_shifts <= _MAX_SHIFT)
+        our_shifts, their_shifts = our_shifts.clamp(max=_MAX_SHIFT), their_shifts.clamp(max=_MAX_SHIFT)
+        is_shifted = (our_shifts + their_shifts).ne(0).tolist()
+        digests = torch.empty_like(our_checksums)
+        largest, smallest = torch.empty((2, len(ours)), dtype=torch.int8, device=self.device)
+        block_numel = ours.shape[1] * 8 // self.bits
+        for blocks in _block_ranges(len(ours), block_numel, self.device):
+            left, right = ours[blocks], theirs[blocks]
+            if any(is_shifted[blocks]):
+                left = _shift(left, our_shifts[blocks, None], self.bits)
+                right.copy_(_shift(right, their_shifts[blocks, None], self.bits))
+            weights = self._weights[:block_numel]
+            self._subtract(left, right, weights, self.bits, digests[blocks], largest[blocks], smallest[blocks])
+        wanted = (their_checksums << their_shifts) - (our_checksums << our_shifts)
+        peaks = torch.maximum(largest.to(torch.int32), -smallest.to(torch.int32))
+        return near & (digests == wanted), peaks
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, *, accumulate: bool) -> None:
+        """Write differences times ``scales`` [num_blocks] into ``total`` [num_blocks, block_numel], or add them."""
+        for blocks in _block_ranges(len(codes), total.shape[1], self.device):
+            if accumulate:
+                more = _scratch(total[blocks].shape, total.dtype, self.device)
+                self._scale(codes[blocks], scales[blocks, None], self.bits, more)
+                total[blocks] += more
+            else:
+                self._scale(codes[blocks], scales[blocks, None], self.bits, total[blocks])
+
+
+@functools.cache
+def kernels(bits: int, device: torch.device) -> LatticeKernels:
+    """The ones for this device; they have no state."""
+    return LatticeKernels(bits, device)
+
+
+def _encode_blocks(
+    values: torch.Tensor,
+    noise: torch.Tensor,
+    inverses: torch.Tensor,
+    sizes: torch.Tensor,
+    weights: torch.Tensor,
+    bits: int,
+    points: torch.Tensor,
+    codes: torch.Tensor,
+    checksums: torch.Tensor,
+) -> None:
+    torch.addcmul(noise.to(values.dtype), values, inverses, out=points).floor_()
+    integers = _scratch(points.shape, torch.int32, points.device).copy_(points)
+    if bits == 8:
+        codes.copy_(integers)
+    else:
+        low, high = _scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=1)
+        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=codes)
+    torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
+    points.mul_(sizes)
+
+
+def _subtract_codes(
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    weights: torch.Tensor,
+    bits: int,
+    checksums: torch.Tensor,
+    largest: torch.Tensor,
+    smallest: torch.Tensor,
+) -> None:
+    if bits == 8:
+        theirs.sub_(ours)
+    else:
+        # Both halves of a byte at once: no borrow passes from the low one to the high one.
+        signs = _scratch(theirs.shape, torch.uint8, theirs.device)
+        torch.bitwise_xor(theirs, ours, out=signs).bitwise_not_().bitwise_and_(0x88)
+        theirs.bitwise_or_(0x88).sub_(ours & 0x77).bitwise_xor_(signs)
+    differences = _signed(theirs, bits)
+    torch.amax(differences, 1, out=largest)
+    torch.amin(differences, 1, out=smallest)
+    integers = _scratch(differences.shape, torch.int32, theirs.device).copy_(differences)
+    torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
+
+
+def _scale_codes(codes: torch.Tensor, scales: torch.Tensor, bits: int, total: torch.Tensor) -> None:
+    total.copy_(_signed(codes, bits)).mul_(scales)
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[blocks, block_numel], int8; of 4 bits in scratch."""
+    signed = codes.view(torch.int8)
+    if bits == 8:
+        return signed
+    half = codes.shape[1]
+    both = _scratch((len(codes), 2 * half), torch.int8, codes.device)
+    low = both[:, :half]
+    low.copy_(signed).bitwise_left_shift_(4).bitwise_right_shift_(4)
+    torch.bitwise_right_shift(signed, 4, out=both[:, half:])
+    return both
+
+
+def _scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a moment. On a CPU the thread's own, one piece per dtype: it stays in the cache."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.setdefault("pieces", {})
+    numel = math.prod(shape)
+    if dtype not in pieces or pieces[dtype].numel() < numel:
+        pieces[dtype] = torch.empty(numel, dtype=dtype)
+    return pieces[dtype][:numel].view(shape)
+
+
+_thread = threading.local()
+
+
+def _shift(codes: torch.Tensor, shifts: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes of the same points on a lattice that is so many octaves finer."""
+    wide = codes.to(torch.int32)
+    if bits == 8:
+        return (wide << shifts).to(torch.uint8)
+    low, high = ((wide & 15) << shifts) & 15, ((wide >> 4) << shifts) & 15
+    return (low | (high << 4)).to(torch.uint8)
+
+
+def _parts(values: torch.Tensor, block_numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some blocks of flat values at a time, in the dtype of accumulation; the last block filled up with zeros."""
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    num_whole = len(values) // block_numel
+    for blocks in _block_ranges(num_whole, block_numel, values.device):
+        part = values[blocks.start * block_numel : blocks.stop * block_numel]
+        yield blocks, part.to(wide).view(-1, block_numel)
+    rest = values[num_whole * block_numel :]
+    if len(rest):
+        padded = rest.new_zeros((1, block_numel), dtype=wide)
+        padded[0, : len(rest)] = rest
+        yield slice(num_whole, num_whole + 1), padded
+
+
+def _block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> Iterator[slice]:
+    size = max(1, CHUNK_NUMEL // block_numel) if device.type == "cpu" else max(num_blocks, 1)
+    for start in range(0, num_blocks, size):
+        yield slice(start, min(start + size, num_blocks))
+
+
+def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
+    """On a device other than the CPU, fused into few passes over memory if torch can compile there, else as it is."""
+    if device.type == "cpu":
+        return function
+    compiled = torch.compile(function, dynamic=True)
+    works = True
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal works
+        if works:
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:  # no Triton, no compiler: whatever stands in the way
+                works = False
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                logger.warning("{} runs uncompiled on {}: {}", function.__name__, device, reason)
+        return function(*args, **kwargs)
+
+    return run

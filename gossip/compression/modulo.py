@@ -1,0 +1,279 @@
+"""Messages of 8 or 4 bits per value, that say where a value lies on a lattice, modulo the size of the code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels
+from gossip.compression.draws import generator
+from gossip.compression.lattice import (
+    BLOCK_NUMEL,
+    LEVELS_PER_OCTAVE,
+    NOISE_PERIOD,
+    RAW,
+    LatticeKernels,
+    exponents,
+    kernels,
+    power_of_two,
+)
+from topologies import Round
+
+_PATIENCE = 1  # in levels: how much finer the lattice may get from one exchange to the next
+_FINEST, _COARSEST = -100 * LEVELS_PER_OCTAVE, 100 * LEVELS_PER_OCTAVE
+_MANTISSA_BITS = 22  # lattice points are integers that float32 holds exactly
+
+
+class ModuloQuantization(Compression):
+    r"""Stochastic rounding to a lattice, of which only the last bits are sent (Moniqua).
+
+    Value x of rank j becomes the integer :math:`k_j = \lfloor x / \delta + \xi \rfloor`, with :math:`\xi` uniform in
+    [0, 1), so that :math:`m_j = \delta k_j` is x in expectation and at most :math:`\delta` away; sent is
+    :math:`k_j \bmod 2^{b}`. Rank i knows :math:`k_i`, and as long as the two are less than :math:`2^{b-1}` apart the
+    rest is known from it. Nothing is remembered of any neighbour: it serves every topology, time-varying pairs too, and
+    the mean over ranks is exact, whatever was rounded.
+
+    Each block of 4,096 values has its own :math:`\delta`, a power of two that follows the largest difference between
+    peers that was seen of late, times ``headroom``. Each block carries a checksum of its :math:`k_j`. Where two ranks
+    are further apart than the code can say it does not fit; the block is asked for again and sent in full. So the first
+    exchange is nearly uncompressed, and after a jump of the replicas some are; ``num_resent`` counts.
+
+    Parameters
+    ----------
+    bits : int
+        8 or 4.
+    headroom : float
+        Differences up to so many times the largest one seen of late fit the code. Larger: fewer blocks are sent again,
+        and coarser rounding.
+    seed : int
+        Of the rounding.
+
+    References
+    ----------
+    Lu and De Sa, "Moniqua: Modulo Quantized Communication in Decentralized SGD", ICML 2020. Davies et al., "New Bounds
+    for Distributed Mean Estimation and Variance Reduction", ICLR 2021, for the check of a decoding by its digest.
+    """
+
+    follows_up = True
+
+    def __init__(self, bits: int = 8, *, headroom: float = 1.5, seed: int = 0) -> None:
+        if bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, got {bits!r}")
+        if not isinstance(headroom, int | float) or not 1 <= headroom < math.inf:
+            raise ValueError(f"headroom must be a number of at least 1, got {headroom!r}")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"seed must be an integer, got {seed!r}")
+        self.bits = bits
+        self.headroom = headroom
+        self.seed = seed
+
+    def codec(self, bucket: BucketShape, rank: int) -> ModuloCodec:
+        return ModuloCodec(self, bucket, rank)
+
+    def describe(self) -> str:
+        return f"int{self.bits}(headroom={self.headroom:g}, seed={self.seed})"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things stand in a message: checksums, levels, codes.
+
+    Attributes
+    ----------
+    num_blocks, block_numel : int
+    code_bytes : int
+        Of one block.
+    """
+
+    num_blocks: int
+    block_numel: int
+    code_bytes: int
+
+    @classmethod
+    def of(cls, numel: int, bits: int) -> Layout:
+        """For so many values; small buckets are one small block."""
+        block_numel = min(BLOCK_NUMEL, max(16, -(-numel // 16) * 16))
+        return cls(-(-numel // block_numel), block_numel, block_numel * bits // 8)
+
+    @property
+    def numel(self) -> int:
+        """Values, the last block filled up."""
+        return self.num_blocks * self.block_numel
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole message."""
+        return self.num_blocks * (4 + 2 + self.code_bytes)
+
+    def checksums(self, message: torch.Tensor) -> torch.Tensor:
+        """[num_blocks], int32; a view."""
+        return message[: 4 * self.num_blocks].view(torch.int32)
+
+    def levels(self, message: torch.Tensor) -> torch.Tensor:
+        """[num_blocks], int16; a view."""
+        return message[4 * self.num_blocks : 6 * self.num_blocks].view(torch.int16)
+
+    def codes(self, message: torch.Tensor) -> torch.Tensor:
+        """[num_blocks, code_bytes], uint8; a view."""
+        return message[6 * self.num_blocks :].view(self.num_blocks, self.code_bytes)
+
+
+@dataclass
+class _Read:
+    """What has become of the message of one source."""
+
+    exponents: torch.Tensor
+    resent: torch.Tensor
+    rows: torch.Tensor
+
+
+class ModuloCodec(Codec):
+    """One bucket's messages; see :class:`ModuloQuantization`.
+
+    Attributes
+    ----------
+    levels : Tensor, [num_blocks], int16, CPU
+        Binary logarithm of each block's lattice constant as it is wanted next, in eighths; ``RAW`` where nothing is
+        known yet.
+    num_resent : int
+        Blocks that this rank had to ask for again so far.
+    """
+
+    def __init__(self, compression: ModuloQuantization, bucket: BucketShape, rank: int) -> None:
+        self._compression = compression
+        self._layout = layout = Layout.of(bucket.numel, compression.bits)
+        self._rank, self._bucket, self._numel, self._device = rank, bucket.index, bucket.numel, bucket.device
+        self._kernels: LatticeKernels = kernels(compression.bits, bucket.device)
+        self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
+        self._difference = torch.empty_like(self._points)
+        self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._weights: dict[int, float] = {}
+        self._targets: tuple[int, ...] = ()
+        self._reads: dict[int, _Read] = {}
+        self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
+        self.num_resent = 0
+
+    @property
+    def sent(self) -> torch.Tensor:
+        return self._points[: self._numel]
+
+    @torch.no_grad()
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+        layout = self._layout
+        self._weights = round_.neighbours(self._rank)
+        self._targets = tuple(round_.targets(self._rank))
+        points = self._points.view(layout.num_blocks, layout.block_numel)
+        peaks = self._kernels.peaks(values, layout.num_blocks, layout.block_numel)
+        coarse_enough = (torch.frexp(peaks).exponent - _MANTISSA_BITS) * LEVELS_PER_OCTAVE
+        wanted = self.levels.to(self._device)
+        levels = torch.maximum(wanted, coarse_enough.clamp(_FINEST, _COARSEST + 1).to(torch.int16))
+        levels[(wanted == RAW) | ~torch.isfinite(peaks) | (levels > _COARSEST)] = RAW
+        layout.levels(self._payload).copy_(levels)
+        source = generator(self._compression.seed, step, self._bucket, self._rank)
+        num_offsets = self._kernels.num_offsets(layout.num_blocks, layout.block_numel)
+        offsets = torch.randint(NOISE_PERIOD, (num_offsets,), generator=source).to(self._device)
+        self._kernels.encode(
+            values, levels, offsets, points, layout.codes(self._payload), layout.checksums(self._payload)
+        )
+        return dict.fromkeys(self._targets, self._payload)
+
+    def rooms(self) -> Parcels:
+        for place in range(len(self._rooms), len(self._weights)):
+            self._rooms[place] = torch.empty_like(self._payload)
+        return {source: self._rooms[place] for place, source in enumerate(self._weights)}
+
+    @torch.no_grad()
+    def follow_up(self, sent: Parcels, received: Parcels) -> Iterator[tuple[Parcels, Parcels]]:
+        ours = next(iter(sent.values())) if sent else self._payload.cpu()
+        wanted: list[torch.Tensor] = [self.levels]
+        self._reads.clear()
+        for source, message in received.items():
+            self._reads[source] = self._check(ours, message, wanted)
+        # Backwards along every edge: which blocks are asked for again.
+        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in self._targets}
+        yield {source: read.resent.to(torch.uint8) for source, read in self._reads.items()}, asked
+        yield (
+            {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
+            {source: read.rows for source, read in self._reads.items() if len(read.rows)},
+        )
+        for read in self._reads.values():
+            self._learn_from_rows(read, wanted)
+        self.levels = torch.stack(wanted).amax(0)
+
+    def _check(self, ours: torch.Tensor, theirs: torch.Tensor, wanted: list[torch.Tensor]) -> _Read:
+        """Replace the codes of a message by the difference to ours, and find the blocks where it does not fit."""
+        layout = self._layout
+        own_levels, levels = layout.levels(ours), layout.levels(theirs)
+        on_lattice = (own_levels != RAW) & (levels != RAW)
+        own_exponents, their_exponents = exponents(own_levels), exponents(levels)
+        finer = torch.minimum(own_exponents, their_exponents).masked_fill_(~on_lattice, 0)
+        fits, peaks = self._host_kernels.check(
+            layout.codes(ours),
+            (own_exponents - finer).masked_fill_(~on_lattice, 0),
+            layout.checksums(ours),
+            layout.codes(theirs),
+            (their_exponents - finer).masked_fill_(~on_lattice, 0),
+            layout.checksums(theirs),
+        )
+        resent = ~(fits & on_lattice)
+        # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
+        wanted.append(self._levels_for(peaks * power_of_two(finer).double(), on_lattice & ~resent))
+        for before in (own_levels, levels):
+            wanted.append(torch.where(before == RAW, RAW, (before - _PATIENCE).clamp(min=_FINEST)))
+        wanted[0] = torch.full_like(own_levels, RAW)
+        num_resent = int(resent.sum())
+        self.num_resent += num_resent
+        rows = torch.empty((num_resent, layout.block_numel), dtype=self._points.dtype)
+        return _Read(finer, resent, rows)
+
+    @property
+    def _host_kernels(self) -> LatticeKernels:
+        return kernels(self._compression.bits, torch.device("cpu"))
+
+    def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Our own points of some blocks, in full."""
+        points = self._points.view(self._layout.num_blocks, -1)
+        return points[blocks.to(self._device)].cpu()
+
+    def _learn_from_rows(self, read: _Read, wanted: list[torch.Tensor]) -> None:
+        if len(read.rows):
+            peaks = torch.zeros(self._layout.num_blocks, dtype=torch.float64)
+            difference = read.rows - self._rows(read.resent)
+            peaks[read.resent] = difference.abs().amax(1).double()
+            wanted.append(self._levels_for(peaks, read.resent & torch.isfinite(peaks)))
+
+    def _levels_for(self, peaks: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """The levels at which differences of ``headroom`` times ``peaks`` fit the code; RAW where nothing is known."""
+        num_codes = 2**self._compression.bits
+        levels = (LEVELS_PER_OCTAVE * torch.log2(2 * self._compression.headroom / num_codes * peaks)).ceil()
+        levels = levels.nan_to_num(nan=0.0).clamp(_FINEST, _COARSEST).to(torch.int16)
+        return torch.where(known, levels, RAW)
+
+    @torch.no_grad()
+    def decode(self, received: Parcels) -> torch.Tensor:
+        layout = self._layout
+        total = self._difference.view(layout.num_blocks, layout.block_numel)
+        points = self._points.view(layout.num_blocks, layout.block_numel)
+        if not self._weights:
+            total.zero_()
+        for number, (source, weight) in enumerate(self._weights.items()):
+            read = self._reads[source]
+            scales = (weight * power_of_two(read.exponents).double()).masked_fill_(read.resent, 0.0)
+            scales = scales.to(self._device, total.dtype)
+            self._kernels.decode(layout.codes(received[source]), scales, total, accumulate=number > 0)
+            if len(read.rows):
+                blocks = read.resent.to(self._device)
+                total[blocks] += weight * (read.rows.to(self._device) - points[blocks])
+        return self._difference[: self._numel]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"levels": self.levels.clone(), "num_resent": self.num_resent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.levels.copy_(state["levels"])
+        self.num_resent = state["num_resent"]

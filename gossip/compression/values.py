@@ -1,0 +1,107 @@
+"""Messages that are the values themselves, as they are or rounded to half precision."""
+
+from __future__ import annotations
+
+import torch
+
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, chunks
+from topologies import Round
+
+
+class Uncompressed(Compression):
+    """The values as they are."""
+
+    def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
+        return ValuesCodec(bucket, rank, bucket.dtype)
+
+    def describe(self) -> str:
+        return "none"
+
+
+class Cast(Compression):
+    r"""The values rounded to half precision, to the nearest: 16 bits each.
+
+    What is below the resolution there, :math:`2^{-8}` of a value with bfloat16 and :math:`2^{-11}` with float16, is not
+    seen by the peers: replicas agree up to that and no further. float16 ends at 65504: larger values are sent as that,
+    and mixed as that.
+
+    Parameters
+    ----------
+    dtype : torch.dtype or str
+        ``torch.bfloat16`` or ``torch.float16``, or its name.
+    """
+
+    def __init__(self, dtype: torch.dtype | str = torch.bfloat16) -> None:
+        by_name = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        chosen = by_name.get(dtype) if isinstance(dtype, str) else dtype
+        if chosen is None or chosen not in by_name.values():
+            raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, or one's name, got {dtype!r}")
+        self.dtype = chosen
+
+    def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
+        return ValuesCodec(bucket, rank, self.dtype)
+
+    def describe(self) -> str:
+        return "bf16" if self.dtype == torch.bfloat16 else "fp16"
+
+
+class ValuesCodec(Codec):
+    """The message is the bucket's values in some dtype."""
+
+    def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
+        self.message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+        self._rank = rank
+        self._wide = bucket.accumulation_dtype
+        self._is_exact = dtype == bucket.dtype
+        self._largest = torch.finfo(dtype).max if dtype == torch.float16 != bucket.dtype else None
+        self._weights: dict[int, float] = {}
+        self._rows = self.message.new_empty((0, bucket.numel))
+        self._difference: torch.Tensor | None = None
+
+    @property
+    def sent(self) -> torch.Tensor:
+        return self.message
+
+    @property
+    def summand(self) -> torch.Tensor | None:
+        return self.message if self._is_exact else None
+
+    @torch.no_grad()
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:  # noqa: ARG002
+        if self._largest is None:
+            self.message.copy_(values)
+        else:
+            for part in chunks(len(values), values.device):
+                self.message[part].copy_(values[part].clamp(-self._largest, self._largest))
+        self._weights = round_.neighbours(self._rank)
+        return dict.fromkeys(round_.targets(self._rank), self.message)
+
+    def rooms(self) -> Parcels:
+        if len(self._rows) < len(self._weights):
+            self._rows = self.message.new_empty((len(self._weights), self.message.numel()))
+        return dict(zip(self._weights, self._rows, strict=False))
+
+    def accumulator(self) -> torch.Tensor:
+        # The first room, where that has the dtype.
+        if self.message.dtype == self._wide:
+            if not len(self._rows):
+                self._rows = self.message.new_empty((1, self.message.numel()))
+            return self._rows[0]
+        if self._difference is None:
+            self._difference = self.message.new_empty(self.message.numel(), dtype=self._wide)
+        return self._difference
+
+    @torch.no_grad()
+    def decode(self, received: Parcels) -> torch.Tensor:
+        difference = self.accumulator()
+        for part in chunks(len(difference), difference.device):
+            ours, total = self.message[part].to(self._wide), difference[part]
+            if not received:
+                total.zero_()
+            for number, (source, weight) in enumerate(self._weights.items()):
+                theirs = received[source][part].to(self._wide)
+                if number == 0:
+                    torch.sub(theirs, ours, out=total).mul_(weight)
+                else:
+                    total.add_(theirs.sub_(ours) if theirs.dtype == self._wide else theirs - ours, alpha=weight)
+        return difference

@@ -1,0 +1,74 @@
+"""Codecs of several ranks that exchange in one process, without a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gossip import BucketShape, Codec, Compression
+from gossip.compression.codec import Parcels
+from topologies import Topology
+
+
+class Ranks:
+    """The replicas of one bucket, [n] tensors of [numel], and their codecs.
+
+    Attributes
+    ----------
+    num_bytes : int
+        What all of them sent in the newest round.
+    """
+
+    def __init__(self, compression: Compression, topology: Topology, values: Sequence[torch.Tensor]) -> None:
+        self.topology = topology
+        self.values = [each.clone() for each in values]
+        self.codecs: list[Codec] = [
+            compression.codec(BucketShape(0, each), rank) for rank, each in enumerate(self.values)
+        ]
+        self.num_bytes = 0
+
+    def exchange(self, step: int) -> list[torch.Tensor | None]:
+        """One round: each rank's sum of differences; None for a rank without peers."""
+        round_ = self.topology.round(step)
+        self.num_bytes = 0
+        active = [rank for rank in range(len(self.values)) if round_.peers(rank)]
+        sent = {rank: self.codecs[rank].encode(self.values[rank], round_, step) for rank in active}
+        rooms = {rank: self.codecs[rank].rooms() for rank in active}
+        self._carry(sent, rooms)
+        talks = {rank: self.codecs[rank].follow_up(sent[rank], rooms[rank]) for rank in active}
+        while talks:
+            turns = {rank: next(talk, None) for rank, talk in talks.items()}
+            assert len({turn is None for turn in turns.values()}) == 1, "some ranks expect more, others do not"
+            more = {rank: turn for rank, turn in turns.items() if turn is not None}
+            if not more:
+                break
+            self._carry({rank: turn[0] for rank, turn in more.items()}, {rank: turn[1] for rank, turn in more.items()})
+        return [self.codecs[rank].decode(rooms[rank]) if rank in active else None for rank in range(len(self.values))]
+
+    def mix(self, step: int) -> None:
+        """One round, mixed in."""
+        for values, difference in zip(self.values, self.exchange(step), strict=True):
+            if difference is not None:
+                values += difference.to(values.dtype)
+
+    def _carry(self, sent: dict[int, Parcels], rooms: dict[int, Parcels]) -> None:
+        for rank, parcels in sent.items():
+            for target, message in parcels.items():
+                self.num_bytes += message.nbytes
+                assert message.is_contiguous()
+                assert (message.dtype, message.shape) == (rooms[target][rank].dtype, rooms[target][rank].shape)
+                rooms[target][rank].copy_(message)
+        expected = {(source, rank) for rank, parcels in rooms.items() for source in parcels}
+        assert expected == {(rank, target) for rank, parcels in sent.items() for target in parcels}
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Of the replicas, [numel], float64."""
+        return torch.stack([each.double() for each in self.values]).mean(0)
+
+    @property
+    def distance(self) -> float:
+        """The largest distance of a value from the mean over replicas."""
+        stacked = torch.stack([each.double() for each in self.values])
+        return float((stacked - stacked.mean(0)).abs().max())
