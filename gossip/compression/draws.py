@@ -1,4 +1,4 @@
-"""Random numbers that are drawn from seed, step, bucket and rank alone."""
+"""Random numbers that are drawn from seed, step, bucket and, where ranks must differ, rank alone."""
 
 from __future__ import annotations
 

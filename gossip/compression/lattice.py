@@ -15,17 +15,21 @@ from gossip.compression.codec import CHUNK_NUMEL
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
 BLOCK_NUMEL = 4096
 LEVELS_PER_OCTAVE = 8
+FINEST, COARSEST = -100 * LEVELS_PER_OCTAVE, 100 * LEVELS_PER_OCTAVE
 RAW = -(2**15)
 """In place of a level: the block is not on a lattice, and is to be asked for in full."""
+LARGEST_INTEGER = 2**22
+"""So many steps of the lattice from zero, and float32 does not hold its points any more."""
 NOISE_PERIOD = 2**16
 _MAX_SHIFT = 20  # between the lattices of two peers; further apart they are as good as unknown to each other
 
 
 def exponents(levels: torch.Tensor) -> torch.Tensor:
     """Binary logarithm of the lattice constants, int32: the levels rounded up to whole octaves."""
-    return -torch.div(-levels.to(torch.int32), LEVELS_PER_OCTAVE, rounding_mode="floor")
+    return -((-levels.to(torch.int32)) >> int(math.log2(LEVELS_PER_OCTAVE)))
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -53,14 +57,15 @@ class LatticeKernels:
         weights = torch.randint(-(2**30), 2**30, (BLOCK_NUMEL,), generator=source, dtype=torch.int32)
         self._weights = (2 * weights + 1).to(device)
         self._encode, self._subtract, self._scale = (
-            _compiled(each, device) for each in (_encode_blocks, _subtract_codes, _scale_codes)
+            _compiled(each, device) for each in (_encode_blocks, _subtract_codes, _scale)
         )
 
     def peaks(self, values: torch.Tensor, num_blocks: int, block_numel: int) -> torch.Tensor:
         """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
-        found = torch.zeros(num_blocks, dtype=torch.float32 if values.itemsize < 8 else torch.float64).to(self.device)
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        found = torch.empty(num_blocks, dtype=wide, device=self.device)
         for blocks, part in _parts(values, block_numel):
-            found[blocks] = torch.maximum(part.amax(1), -part.amin(1))
+            torch.maximum(part.amax(1), -part.amin(1), out=found[blocks])
         return found
 
     def encode(
@@ -92,9 +97,9 @@ class LatticeKernels:
         steps = exponents(levels).masked_fill_(is_raw, 0)
         sizes = power_of_two(steps).to(points.dtype)[:, None]
         inverses = power_of_two(-steps).to(points.dtype)[:, None]
+        weights = self._weights[:block_numel]
         for blocks, part in _parts(values, block_numel):
             noise = self._noise_of(offsets, blocks, block_numel)
-            weights = self._weights[:block_numel]
             out = points[blocks], codes[blocks], checksums[blocks]
             self._encode(part, noise, inverses[blocks], sizes[blocks], weights, self.bits, *out)
         if self.device.type != "cpu" or bool(is_raw.any()):
@@ -106,64 +111,77 @@ class LatticeKernels:
         return -(-num_blocks * block_numel // CHUNK_NUMEL)
 
     def _noise_of(self, offsets: torch.Tensor, blocks: slice, block_numel: int) -> torch.Tensor:
+        first, last = blocks.start * block_numel, blocks.stop * block_numel
         if self.device.type == "cpu":
-            start = int(offsets[blocks.start * block_numel // CHUNK_NUMEL])
-            start += blocks.start * block_numel % CHUNK_NUMEL
-            numel = (blocks.stop - blocks.start) * block_numel
-            return self._noise[start : start + numel].view(-1, block_numel)
-        places = torch.arange(blocks.start * block_numel, blocks.stop * block_numel, device=self.device)
+            start = int(offsets[first // CHUNK_NUMEL]) + first % CHUNK_NUMEL
+            return self._noise[start : start + last - first].view(-1, block_numel)
+        places = torch.arange(first, last, device=self.device)
         return self._noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(-1, block_numel)
 
     def check(
         self,
         ours: torch.Tensor,
-        our_shifts: torch.Tensor,
         our_checksums: torch.Tensor,
         theirs: torch.Tensor,
-        their_shifts: torch.Tensor,
         their_checksums: torch.Tensor,
+        shifts: tuple[torch.Tensor, torch.Tensor] | None,
+        differences: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace ``theirs`` by the differences of the codes, and see whether these are those of the points.
+        """Subtract the codes, and see whether their differences are those of the points.
 
         Parameters
         ----------
         ours, theirs : Tensor, [num_blocks, bytes], uint8
-        our_shifts, their_shifts : Tensor, [num_blocks], int32
-            How many octaves each lattice is coarser than the finer of the two.
+            ``theirs`` is used up.
         our_checksums, their_checksums : Tensor, [num_blocks], int32
+        shifts : (Tensor, Tensor), each [num_blocks], int32, or None
+            How many octaves our and their lattice are coarser than the finer of the two; None: they are the same.
+        differences : Tensor, [num_blocks, block_numel], int8
+            Filled with theirs - ours in steps of the finer lattice, times 16 if the codes have 4 bits. May be the
+            memory of ``theirs`` if they have 8.
 
         Returns
         -------
         fits : Tensor, [num_blocks], bool
         peaks : Tensor, [num_blocks], int32
-            The largest difference, in steps of the finer lattice.
+            The largest difference.
         """
-        near = (our_shifts <= _MAX_SHIFT) & (their_shifts <= _MAX_SHIFT)
-        our_shifts, their_shifts = our_shifts.clamp(max=_MAX_SHIFT), their_shifts.clamp(max=_MAX_SHIFT)
-        is_shifted = (our_shifts + their_shifts).ne(0).tolist()
         digests = torch.empty_like(our_checksums)
         largest, smallest = torch.empty((2, len(ours)), dtype=torch.int8, device=self.device)
-        block_numel = ours.shape[1] * 8 // self.bits
-        for blocks in _block_ranges(len(ours), block_numel, self.device):
+        weights = self._weights[: differences.shape[1]]
+        near: torch.Tensor | None = None
+        if shifts is not None:
+            near = torch.maximum(*shifts) <= _MAX_SHIFT
+            our_shifts, their_shifts = (each.clamp(max=_MAX_SHIFT) for each in shifts)
+            is_shifted = (our_shifts + their_shifts).ne(0).tolist()
+            our_checksums, their_checksums = our_checksums << our_shifts, their_checksums << their_shifts
+        for blocks in _block_ranges(len(ours), differences.shape[1], self.device):
             left, right = ours[blocks], theirs[blocks]
-            if any(is_shifted[blocks]):
-                left = _shift(left, our_shifts[blocks, None], self.bits)
-                right.copy_(_shift(right, their_shifts[blocks, None], self.bits))
-            weights = self._weights[:block_numel]
-            self._subtract(left, right, weights, self.bits, digests[blocks], largest[blocks], smallest[blocks])
-        wanted = (their_checksums << their_shifts) - (our_checksums << our_shifts)
-        peaks = torch.maximum(largest.to(torch.int32), -smallest.to(torch.int32))
-        return near & (digests == wanted), peaks
+            if shifts is not None and any(is_shifted[blocks]):
+                left = (left.to(torch.int32) << our_shifts[blocks, None]).to(torch.uint8)
+                right = (right.to(torch.int32) << their_shifts[blocks, None]).to(torch.uint8)
+            out = differences[blocks], digests[blocks], largest[blocks], smallest[blocks]
+            self._subtract(left, right, weights, self.bits, *out)
+        unit = self.unit
+        fits = digests == (their_checksums - our_checksums) * unit
+        peaks = torch.maximum(largest.to(torch.int32), -smallest.to(torch.int32)) // unit
+        return fits if near is None else fits & near, peaks
 
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, *, accumulate: bool) -> None:
+    @property
+    def unit(self) -> int:
+        """What one step of the lattice is in ``differences``."""
+        return 1 if self.bits == 8 else 16
+
+    def decode(self, differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, *, accumulate: bool) -> None:
         """Write differences times ``scales`` [num_blocks] into ``total`` [num_blocks, block_numel], or add them."""
-        for blocks in _block_ranges(len(codes), total.shape[1], self.device):
+        scales = scales[:, None] / self.unit
+        for blocks in _block_ranges(len(differences), total.shape[1], self.device):
             if accumulate:
                 more = _scratch(total[blocks].shape, total.dtype, self.device)
-                self._scale(codes[blocks], scales[blocks, None], self.bits, more)
+                self._scale(differences[blocks], scales[blocks], more)
                 total[blocks] += more
             else:
-                self._scale(codes[blocks], scales[blocks, None], self.bits, total[blocks])
+                self._scale(differences[blocks], scales[blocks], total[blocks])
 
 
 @functools.cache
@@ -188,8 +206,9 @@ def _encode_blocks(
     if bits == 8:
         codes.copy_(integers)
     else:
+        # Two numbers in a byte, one as it is and one times 16: what the first carries over, a difference takes back.
         low, high = _scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=1)
-        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=codes)
+        torch.add(low, high, alpha=16, out=codes)
     torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
     points.mul_(sizes)
 
@@ -199,39 +218,27 @@ def _subtract_codes(
     theirs: torch.Tensor,
     weights: torch.Tensor,
     bits: int,
+    differences: torch.Tensor,
     checksums: torch.Tensor,
     largest: torch.Tensor,
     smallest: torch.Tensor,
 ) -> None:
     if bits == 8:
-        theirs.sub_(ours)
+        torch.sub(theirs, ours, out=differences.view(torch.uint8))
     else:
-        # Both halves of a byte at once: no borrow passes from the low one to the high one.
-        signs = _scratch(theirs.shape, torch.uint8, theirs.device)
-        torch.bitwise_xor(theirs, ours, out=signs).bitwise_not_().bitwise_and_(0x88)
-        theirs.bitwise_or_(0x88).sub_(ours & 0x77).bitwise_xor_(signs)
-    differences = _signed(theirs, bits)
+        low, high = differences.chunk(2, dim=1)
+        both = torch.sub(theirs, ours, out=_scratch(ours.shape, torch.uint8, ours.device)).view(torch.int8)
+        torch.mul(both, 16, out=low)
+        torch.bitwise_right_shift(low, 4, out=high)
+        torch.sub(both, high, out=high)
     torch.amax(differences, 1, out=largest)
     torch.amin(differences, 1, out=smallest)
-    integers = _scratch(differences.shape, torch.int32, theirs.device).copy_(differences)
+    integers = _scratch(differences.shape, torch.int32, differences.device).copy_(differences)
     torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
 
 
-def _scale_codes(codes: torch.Tensor, scales: torch.Tensor, bits: int, total: torch.Tensor) -> None:
-    total.copy_(_signed(codes, bits)).mul_(scales)
-
-
-def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[blocks, block_numel], int8; of 4 bits in scratch."""
-    signed = codes.view(torch.int8)
-    if bits == 8:
-        return signed
-    half = codes.shape[1]
-    both = _scratch((len(codes), 2 * half), torch.int8, codes.device)
-    low = both[:, :half]
-    low.copy_(signed).bitwise_left_shift_(4).bitwise_right_shift_(4)
-    torch.bitwise_right_shift(signed, 4, out=both[:, half:])
-    return both
+def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
+    total.copy_(differences).mul_(scales)
 
 
 def _scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -248,26 +255,17 @@ def _scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 _thread = threading.local()
 
 
-def _shift(codes: torch.Tensor, shifts: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes of the same points on a lattice that is so many octaves finer."""
-    wide = codes.to(torch.int32)
-    if bits == 8:
-        return (wide << shifts).to(torch.uint8)
-    low, high = ((wide & 15) << shifts) & 15, ((wide >> 4) << shifts) & 15
-    return (low | (high << 4)).to(torch.uint8)
-
-
 def _parts(values: torch.Tensor, block_numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Some blocks of flat values at a time, in the dtype of accumulation; the last block filled up with zeros."""
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    num_whole = len(values) // block_numel
+    num_whole = values.numel() // block_numel
     for blocks in _block_ranges(num_whole, block_numel, values.device):
         part = values[blocks.start * block_numel : blocks.stop * block_numel]
         yield blocks, part.to(wide).view(-1, block_numel)
     rest = values[num_whole * block_numel :]
-    if len(rest):
+    if rest.numel():
         padded = rest.new_zeros((1, block_numel), dtype=wide)
-        padded[0, : len(rest)] = rest
+        padded[0, : rest.numel()] = rest
         yield slice(num_whole, num_whole + 1), padded
 
 

@@ -13,6 +13,9 @@ from gossip.compression.codec import BucketShape, Codec, Compression, Parcels
 from gossip.compression.draws import generator
 from gossip.compression.lattice import (
     BLOCK_NUMEL,
+    COARSEST,
+    FINEST,
+    LARGEST_INTEGER,
     LEVELS_PER_OCTAVE,
     NOISE_PERIOD,
     RAW,
@@ -24,8 +27,6 @@ from gossip.compression.lattice import (
 from topologies import Round
 
 _PATIENCE = 1  # in levels: how much finer the lattice may get from one exchange to the next
-_FINEST, _COARSEST = -100 * LEVELS_PER_OCTAVE, 100 * LEVELS_PER_OCTAVE
-_MANTISSA_BITS = 22  # lattice points are integers that float32 holds exactly
 
 
 class ModuloQuantization(Compression):
@@ -35,7 +36,8 @@ class ModuloQuantization(Compression):
     [0, 1), so that :math:`m_j = \delta k_j` is x in expectation and at most :math:`\delta` away; sent is
     :math:`k_j \bmod 2^{b}`. Rank i knows :math:`k_i`, and as long as the two are less than :math:`2^{b-1}` apart the
     rest is known from it. Nothing is remembered of any neighbour: it serves every topology, time-varying pairs too, and
-    the mean over ranks is exact, whatever was rounded.
+    the mean over ranks is exact, whatever was rounded. All ranks round with the same :math:`\xi`, drawn from seed, step
+    and bucket: equal values stay equal, and the nearer two replicas are the less noise there is between them.
 
     Each block of 4,096 values has its own :math:`\delta`, a power of two that follows the largest difference between
     peers that was seen of late, times ``headroom``. Each block carries a checksum of its :math:`k_j`. Where two ranks
@@ -126,6 +128,7 @@ class Layout:
 class _Read:
     """What has become of the message of one source."""
 
+    differences: torch.Tensor
     exponents: torch.Tensor
     resent: torch.Tensor
     rows: torch.Tensor
@@ -155,6 +158,7 @@ class ModuloCodec(Codec):
         self._weights: dict[int, float] = {}
         self._targets: tuple[int, ...] = ()
         self._reads: dict[int, _Read] = {}
+        self._unpacked: list[torch.Tensor] = []
         self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
         self.num_resent = 0
 
@@ -169,18 +173,24 @@ class ModuloCodec(Codec):
         self._targets = tuple(round_.targets(self._rank))
         points = self._points.view(layout.num_blocks, layout.block_numel)
         peaks = self._kernels.peaks(values, layout.num_blocks, layout.block_numel)
-        coarse_enough = (torch.frexp(peaks).exponent - _MANTISSA_BITS) * LEVELS_PER_OCTAVE
-        wanted = self.levels.to(self._device)
-        levels = torch.maximum(wanted, coarse_enough.clamp(_FINEST, _COARSEST + 1).to(torch.int16))
-        levels[(wanted == RAW) | ~torch.isfinite(peaks) | (levels > _COARSEST)] = RAW
+        levels = self._levels_on_lattice(self.levels.to(self._device), peaks)
         layout.levels(self._payload).copy_(levels)
-        source = generator(self._compression.seed, step, self._bucket, self._rank)
+        source = generator(self._compression.seed, step, self._bucket)
         num_offsets = self._kernels.num_offsets(layout.num_blocks, layout.block_numel)
         offsets = torch.randint(NOISE_PERIOD, (num_offsets,), generator=source).to(self._device)
         self._kernels.encode(
             values, levels, offsets, points, layout.codes(self._payload), layout.checksums(self._payload)
         )
         return dict.fromkeys(self._targets, self._payload)
+
+    def _levels_on_lattice(self, wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+        """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
+        steps = exponents(wanted.clamp(min=FINEST))
+        if peaks.is_cpu and bool((peaks <= LARGEST_INTEGER * power_of_two(steps)).all()):
+            return wanted  # the usual case
+        lowest = (torch.frexp(peaks).exponent - int(math.log2(LARGEST_INTEGER))) * LEVELS_PER_OCTAVE
+        levels = torch.maximum(wanted, lowest.clamp(FINEST, COARSEST + 1).to(torch.int16))
+        return levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
 
     def rooms(self) -> Parcels:
         for place in range(len(self._rooms), len(self._weights)):
@@ -190,7 +200,7 @@ class ModuloCodec(Codec):
     @torch.no_grad()
     def follow_up(self, sent: Parcels, received: Parcels) -> Iterator[tuple[Parcels, Parcels]]:
         ours = next(iter(sent.values())) if sent else self._payload.cpu()
-        wanted: list[torch.Tensor] = [self.levels]
+        wanted: list[torch.Tensor] = []
         self._reads.clear()
         for source, message in received.items():
             self._reads[source] = self._check(ours, message, wanted)
@@ -209,27 +219,34 @@ class ModuloCodec(Codec):
         """Replace the codes of a message by the difference to ours, and find the blocks where it does not fit."""
         layout = self._layout
         own_levels, levels = layout.levels(ours), layout.levels(theirs)
-        on_lattice = (own_levels != RAW) & (levels != RAW)
-        own_exponents, their_exponents = exponents(own_levels), exponents(levels)
-        finer = torch.minimum(own_exponents, their_exponents).masked_fill_(~on_lattice, 0)
-        fits, peaks = self._host_kernels.check(
-            layout.codes(ours),
-            (own_exponents - finer).masked_fill_(~on_lattice, 0),
-            layout.checksums(ours),
-            layout.codes(theirs),
-            (their_exponents - finer).masked_fill_(~on_lattice, 0),
-            layout.checksums(theirs),
-        )
-        resent = ~(fits & on_lattice)
         # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
-        wanted.append(self._levels_for(peaks * power_of_two(finer).double(), on_lattice & ~resent))
-        for before in (own_levels, levels):
-            wanted.append(torch.where(before == RAW, RAW, (before - _PATIENCE).clamp(min=_FINEST)))
-        wanted[0] = torch.full_like(own_levels, RAW)
+        coarser = torch.maximum(own_levels, levels)
+        wanted.append((coarser - _PATIENCE).clamp(min=FINEST).masked_fill_(coarser == RAW, RAW))
+        is_raw = torch.minimum(own_levels, levels) == RAW
+        finer = exponents(torch.minimum(own_levels, levels)).masked_fill_(is_raw, 0)
+        shifts = None
+        if not torch.equal(own_levels, levels):
+            ours_coarser, theirs_coarser = (
+                (exponents(each) - finer).masked_fill_(is_raw, 0) for each in (own_levels, levels)
+            )
+            shifts = ours_coarser, theirs_coarser
+        codes = layout.codes(theirs)
+        if self._compression.bits == 8:
+            differences = codes.view(torch.int8)
+        else:
+            place = len(self._reads)
+            if place == len(self._unpacked):
+                self._unpacked.append(torch.empty((layout.num_blocks, layout.block_numel), dtype=torch.int8))
+            differences = self._unpacked[place]
+        fits, peaks = self._host_kernels.check(
+            layout.codes(ours), layout.checksums(ours), codes, layout.checksums(theirs), shifts, differences
+        )
+        resent = ~fits | is_raw
+        wanted.append(self._levels_for(peaks * power_of_two(finer).double(), ~resent))
         num_resent = int(resent.sum())
         self.num_resent += num_resent
         rows = torch.empty((num_resent, layout.block_numel), dtype=self._points.dtype)
-        return _Read(finer, resent, rows)
+        return _Read(differences, finer, resent, rows)
 
     @property
     def _host_kernels(self) -> LatticeKernels:
@@ -251,11 +268,11 @@ class ModuloCodec(Codec):
         """The levels at which differences of ``headroom`` times ``peaks`` fit the code; RAW where nothing is known."""
         num_codes = 2**self._compression.bits
         levels = (LEVELS_PER_OCTAVE * torch.log2(2 * self._compression.headroom / num_codes * peaks)).ceil()
-        levels = levels.nan_to_num(nan=0.0).clamp(_FINEST, _COARSEST).to(torch.int16)
+        levels = levels.nan_to_num(nan=0.0).clamp(FINEST, COARSEST).to(torch.int16)
         return torch.where(known, levels, RAW)
 
     @torch.no_grad()
-    def decode(self, received: Parcels) -> torch.Tensor:
+    def decode(self, received: Parcels) -> torch.Tensor:  # noqa: ARG002 -- read by follow_up
         layout = self._layout
         total = self._difference.view(layout.num_blocks, layout.block_numel)
         points = self._points.view(layout.num_blocks, layout.block_numel)
@@ -265,7 +282,7 @@ class ModuloCodec(Codec):
             read = self._reads[source]
             scales = (weight * power_of_two(read.exponents).double()).masked_fill_(read.resent, 0.0)
             scales = scales.to(self._device, total.dtype)
-            self._kernels.decode(layout.codes(received[source]), scales, total, accumulate=number > 0)
+            self._kernels.decode(read.differences.to(self._device), scales, total, accumulate=number > 0)
             if len(read.rows):
                 blocks = read.resent.to(self._device)
                 total[blocks] += weight * (read.rows.to(self._device) - points[blocks])

@@ -71,8 +71,8 @@ class ValuesCodec(Codec):
         if self._largest is None:
             self.message.copy_(values)
         else:
-            for part in chunks(len(values), values.device):
-                self.message[part].copy_(values[part].clamp(-self._largest, self._largest))
+            for part in chunks(values.numel(), values.device):
+                self.message[part].copy_(_within(values[part], self._largest))
         self._weights = round_.neighbours(self._rank)
         return dict.fromkeys(round_.targets(self._rank), self.message)
 
@@ -105,3 +105,10 @@ class ValuesCodec(Codec):
                 else:
                     total.add_(theirs.sub_(ours) if theirs.dtype == self._wide else theirs - ours, alpha=weight)
         return difference
+
+
+def _within(values: torch.Tensor, largest: float) -> torch.Tensor:
+    """``values`` with what is larger set to ``largest``, but for infinity."""
+    if values.is_cpu and not bool(values.abs().amax() > largest):
+        return values  # the usual case
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest))

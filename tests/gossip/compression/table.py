@@ -24,7 +24,7 @@ class Row:
     floor : float
         To which part of the largest value replicas that are left alone come together.
     num_rounds : int
-        After how many rounds at the latest.
+        After how many exchanges at the latest.
     topologies : tuple of str
         Names in ``TOPOLOGIES`` of those that it serves; the others it refuses.
     is_random : bool
@@ -62,6 +62,6 @@ COMPRESSIONS = {
     "none": Row(lambda _: Uncompressed(), 2**-22, 150, ALL, is_random=False, bytes_per_value=4),
     "bf16": Row(lambda _: Cast(torch.bfloat16), 2**-7, 150, ALL, is_random=False, bytes_per_value=2),
     "fp16": Row(lambda _: Cast(torch.float16), 2**-10, 150, ALL, is_random=False, bytes_per_value=2),
-    "int8": Row(lambda seed: ModuloQuantization(8, seed=seed), 2**-19, 400, ALL, is_random=True, bytes_per_value=1.01),
-    "int4": Row(lambda seed: ModuloQuantization(4, seed=seed), 2**-19, 400, ALL, is_random=True, bytes_per_value=0.51),
+    "int8": Row(lambda seed: ModuloQuantization(8, seed=seed), 2**-19, 200, ALL, is_random=True, bytes_per_value=1.01),
+    "int4": Row(lambda seed: ModuloQuantization(4, seed=seed), 2**-17, 200, ALL, is_random=True, bytes_per_value=0.51),
 }
