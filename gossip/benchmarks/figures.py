@@ -18,6 +18,7 @@ _COMPUTE, _EXPOSED = "#0072B2", "#D55E00"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 _GREY = "#555555"
+_MAX_BANDS = 6  # more of them hide each other
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -62,14 +63,16 @@ def parts_figure(results: Sequence[Result], path: str | Path) -> Path:
         from matplotlib.figure import Figure
 
         num_rows = max(len(result.rows) for result in results)
-        height = len(results) * (0.28 * num_rows + 0.8) + 0.3
+        height = len(results) * (0.28 * num_rows + 0.8) + 0.35
         figure = Figure(figsize=(7.2, height), layout="constrained", facecolor="white")
         for number, result in enumerate(results):
-            _draw_parts(figure.add_subplot(len(results), 1, number + 1), result, is_first=number == 0)
+            axes = figure.add_subplot(len(results), 1, number + 1)
+            _draw_parts(axes, result)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         return _save(figure, path)
 
 
-def _draw_parts(axes: Axes, result: Result, *, is_first: bool) -> None:
+def _draw_parts(axes: Axes, result: Result) -> None:
     rows = list(result.rows)[::-1]
     places = range(len(rows))
     compute = [1e3 * min(row.compute_s or 0.0, row.step_s.median) for row in rows]
@@ -82,19 +85,24 @@ def _draw_parts(axes: Axes, result: Result, *, is_first: bool) -> None:
     axes.errorbar(totals, places, xerr=[below, above], fmt="none", ecolor="black", elinewidth=1, capsize=2)
     furthest = max(total + whisker for total, whisker in zip(totals, above, strict=True))
     for place, total, whisker in zip(places, totals, above, strict=True):
-        axes.text(total + whisker + 0.012 * furthest, place, f"{total:.3g}", va="center", color=_GREY, fontsize=8)
+        axes.text(
+            total + whisker + 0.012 * furthest,
+            place,
+            f"{total:.1f}" if total < 100 else f"{total:.0f}",
+            va="center",
+            color=_GREY,
+            fontsize=8,
+        )
     axes.set_yticks(places, [row.label for row in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.08 * furthest)
     axes.grid(axis="x")
     axes.set_xlabel("step time, ms")
     axes.set_title(result.title[0].upper() + result.title[1:])
-    if is_first:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1)
 
 
 def rates_figure(results: Sequence[Result], path: str | Path) -> Path:
-    """Step time against the links' rate, both logarithmic; bands are the quartiles.
+    """Step time against the links' rate, both logarithmic; bands, where they are few, are the quartiles.
 
     Parameters
     ----------
@@ -133,6 +141,8 @@ def rates_figure(results: Sequence[Result], path: str | Path) -> Path:
                 linestyle=("-", "--", ":")[number // len(_COLOURS) % 3],
                 markersize=4.5,
             )
+            if len(ordered[0].rows) > _MAX_BANDS:
+                continue
             axes.fill_between(
                 rates,
                 [1e3 * row.step_s.low for row in rows],

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from gossip.benchmarks.namespaces import Namespace
+from gossip.benchmarks.networks import store_at
 
 MAX_HOSTS = 200
 _NETWORK = "10.77.0"
@@ -57,6 +60,7 @@ class Lab:
         self._bridge: Namespace | None = None
         try:
             self._bridge = Namespace()
+            self._in_bridge("ip", "link", "set", "lo", "up")
             self._in_bridge("ip", "link", "add", "bridge", "type", "bridge")
             self._in_bridge("ip", "address", "add", f"{_BRIDGE_ADDRESS}/24", "dev", "bridge")
             self._in_bridge("ip", "link", "set", "bridge", "up")
@@ -87,11 +91,11 @@ class Lab:
         """Of a host."""
         return f"{_NETWORK}.{rank + 1}"
 
-    def listen(self) -> socket.socket:
+    def start_store(self, timeout: timedelta) -> dist.TCPStore:
         """On the bridge itself, by a link to every host."""
         assert self._bridge is not None
         with self._bridge.entered():
-            return socket.create_server((_BRIDGE_ADDRESS, 0))
+            return store_at(_BRIDGE_ADDRESS, timeout)
 
     @contextlib.contextmanager
     def entered(self, rank: int) -> Iterator[None]:

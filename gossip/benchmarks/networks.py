@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+from datetime import timedelta
 from typing import Protocol
+
+import torch.distributed as dist
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -30,8 +33,8 @@ class Network(Protocol):
     def address(self, rank: int) -> str:
         """The IPv4 address of a worker."""
 
-    def listen(self) -> socket.socket:
-        """A listening socket for the key-value store, which every worker can reach."""
+    def start_store(self, timeout: timedelta) -> dist.TCPStore:
+        """A key-value store of this process that every worker can reach."""
 
     def entered(self, rank: int) -> contextlib.AbstractContextManager[None]:
         """Within the block, a process that is started is on the worker's host."""
@@ -54,9 +57,9 @@ class Loopback:
         """The same for all."""
         return "127.0.0.1"
 
-    def listen(self) -> socket.socket:
+    def start_store(self, timeout: timedelta) -> dist.TCPStore:
         """On a free port."""
-        return socket.create_server(("127.0.0.1", 0))
+        return store_at("127.0.0.1", timeout)
 
     def entered(self, rank: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         """Nothing to enter."""
@@ -68,6 +71,15 @@ class Loopback:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def store_at(address: str, timeout: timedelta) -> dist.TCPStore:
+    """A key-value store on a free port of this address alone, in the network namespace of this thread."""
+    with socket.create_server((address, 0)) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
 
 
 def bits_per_second(rate: str) -> int:

@@ -62,8 +62,8 @@ class Row:
         Per rank and step, as the interfaces counted them.
     efficiency : float or None
         max(``compute_s``, bytes / goodput) / ``step_s.median``, bytes being the more of both ways.
-    peak_memory_bytes : int
-        The most of any rank and repetition, above what the process held before.
+    peak_memory_bytes : float
+        The most of any rank, above what the process held before; the median over the repetitions.
     final_loss : float or None
         Of the averaged model on held-out data; the same number of steps for every method. None: not finite.
     """
@@ -80,7 +80,7 @@ class Row:
     sent_bytes: float
     received_bytes: float
     efficiency: float | None
-    peak_memory_bytes: int
+    peak_memory_bytes: float
     final_loss: float | None
 
     @property
@@ -146,7 +146,9 @@ def _row(
         sent_bytes=sent,
         received_bytes=received,
         efficiency=efficiency,
-        peak_memory_bytes=max(record["peak_memory_bytes"] for record in everything),
+        peak_memory_bytes=statistics.median(
+            max(record["peak_memory_bytes"] for record in by_rank) for by_rank in repetitions
+        ),
         final_loss=everything[0]["final_loss"],
     )
 

@@ -73,7 +73,7 @@ def _network(settings: Settings, notes: list[str]) -> Iterator[Network]:
     network: Network = Loopback()
     if settings.network == "lab":
         try:
-            network = Lab(settings.world_size)
+            network = _shaped_lab(settings)
         except LabUnavailable as error:
             notes.append(f"no lab: {error}; the links are loopback, unshaped")
             logger.warning(notes[-1])
@@ -81,6 +81,16 @@ def _network(settings: Settings, notes: list[str]) -> Iterator[Network]:
         yield network
     finally:
         network.close()
+
+
+def _shaped_lab(settings: Settings) -> Lab:
+    lab = Lab(settings.world_size)
+    try:
+        lab.shape(bits_per_second(settings.rates[0]))
+    except BaseException:
+        lab.close()
+        raise
+    return lab
 
 
 def _measure(settings: Settings, network: Network, rate: str | None, folder: Path) -> Result:

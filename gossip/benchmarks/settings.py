@@ -70,6 +70,11 @@ class Settings:
         world_size = _integer(config, "bench.world_size", minimum=2)
         if network == "lab" and world_size > lab.MAX_HOSTS:
             raise ConfigurationError(f"bench.world_size must be at most {lab.MAX_HOSTS} in the lab, got {world_size}")
+        rates = _rates(value_of(config, "bench.rate"))
+        if network != "lab" and len(rates) > 1:
+            raise ConfigurationError(
+                f"bench.rate={list(rates)}: bench.network={network} has no rate; set bench.network=lab"
+            )
         timeout_s = value_of(config, "bench.timeout_s")
         if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < float("inf"):
             raise ConfigurationError(f"bench.timeout_s must be a positive number, got {timeout_s!r}")
@@ -77,7 +82,7 @@ class Settings:
             model=_choice(config, "bench.model", tuple(WORKLOADS)),
             world_size=world_size,
             network=network,
-            rates=_rates(value_of(config, "bench.rate")),
+            rates=rates,
             straggler=_choice(config, "bench.straggler", stragglers.KINDS),
             repetitions=_integer(config, "bench.repetitions", minimum=1),
             warmup_steps=_integer(config, "bench.warmup_steps", minimum=2),
@@ -118,14 +123,17 @@ def expand(methods: Any, world_size: int) -> tuple[MethodSpecification, ...]:
         options = dict(given or {})
         kind = str(options.pop("method", name))
         choices = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
+        for key, choice in choices.items():
+            if not choice:
+                raise ConfigurationError(
+                    f"bench.methods.{name}.{key} is an empty list; give it at least one value, or none"
+                )
         for values in itertools.product(*choices.values()):
             row = dict(zip(choices, values, strict=True))
             words = [_words(key, value) for key, value in row.items() if len(choices[key]) > 1]
             chosen = {key: value for key, value in row.items() if value not in (None, "none")}
             check(kind, chosen, world_size)
             rows.append(MethodSpecification(" ".join([str(name), *filter(None, words)]), kind, chosen))
-    if not rows:
-        raise ConfigurationError("bench.methods has no row: an option is an empty list; give it at least one value")
     return tuple(rows)
 
 

@@ -12,8 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from gossip.benchmarks.networks import Network
 from gossip.benchmarks.settings import Settings
 from gossip.benchmarks.specification import WorkerSpecification
@@ -52,18 +50,9 @@ def measure(
         A rank failed, or was silent for too long; none is left running.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with network.listen() as listener:
-        address, port = listener.getsockname()[:2]
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=settings.timeout_s),
-            master_listen_fd=listener.detach(),
-        )
+    store = network.start_store(timedelta(seconds=settings.timeout_s))
     specifications = [
-        _specification(settings, network, folder, rank, (address, port)) for rank in range(settings.world_size)
+        _specification(settings, network, folder, rank, (store.host, store.port)) for rank in range(settings.world_size)
     ]
     with contextlib.ExitStack() as processes:
         running = [
