@@ -80,3 +80,20 @@ def test_bench_names_the_rank_that_failed(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == "rank 1 failed: out of order"
+
+
+def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, "bench.network=lab", "bench/methods=buckets"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": str(tmp_path)},  # neither ip nor tc
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    why = "network namespaces need root" if os.geteuid() != 0 else "ip and tc not found: install iproute2"
+    assert f"no lab: {why}; the links are loopback, unshaped" in done.stderr
+    assert f"- no lab: {why}" in done.stdout
+    assert "2 ranks on loopback" in done.stdout
