@@ -1,0 +1,77 @@
+"""scripts/bench.py's command line: hydra, and what a user's mistakes look like."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from loguru import logger
+
+from gossip.benchmarks.run import run
+from gossip.benchmarks.settings import Settings
+from gossip.experiments import folder as run_folder
+from gossip.experiments.command_line import report
+from gossip.experiments.settings import ConfigurationError
+
+
+def main(config_folder: Path, config_name: str) -> int:
+    """Run what ``sys.argv`` says.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 1 if a worker failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
+        raises ``SystemExit(143)``.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="INFO", filter="gossip.benchmarks")
+    try:
+        if {"-m", "--multirun"}.intersection(sys.argv):
+            raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
+        _run_hydra(config_folder, config_name)
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error, config_folder)
+    return 0
+
+
+def _run_hydra(config_folder: Path, config_name: str) -> None:
+    """Compose and run; every error is raised, none is printed."""
+    import hydra
+
+    errors: list[Exception] = []
+
+    def task(config: Any) -> None:
+        try:
+            _task(config)
+        except Exception as error:  # hydra would print lines of its own about it
+            errors.append(error)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
+    hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
+    if errors:
+        raise errors[0]
+
+
+def _task(hydra_config: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra_settings = HydraConfig.get()
+    folder = Path(hydra_settings.runtime.output_dir)
+    config = OmegaConf.to_container(hydra_config, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    plain = {str(key): value for key, value in config.items()}
+    settings = Settings.from_config(plain)
+    with run_folder.lock(folder):
+        run_folder.claim(folder, plain, list(hydra_settings.overrides.task))
+        print(run(settings, folder))
+        print(f"run folder: {folder}")
+
+
+def _terminate(signal_number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)

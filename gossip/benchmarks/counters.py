@@ -1,0 +1,62 @@
+"""What the kernel counts: bytes on an interface, and this process's memory. Linux."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+_RESET_PEAK = "5"  # proc(5), clear_refs
+
+
+@dataclass(frozen=True)
+class InterfaceBytes:
+    """Bytes that went over an interface since it exists, headers of the link included."""
+
+    received: int
+    sent: int
+
+    @classmethod
+    def read(cls, interface: str) -> InterfaceBytes:
+        """Of an interface of this process's network namespace.
+
+        Raises
+        ------
+        ValueError
+            There is no such interface.
+        """
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+            name, colon, counts = line.partition(":")
+            if colon and name.strip() == interface:
+                columns = [int(count) for count in counts.split()]
+                return cls(received=columns[0], sent=columns[8])
+        raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
+
+    def since(self, before: InterfaceBytes) -> InterfaceBytes:
+        """The difference."""
+        return InterfaceBytes(self.received - before.received, self.sent - before.sent)
+
+
+class PeakMemory:
+    """The most memory that this process has held above what it held at first."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # glibc's
+            ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        self._before = _status_bytes("VmRSS")
+
+    def bytes(self) -> int:
+        """Until now."""
+        return max(0, _status_bytes("VmHWM") - self._before)
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return 1024 * int(value.split()[0])
+    raise OSError(f"/proc/self/status does not tell {key}")

@@ -1,0 +1,23 @@
+"""Measure gossip against all-reduce and Decent-DP: see configs/bench.yaml and --help.
+
+python scripts/bench.py bench.model=transformer bench/methods=topologies
+sudo python scripts/bench.py bench.network=lab bench.rate=200mbit
+"""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Run hydra's command line over configs/, wherever it is called from."""
+    try:
+        from gossip.benchmarks import command_line
+
+        return command_line.main(Path(__file__).resolve().parent.parent / "configs", "bench")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""scripts/bench.py as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY, TIMEOUT_S
+
+TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=2", "bench.warmup_steps=2", "bench.steps=2")
+
+
+def bench(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_bench_leaves_a_table_and_figures(tmp_path: Path) -> None:
+    done = bench(tmp_path, *TINY, "bench/methods=stragglers", "bench.straggler=exponential")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs").iterdir()
+    text = (folder / "bench.md").read_text()
+    assert text in done.stdout
+    assert "2 ranks on loopback, 1 thread each" in text
+    content = json.loads((folder / "bench.json").read_text())
+    (result,) = content["results"]
+    assert result["rate"] is None
+    kinds = {row["kind"]: row for row in result["rows"]}
+    assert {"local", "ddp", "gossip"} <= set(kinds)
+    assert kinds["local"]["step_s"]["high"] > 0
+    assert kinds["gossip"]["sent_bytes"] > kinds["local"]["sent_bytes"]
+    assert {ratio["reference"] for ratio in result["ratios"]} >= {"local", "ddp"}
+    assert (folder / "parts.svg").read_text().count("gossip") >= 1
+    assert (folder / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("bench.steps=none", "error: bench.steps must be an integer of at least 1, got 'none'"),
+        ("bench.stepps=3", "error: the configuration has no key bench.stepps; did you mean bench.steps?"),
+        ("bench/methods=mian", "error: there is no bench/methods=mian; did you mean main?"),
+        ("--multirun", "error: the benchmark measures all methods in one run: give lists, and leave out -m"),
+    ],
+)
+def test_bench_refusals_are_one_line(override: str, words: str, tmp_path: Path) -> None:
+    done = bench(tmp_path, override)
+    assert done.returncode == 2
+    assert done.stderr.strip().startswith(words)
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_bench_names_the_rank_that_failed(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if '-m' in sys.orig_argv and sys.orig_argv[-1].endswith('rank1.json'):\n"
+        "    os.write(2, b'out of order')\n    os._exit(3)\n"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join([str(broken), str(REPOSITORY)])}
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, "bench/methods=buckets"],
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "rank 1 failed: out of order"
+
+
+def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, "bench.network=lab", "bench/methods=buckets"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": str(tmp_path)},  # neither ip nor tc
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    why = "network namespaces need root" if os.geteuid() != 0 else "ip and tc not found: install iproute2"
+    assert f"no lab: {why}; the links are loopback, unshaped" in done.stderr
+    assert f"- no lab: {why}" in done.stdout
+    assert "2 ranks on loopback" in done.stdout
