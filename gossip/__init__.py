@@ -13,6 +13,7 @@ from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
 from gossip.checkpoints import save as save
 from gossip.communication.debug_transport import DebugTransport as DebugTransport
+from gossip.communication.transports import Arrival as Arrival
 from gossip.communication.transports import DistributedTransport as DistributedTransport
 from gossip.communication.transports import Exchange as Exchange
 from gossip.communication.transports import Transport as Transport
@@ -37,6 +38,7 @@ __all__ = [
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",
+    "Arrival",
     "BucketShape",
     "Cast",
     "Checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,9 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm
 from gossip.buckets import Bucket
 from gossip.buffers import BufferBucket
-from gossip.communication.transports import Exchange, Transport
-from gossip.compression.codec import Codec, Compression
+from gossip.communication.transports import Arrival, Exchange, Transport
+from gossip.compression.codec import Codec, Compression, chunks
+from gossip.compression.memory import all_finite
 from gossip.compression.values import Uncompressed
 from gossip.errors import GossipError
 from gossip.stats import Meter
@@ -81,10 +83,16 @@ class InFlight:
     _difference: torch.Tensor | None = None
 
     def difference(self) -> torch.Tensor:
-        """Wait for it, once; the weighted sum of the messages' differences to this rank's."""
+        """Wait for it, once; the weighted sum of the messages' differences to this rank's, [numel]."""
         if self._difference is None:
-            self._difference = self.exchange.wait()
+            self._difference = torch.cat([part.clone() for _, part in self.exchange.wait().parts])
         return self._difference
+
+    def arrival(self) -> Arrival:
+        """Wait for it; what came, bit by bit."""
+        if self._difference is None:
+            return self.exchange.wait()
+        return whole(self._difference)
 
     def count_bytes(self, meter: Meter) -> None:
         """Add to a step's costs what has been sent since the last call."""
@@ -103,8 +111,15 @@ class Arrived:
     bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
     arrived_at: Mapping[int, float] = field(default_factory=dict)
 
-    def wait(self) -> torch.Tensor:
-        return self.difference
+    def wait(self) -> Arrival:
+        return whole(self.difference)
+
+
+def whole(difference: torch.Tensor) -> Arrival:
+    """What came, known as a whole; ``difference`` stays as it is."""
+    is_finite = not difference.is_cpu or all_finite(difference)
+    parts = ((part, difference[part].clone()) for part in chunks(difference.numel(), difference.device))
+    return Arrival(parts, is_finite)
 
 
 class Mixer:
@@ -194,13 +209,20 @@ class Mixer:
         in_flight, self.in_flight[bucket.index] = self.in_flight[bucket.index], None
         if in_flight is None:
             return
-        difference = self._await(in_flight, meter)
+        arrival = self._await(in_flight, meter)
         with record_function("gossip::mix"):
             for optimizer in self._readers:
-                _show(optimizer, bucket, in_flight, difference)
-            if self._is_finite(difference, in_flight, bucket, meter):
-                self.algorithm.combine_(bucket.block, difference, in_flight.round_index)
-                bucket.written()
+                _show(optimizer, bucket, in_flight)
+            if not arrival.is_finite:
+                collections.deque(arrival.parts, maxlen=0)  # the codec must not miss it
+                self._refuse(in_flight, bucket, meter)
+                return
+            squares: float | torch.Tensor = 0.0
+            for part, difference in arrival.parts:
+                squares = squares + _squared_norm(difference)
+                self.algorithm.combine_(bucket.block[part], difference, in_flight.round_index)
+            bucket.written()
+            meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
 
     def drop(self) -> None:
         """Wait for what is in flight and forget it."""
@@ -244,10 +266,12 @@ class Mixer:
         for codec, saved in zip(self.codecs, state["codecs"], strict=True):
             codec.load_state_dict(saved)
 
-    def _await(self, in_flight: InFlight, meter: Meter) -> torch.Tensor:
+    def _await(self, in_flight: InFlight, meter: Meter) -> Arrival:
         start = time.perf_counter()
         with record_function("gossip::wait"):
-            difference = in_flight.difference()
+            if self._readers:
+                in_flight.difference()
+            arrival = in_flight.arrival()
         waited_s = time.perf_counter() - start
         meter.exposed_wait_s += waited_s
         arrivals = in_flight.exchange.arrived_at
@@ -256,30 +280,21 @@ class Mixer:
         if arrivals:
             meter.overlapped_s += max(0.0, min(start, max(arrivals.values())) - in_flight.launched_at)
         in_flight.count_bytes(meter)
-        return difference
+        return arrival
 
-    def _is_finite(self, difference: torch.Tensor, in_flight: InFlight, bucket: AnyBucket, meter: Meter) -> bool:
-        norm = torch.linalg.vector_norm(difference, dtype=torch.float64 if difference.dtype == torch.float64 else None)
-        scale = self._squared_distance_scale(in_flight.round)
-        if not difference.is_cpu:  # reading it would hold the host until the device is done
-            meter.squared_distances.append(norm.square() * scale)
-            return True
-        length = float(norm)
-        if not _finite(length) and not bool(difference.isfinite().all()):
-            where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {bucket.index}"
-            ours = bucket.block if in_flight.sent is None else in_flight.sent
-            if not bool(ours.isfinite().all()):
-                raise GossipError(
-                    f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
-                    "are spoilt, and its peers have refused them; start again from a checkpoint, with a smaller "
-                    "learning rate"
-                )
-            sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))
-            logger.warning("{}: a message of one of the ranks {} is not finite and is refused", where, sources)
-            meter.num_refused += 1
-            return False
-        meter.squared_distances.append(length * length * scale)
-        return True
+    def _refuse(self, in_flight: InFlight, bucket: AnyBucket, meter: Meter) -> None:
+        """Count messages that are not finite; raise if this rank's is the one."""
+        where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {bucket.index}"
+        ours = bucket.block if in_flight.sent is None else in_flight.sent
+        if not bool(ours.isfinite().all()):
+            raise GossipError(
+                f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
+                "are spoilt, and its peers have refused them; start again from a checkpoint, with a smaller "
+                "learning rate"
+            )
+        sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))
+        logger.warning("{}: a message of one of the ranks {} is not finite and is refused", where, sources)
+        meter.num_refused += 1
 
     def _squared_distance_scale(self, round_: Round) -> float:
         r"""Makes an estimate of the squared consensus distance of :math:`\|\sum_j W_{ij} m_j - m_i\|^2`.
@@ -294,14 +309,14 @@ class Mixer:
         return (size - 1) / size / spread if spread else 0.0
 
 
-def _show(optimizer: Any, bucket: AnyBucket, in_flight: InFlight, difference: torch.Tensor) -> None:
+def _show(optimizer: Any, bucket: AnyBucket, in_flight: InFlight) -> None:
     """Call the optimizer's pre_average_hook for its parameters in the bucket."""
     if not isinstance(bucket, Bucket) or in_flight.sent is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     places = [place for place, parameter in enumerate(bucket.parameters) if id(parameter) in held]
     if places:
-        sent, arrived = bucket.views(in_flight.sent), bucket.views(difference + in_flight.sent)
+        sent, arrived = bucket.views(in_flight.sent), bucket.views(in_flight.difference() + in_flight.sent)
         optimizer.pre_average_hook(
             [bucket.parameters[place] for place in places],
             [sent[place] for place in places],
@@ -311,5 +326,7 @@ def _show(optimizer: Any, bucket: AnyBucket, in_flight: InFlight, difference: to
         )
 
 
-def _finite(value: float) -> bool:
-    return value - value == 0.0
+def _squared_norm(difference: torch.Tensor) -> float | torch.Tensor:
+    """Read at once only from the CPU: elsewhere that would hold the host until the device is done."""
+    norm = torch.linalg.vector_norm(difference)
+    return float(norm) ** 2 if norm.is_cpu else norm.square()

@@ -15,7 +15,7 @@ import torch
 
 from gossip.communication.courier import Talk, Works
 from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
-from gossip.communication.transports import Transport, check_device
+from gossip.communication.transports import Arrival, Transport, check_device
 from gossip.communication.world import World, device_is_idle
 from gossip.compression.codec import Codec, Parcels
 from gossip.errors import ExchangeError
@@ -201,7 +201,7 @@ class DebugExchange:
     def arrived_at(self) -> Mapping[int, float]:
         return {}  # messages leave only when they are awaited
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Arrival:
         self._await(self.pending, self.world.control_device)
         announced = {}
         for source, values in self.theirs.items():
@@ -216,7 +216,8 @@ class DebugExchange:
             functools.partial(self._converse, announced), list(self.sent.values()), list(self.rooms.values())
         )
         self._await(pending, device)
-        return self.codec.decode(self.rooms)
+        is_finite = self.codec.is_finite(self.rooms) if device.type == "cpu" else True
+        return Arrival(self.codec.decode(self.rooms), is_finite)
 
     def _converse(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Talk:
         wire_sent = dict(zip(self.sent, sent, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,7 +12,8 @@ from gossip.communication.courier import Talk, Works
 from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
 from gossip.communication.membership import Membership
 from gossip.communication.world import World
-from gossip.compression.codec import Codec, Compression, Parcels
+from gossip.compression.codec import Codec, Compression, Parcels, Parts
+from gossip.compression.memory import all_finite
 from gossip.errors import ExchangeError
 from topologies import Phase, Round, Topology
 
@@ -22,6 +23,21 @@ _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 #: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
 _MIN_ALL_REDUCE_BYTES = 2**16
+
+
+class Arrival(NamedTuple):
+    """What has arrived in one exchange.
+
+    Attributes
+    ----------
+    parts : iterator of (slice, Tensor)
+        ``sum_j W[i, j] (m_j - m_i)``, as the codec's ``decode`` yields it: once, before the bucket's next ``start``.
+    is_finite : bool
+        Whether all messages are, this rank's too; True where the host does not see them.
+    """
+
+    parts: Parts
+    is_finite: bool
 
 
 class Exchange(Protocol):
@@ -35,10 +51,8 @@ class Exchange(Protocol):
     def arrived_at(self) -> Mapping[int, float]:
         """When the peers' messages were there (``time.perf_counter()``), by rank; complete after :meth:`wait`."""
 
-    def wait(self) -> torch.Tensor:
-        """Return ``sum_j W[i, j] (m_j - m_i)``, flat, in the dtype of accumulation. Called once.
-
-        The tensor is the caller's until the bucket's next ``start``.
+    def wait(self) -> Arrival:
+        """Wait for the messages. Called once.
 
         Raises
         ------
@@ -161,6 +175,8 @@ class DistributedTransport:
 
         def converse(_: Tensors, received: Tensors) -> Talk:
             yield ((name, group.allreduce([received[0]])),)
+            if total.is_cpu:
+                exchange.saw(all_finite(total))
 
         exchange.pending = self._world.lanes.submit(converse, [total], [total])
         return exchange
@@ -181,7 +197,7 @@ class DistributedExchange:
         self.sources: tuple[int, ...] = ()
         self.total: torch.Tensor | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in sent.items()}
-        self._difference: torch.Tensor | None = None
+        self._is_finite = True
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
@@ -192,7 +208,7 @@ class DistributedExchange:
         return {source: times[min(place, num_awaited - 1)] for place, source in enumerate(self.sources)}
 
     def converse(self, sent: Tensors, received: Tensors) -> Talk:
-        """Messages, what the codec has to say to them, and, where everything is on the CPU, their sum."""
+        """The messages, and what the codec has to say to them."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.sources, received, strict=True))
         yield self._post(wire_sent, wire_received)
@@ -201,7 +217,11 @@ class DistributedExchange:
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
             yield self._post(more_sent, more_received)
         if all(message.is_cpu for message in self.sent.values()):
-            self._difference = self.codec.decode(wire_received)
+            self._is_finite = self.codec.is_finite(wire_received)
+
+    def saw(self, is_finite: bool) -> None:
+        """Note whether the messages are finite."""
+        self._is_finite = is_finite
 
     def _post(self, sent: Parcels, received: Parcels) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
@@ -211,7 +231,7 @@ class DistributedExchange:
             [Message(target, message, tag) for target, message in sent.items()],
         )
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Arrival:
         where = f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
         timeout = self.world.timeout
         if not self.pending.wait(timeout):
@@ -225,10 +245,8 @@ class DistributedExchange:
             raise ExchangeError(
                 f"{where}: failed while waiting for {self.pending.awaited}: {self.pending.error}"
             ) from self.pending.error
-        if self.total is not None:
-            assert self.codec.summand is not None
-            return self.total.sub_(self.codec.summand)
-        return self.codec.decode(self.received) if self._difference is None else self._difference
+        parts = self.codec.decode(self.received) if self.total is None else self.codec.decode_sum(self.total)
+        return Arrival(parts, self._is_finite)
 
 
 def _shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:

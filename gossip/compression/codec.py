@@ -12,6 +12,8 @@ from topologies import Round, Topology
 
 Parcels = Mapping[int, torch.Tensor]
 """Tensors that go to ranks, or come from them, by rank."""
+Parts = Iterator[tuple[slice, torch.Tensor]]
+"""A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
 #: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
 CHUNK_NUMEL = 2**16
 
@@ -85,7 +87,8 @@ class Codec(ABC):
     of rank j's bytes, j itself included. So the mean over ranks is kept whatever a message lost, as long as W is doubly
     stochastic and two ranks decode the same bytes to the same values.
 
-    The order of calls is :meth:`encode`, :meth:`rooms`, :meth:`follow_up`, :meth:`decode`; then the next exchange.
+    The order of calls is :meth:`encode`, :meth:`rooms`, :meth:`follow_up`, :meth:`is_finite`, :meth:`decode`; then the
+    next exchange. The last three come exactly once per exchange.
     Random numbers are drawn from (seed, step, bucket, rank) alone.
     """
 
@@ -101,6 +104,10 @@ class Codec(ABC):
 
     def accumulator(self) -> torch.Tensor:
         """Memory for the sum of the summands, [numel], in the dtype of accumulation."""
+        raise NotImplementedError
+
+    def decode_sum(self, mean: torch.Tensor) -> Parts:
+        """As :meth:`decode`, of the messages' weighted sum, which was made on the wire and lies in the accumulator."""
         raise NotImplementedError
 
     @abstractmethod
@@ -141,10 +148,18 @@ class Codec(ABC):
         yield from ()
 
     @abstractmethod
-    def decode(self, received: Parcels) -> torch.Tensor:
-        r"""Return :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the dtype of accumulation.
+    def is_finite(self, received: Parcels) -> bool:
+        """Whether what arrived, and what this rank sent, is finite.
 
-        It is the caller's until the next :meth:`encode`. Called exactly once per exchange.
+        Runs beside the training, after :meth:`follow_up`; only on a CPU.
+        """
+
+    @abstractmethod
+    def decode(self, received: Parcels) -> Parts:
+        r"""Yield :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the dtype of accumulation; part by part, in order.
+
+        A part is the caller's, to change it too, until the next one; none at all stand for zeros. It must be run to its
+        end.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
 from loguru import logger
 
-from gossip.compression.codec import CHUNK_NUMEL
+from gossip.compression.codec import CHUNK_NUMEL, Parts
+from gossip.compression.memory import scratch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,9 +56,7 @@ class LatticeKernels:
         self._noise = torch.cat([grid, grid[:CHUNK_NUMEL]]).to(device)
         weights = torch.randint(-(2**30), 2**30, (BLOCK_NUMEL,), generator=source, dtype=torch.int32)
         self._weights = (2 * weights + 1).to(device)
-        self._encode, self._subtract, self._scale = (
-            _compiled(each, device) for each in (_encode_blocks, _subtract_codes, _scale)
-        )
+        self._encode, self._scale = (_compiled(each, device) for each in (_encode_blocks, _scale))
 
     def peaks(self, values: torch.Tensor, num_blocks: int, block_numel: int) -> torch.Tensor:
         """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
@@ -161,7 +159,7 @@ class LatticeKernels:
                 left = (left.to(torch.int32) << our_shifts[blocks, None]).to(torch.uint8)
                 right = (right.to(torch.int32) << their_shifts[blocks, None]).to(torch.uint8)
             out = differences[blocks], digests[blocks], largest[blocks], smallest[blocks]
-            self._subtract(left, right, weights, self.bits, *out)
+            _subtract_codes(left, right, weights, self.bits, *out)
         unit = self.unit
         fits = digests == (their_checksums - our_checksums) * unit
         peaks = torch.maximum(largest.to(torch.int32), -smallest.to(torch.int32)) // unit
@@ -172,16 +170,18 @@ class LatticeKernels:
         """What one step of the lattice is in ``differences``."""
         return 1 if self.bits == 8 else 16
 
-    def decode(self, differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, *, accumulate: bool) -> None:
-        """Write differences times ``scales`` [num_blocks] into ``total`` [num_blocks, block_numel], or add them."""
-        scales = scales[:, None] / self.unit
-        for blocks in _block_ranges(len(differences), total.shape[1], self.device):
-            if accumulate:
-                more = _scratch(total[blocks].shape, total.dtype, self.device)
-                self._scale(differences[blocks], scales[blocks], more)
-                total[blocks] += more
-            else:
-                self._scale(differences[blocks], scales[blocks], total[blocks])
+    def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:
+        """Yield the sum of differences [num_blocks, block_numel] times scales [num_blocks], some blocks at a time."""
+        num_blocks, block_numel = reads[0][0].shape
+        for blocks in _block_ranges(num_blocks, block_numel, self.device):
+            shape = (blocks.stop - blocks.start, block_numel)
+            total = scratch(shape, dtype, self.device)
+            for number, (differences, scales) in enumerate(reads):
+                if number == 0:
+                    self._scale(differences[blocks], scales[blocks, None], total)
+                else:
+                    total.add_(differences[blocks] * scales[blocks, None])
+            yield blocks, total
 
 
 @functools.cache
@@ -202,12 +202,12 @@ def _encode_blocks(
     checksums: torch.Tensor,
 ) -> None:
     torch.addcmul(noise.to(values.dtype), values, inverses, out=points).floor_()
-    integers = _scratch(points.shape, torch.int32, points.device).copy_(points)
+    integers = scratch(points.shape, torch.int32, points.device).copy_(points)
     if bits == 8:
         codes.copy_(integers)
     else:
         # Two numbers in a byte, one as it is and one times 16: what the first carries over, a difference takes back.
-        low, high = _scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=1)
+        low, high = scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=1)
         torch.add(low, high, alpha=16, out=codes)
     torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
     points.mul_(sizes)
@@ -227,32 +227,18 @@ def _subtract_codes(
         torch.sub(theirs, ours, out=differences.view(torch.uint8))
     else:
         low, high = differences.chunk(2, dim=1)
-        both = torch.sub(theirs, ours, out=_scratch(ours.shape, torch.uint8, ours.device)).view(torch.int8)
+        both = torch.sub(theirs, ours, out=scratch(ours.shape, torch.uint8, ours.device)).view(torch.int8)
         torch.mul(both, 16, out=low)
         torch.bitwise_right_shift(low, 4, out=high)
         torch.sub(both, high, out=high)
     torch.amax(differences, 1, out=largest)
     torch.amin(differences, 1, out=smallest)
-    integers = _scratch(differences.shape, torch.int32, differences.device).copy_(differences)
+    integers = scratch(differences.shape, torch.int32, differences.device).copy_(differences)
     torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
 
 
 def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
     total.copy_(differences).mul_(scales)
-
-
-def _scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a moment. On a CPU the thread's own, one piece per dtype: it stays in the cache."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.setdefault("pieces", {})
-    numel = math.prod(shape)
-    if dtype not in pieces or pieces[dtype].numel() < numel:
-        pieces[dtype] = torch.empty(numel, dtype=dtype)
-    return pieces[dtype][:numel].view(shape)
-
-
-_thread = threading.local()
 
 
 def _parts(values: torch.Tensor, block_numel: int) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts
 from gossip.compression.draws import generator
 from gossip.compression.lattice import (
     BLOCK_NUMEL,
@@ -152,7 +152,6 @@ class ModuloCodec(Codec):
         self._rank, self._bucket, self._numel, self._device = rank, bucket.index, bucket.numel, bucket.device
         self._kernels: LatticeKernels = kernels(compression.bits, bucket.device)
         self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
-        self._difference = torch.empty_like(self._points)
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
         self._rooms: dict[int, torch.Tensor] = {}
         self._weights: dict[int, float] = {}
@@ -271,22 +270,40 @@ class ModuloCodec(Codec):
         levels = levels.nan_to_num(nan=0.0).clamp(FINEST, COARSEST).to(torch.int16)
         return torch.where(known, levels, RAW)
 
+    def is_finite(self, received: Parcels) -> bool:  # noqa: ARG002 -- read by follow_up
+        rows = [
+            each for read in self._reads.values() if len(read.rows) for each in (read.rows, self._rows(read.resent))
+        ]
+        return all(bool(each.isfinite().all()) for each in rows)
+
     @torch.no_grad()
-    def decode(self, received: Parcels) -> torch.Tensor:  # noqa: ARG002 -- read by follow_up
-        layout = self._layout
-        total = self._difference.view(layout.num_blocks, layout.block_numel)
-        points = self._points.view(layout.num_blocks, layout.block_numel)
-        if not self._weights:
-            total.zero_()
-        for number, (source, weight) in enumerate(self._weights.items()):
+    def decode(self, received: Parcels) -> Parts:  # noqa: ARG002 -- read by follow_up
+        block_numel = self._layout.block_numel
+        points = self._points.view(-1, block_numel)
+        reads = []
+        for source, weight in self._weights.items():
             read = self._reads[source]
-            scales = (weight * power_of_two(read.exponents).double()).masked_fill_(read.resent, 0.0)
-            scales = scales.to(self._device, total.dtype)
-            self._kernels.decode(read.differences.to(self._device), scales, total, accumulate=number > 0)
-            if len(read.rows):
-                blocks = read.resent.to(self._device)
-                total[blocks] += weight * (read.rows.to(self._device) - points[blocks])
-        return self._difference[: self._numel]
+            scales = weight / self._kernels.unit * power_of_two(read.exponents).double()
+            scales.masked_fill_(read.resent, 0.0)
+            reads.append((read.differences.to(self._device), scales.to(self._device, points.dtype)))
+        if not reads:
+            return
+        for blocks, total in self._kernels.decode(reads, points.dtype):
+            for source, weight in self._weights.items():
+                self._add_rows(self._reads[source], weight, blocks, points, total)
+            first, last = blocks.start * block_numel, min(blocks.stop * block_numel, self._numel)
+            yield slice(first, last), total.view(-1)[: last - first]
+
+    def _add_rows(self, read: _Read, weight: float, blocks: slice, points: torch.Tensor, total: torch.Tensor) -> None:
+        """Add what was sent in full to the sum of some blocks."""
+        if not len(read.rows):
+            return
+        here = read.resent[blocks]
+        if bool(here.any()):
+            first = int(read.resent[: blocks.start].sum())
+            rows = read.rows[first : first + int(here.sum())].to(self._device)
+            here = here.to(self._device)
+            total[here] += weight * (rows - points[blocks][here])
 
     def state_dict(self) -> dict[str, Any]:
         return {"levels": self.levels.clone(), "num_resent": self.num_resent}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, chunks
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts, chunks
+from gossip.compression.memory import all_finite, scratch
 from topologies import Round
 
 
@@ -53,6 +54,7 @@ class ValuesCodec(Codec):
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
+        self._is_finite = True
         self._largest = torch.finfo(dtype).max if dtype == torch.float16 != bucket.dtype else None
         self._weights: dict[int, float] = {}
         self._rows = self.message.new_empty((0, bucket.numel))
@@ -68,11 +70,11 @@ class ValuesCodec(Codec):
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:  # noqa: ARG002
-        if self._largest is None:
-            self.message.copy_(values)
-        else:
-            for part in chunks(values.numel(), values.device):
-                self.message[part].copy_(_within(values[part], self._largest))
+        self._is_finite = True
+        for part in chunks(values.numel(), values.device):
+            message = self.message[part]
+            message.copy_(values[part] if self._largest is None else _within(values[part], self._largest))
+            self._is_finite = self._is_finite and (not message.is_cpu or all_finite(message))
         self._weights = round_.neighbours(self._rank)
         return dict.fromkeys(round_.targets(self._rank), self.message)
 
@@ -91,20 +93,29 @@ class ValuesCodec(Codec):
             self._difference = self.message.new_empty(self.message.numel(), dtype=self._wide)
         return self._difference
 
+    def is_finite(self, received: Parcels) -> bool:
+        return self._is_finite and all(all_finite(message) for message in received.values())
+
     @torch.no_grad()
-    def decode(self, received: Parcels) -> torch.Tensor:
-        difference = self.accumulator()
-        for part in chunks(len(difference), difference.device):
-            ours, total = self.message[part].to(self._wide), difference[part]
-            if not received:
-                total.zero_()
-            for number, (source, weight) in enumerate(self._weights.items()):
+    def decode(self, received: Parcels) -> Parts:
+        weights = list(self._weights.items())
+        if not weights:
+            return
+        for part in chunks(self.message.numel(), self.message.device):
+            ours = self.message[part].to(self._wide)
+            total = scratch(ours.shape, self._wide, ours.device)
+            for number, (source, weight) in enumerate(weights):
                 theirs = received[source][part].to(self._wide)
                 if number == 0:
                     torch.sub(theirs, ours, out=total).mul_(weight)
                 else:
-                    total.add_(theirs.sub_(ours) if theirs.dtype == self._wide else theirs - ours, alpha=weight)
-        return difference
+                    total.add_(theirs, alpha=weight).sub_(ours, alpha=weight)
+            yield part, total
+
+    @torch.no_grad()
+    def decode_sum(self, mean: torch.Tensor) -> Parts:
+        for part in chunks(self.message.numel(), self.message.device):
+            yield part, mean[part].sub_(self.message[part])
 
 
 def _within(values: torch.Tensor, largest: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossip import Exchange, GossipDataParallel, Transport, World, launch
-from gossip.communication.transports import DistributedTransport
+from gossip.communication.transports import Arrival, DistributedTransport
 from gossip.compression.codec import Codec, Parcels
 from topologies import Round, build
 
@@ -52,7 +52,7 @@ class HeldExchange:
         self.events.append(("release", self.step, self.bucket))
         self.inner = self.start()
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Arrival:
         self.events.append(("wait", self.step, self.bucket))
         assert self.inner is not None, "awaited while it was still held: nothing was hidden"
         return self.inner.wait()

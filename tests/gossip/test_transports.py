@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from messages import start
+from messages import received, start
 
 import topologies
 from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
@@ -52,7 +52,7 @@ def exchange_everything(name: str) -> list[str]:
                     for bucket, message in enumerate(messages)
                 ]
                 for bucket in reversed(range(len(SIZES))):
-                    mixed = exchanges[bucket].wait() + messages[bucket]
+                    mixed = received(exchanges[bucket]) + messages[bucket]
                     everyone = torch.stack(
                         [message_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)]
                     ).numpy()

@@ -23,6 +23,7 @@ from replicas import (
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError, launch
+from gossip.communication.transports import Arrival
 from gossip.compression.codec import Codec, Parcels
 from topologies import Round, Topology, build
 
@@ -147,8 +148,8 @@ class EmptyExchange:
     bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
     arrived_at: Mapping[int, float] = field(default_factory=dict)
 
-    def wait(self) -> torch.Tensor:
-        return torch.zeros_like(self.message)
+    def wait(self) -> Arrival:
+        return Arrival(iter([(slice(0, self.message.numel()), torch.zeros_like(self.message))]), is_finite=True)
 
 
 class RecordingTransport:

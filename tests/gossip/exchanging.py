@@ -18,6 +18,8 @@ class Ranks:
     ----------
     num_bytes : int
         What all of them sent in the newest round.
+    are_finite : dict
+        What each rank's codec says of the newest round.
     """
 
     def __init__(self, compression: Compression, topology: Topology, values: Sequence[torch.Tensor]) -> None:
@@ -27,6 +29,8 @@ class Ranks:
             compression.codec(BucketShape(0, each), rank) for rank, each in enumerate(self.values)
         ]
         self.num_bytes = 0
+        self.are_finite: dict[int, bool] = {}
+        self._accumulation_dtype = torch.float64 if values[0].dtype == torch.float64 else torch.float32
 
     def exchange(self, step: int) -> list[torch.Tensor | None]:
         """One round: each rank's sum of differences; None for a rank without peers."""
@@ -44,7 +48,20 @@ class Ranks:
             if not more:
                 break
             self._carry({rank: turn[0] for rank, turn in more.items()}, {rank: turn[1] for rank, turn in more.items()})
-        return [self.codecs[rank].decode(rooms[rank]) if rank in active else None for rank in range(len(self.values))]
+        self.are_finite = {rank: self.codecs[rank].is_finite(rooms[rank]) for rank in active}
+        return [self._decoded(rank, rooms[rank]) if rank in active else None for rank in range(len(self.values))]
+
+    def _decoded(self, rank: int, received: Parcels) -> torch.Tensor:
+        whole = torch.full_like(self.values[rank], torch.nan, dtype=self._accumulation_dtype)
+        end = 0
+        for place, part in self.codecs[rank].decode(received):
+            assert place.start == end
+            end = place.stop
+            assert part.dtype == whole.dtype
+            whole[place] = part
+            part.fill_(torch.nan)  # it is the caller's
+        assert end == whole.numel()
+        return whole
 
     def mix(self, step: int) -> None:
         """One round, mixed in."""

@@ -1,0 +1,206 @@
+"""Modulo quantization: what fits its code, what does not, and how it finds its lattice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exchanging import Ranks
+from loguru import logger
+
+from gossip import ModuloQuantization
+from gossip.compression import lattice
+from gossip.compression.modulo import ModuloCodec
+from topologies import build
+
+NUM_BLOCKS = 5
+NUMEL = NUM_BLOCKS * lattice.BLOCK_NUMEL - 100
+BITS = (8, 4)
+
+
+def codec_of(ranks: Ranks, rank: int) -> ModuloCodec:
+    codec = ranks.codecs[rank]
+    assert isinstance(codec, ModuloCodec)
+    return codec
+
+
+def settled(bits: int, topology: str = "complete", size: int = 2) -> Ranks:
+    """Two replicas that have exchanged for a while, and are a little apart."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(NUMEL, generator=generator)] * size
+    ranks = Ranks(ModuloQuantization(bits), build(topology, size), values)
+    for step in range(20):
+        move(ranks, generator)
+        ranks.mix(step)
+    move(ranks, generator)
+    return ranks
+
+
+def move(ranks: Ranks, generator: torch.Generator) -> None:
+    for values in ranks.values:
+        values += 1e-3 * torch.randn(NUMEL, generator=generator)
+
+
+def num_resent(ranks: Ranks) -> list[int]:
+    return [codec_of(ranks, rank).num_resent for rank in range(len(ranks.values))]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_first_exchange_is_in_full_and_the_next_ones_are_not(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(NUMEL, generator=generator)] * 2
+    ranks = Ranks(ModuloQuantization(bits), build("complete", 2), values)
+    move(ranks, generator)
+    ranks.mix(0)
+    assert num_resent(ranks) == [NUM_BLOCKS, NUM_BLOCKS]
+    assert ranks.num_bytes > 2 * 4 * NUMEL
+    for step in range(1, 30):
+        move(ranks, generator)
+        ranks.mix(step)
+    assert num_resent(ranks) == [NUM_BLOCKS, NUM_BLOCKS]
+    assert ranks.num_bytes < 2 * NUMEL * (bits / 8 + 0.03)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("places", [[7], [7, 8], [5000], [3, 4 * lattice.BLOCK_NUMEL + 1]])
+def test_values_too_far_apart_are_noticed_and_sent_in_full(bits: int, places: list[int]) -> None:
+    ranks = settled(bits)
+    before = num_resent(ranks)
+    # So that what the code says is wrong, and as small as if it were right; two of them in opposite directions.
+    step_size = 2.0 ** lattice.exponents(codec_of(ranks, 0).levels)
+    for number, place in enumerate(places):
+        period = 2**bits * float(step_size[place // lattice.BLOCK_NUMEL])
+        ranks.values[1][place] += period if number % 2 == 0 else -period
+    apart = ranks.values[1] - ranks.values[0]
+    first, second = ranks.exchange(20)
+    assert first is not None
+    assert second is not None
+    num_blocks = len({place // lattice.BLOCK_NUMEL for place in places})
+    assert num_resent(ranks) == [count + num_blocks for count in before]
+    assert torch.equal(first, -second)
+    for place in places:
+        size = float(step_size[place // lattice.BLOCK_NUMEL])
+        assert abs(2 * first[place] - apart[place]) <= 2 * size
+
+    for values, difference in zip(ranks.values, (first, second), strict=True):
+        values += difference
+    ranks.values[1][places] += apart[places]  # as far again: now it fits
+    ranks.exchange(21)
+    assert num_resent(ranks) == [count + num_blocks for count in before]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_lattice_follows_the_differences_both_ways(bits: int) -> None:
+    ranks = settled(bits)
+    usual = codec_of(ranks, 0).levels.clone()
+    ranks.values[1] += 1.0
+    ranks.mix(20)
+    assert bool((codec_of(ranks, 0).levels > usual + 5 * lattice.LEVELS_PER_OCTAVE).all())
+    assert torch.equal(codec_of(ranks, 0).levels, codec_of(ranks, 1).levels)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(21, 150):
+        move(ranks, generator)
+        ranks.mix(step)
+    assert bool((codec_of(ranks, 0).levels <= usual + lattice.LEVELS_PER_OCTAVE).all())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shift", [1, 3, 9, 40])
+def test_ranks_on_different_lattices_understand_each_other(bits: int, shift: int) -> None:
+    ranks = settled(bits)
+    levels = codec_of(ranks, 1).levels
+    levels[1:4] += shift * lattice.LEVELS_PER_OCTAVE
+    first, second = ranks.exchange(20)
+    points = [codec.sent for codec in ranks.codecs]
+    assert points[0] is not None
+    assert points[1] is not None
+    assert first is not None
+    torch.testing.assert_close(first, (points[1] - points[0]) / 2, rtol=0, atol=0)
+    assert second is not None
+    assert torch.equal(first, -second)
+
+
+def test_rounding_is_right_in_the_mean() -> None:
+    compression = ModuloQuantization(8)
+    values = torch.linspace(-1, 1, 1000)
+    ranks = Ranks(compression, build("complete", 2), [values, values + 0.3])
+    ranks.mix(0)
+    total = torch.zeros_like(values, dtype=torch.float64)
+    num_draws = 4000
+    for step in range(num_draws):
+        codec = codec_of(ranks, 0)
+        codec.encode(values, build("complete", 2).round(0), step)
+        total += codec.sent.double()
+    size = 2.0 ** float(lattice.exponents(codec_of(ranks, 0).levels)[0])
+    # The standard error of the mean of numbers that are spread over less than one step.
+    assert (total / num_draws - values).abs().max() <= 5 * size / 2 / num_draws**0.5
+
+
+def test_ranks_round_alike() -> None:
+    values = torch.randn(1000)
+    ranks = Ranks(ModuloQuantization(4), build("complete", 3), [values, values + 0.1, values])
+    ranks.mix(0)
+    ranks.values[2].copy_(ranks.values[0])
+    codec_of(ranks, 2).levels.copy_(codec_of(ranks, 0).levels)
+    ranks.exchange(1)
+    sent = ranks.codecs[0].sent, ranks.codecs[2].sent
+    assert sent[0] is not None
+    assert sent[1] is not None
+    assert torch.equal(*sent)
+    assert not torch.equal(sent[0], ranks.values[0])
+
+
+def test_large_values_coarsen_the_lattice_and_huge_ones_are_sent_in_full() -> None:
+    base = torch.full((NUMEL,), 1e6)
+    ranks = Ranks(ModuloQuantization(8), build("complete", 2), [base, base + 0.125])
+    for step in range(60):
+        ranks.mix(step)
+        # Nothing that float32 does not hold: the finest difference at a million is a sixteenth.
+        assert all(torch.equal(codec.sent, codec.sent.float()) for codec in ranks.codecs if codec.sent is not None)
+    assert ranks.distance <= 0.125
+    huge = torch.full((NUMEL,), 1e38)
+    ranks = Ranks(ModuloQuantization(8), build("complete", 2), [huge, 1.5 * huge])
+    for step in range(3):
+        ranks.mix(step)
+    assert num_resent(ranks) == [3 * NUM_BLOCKS, 3 * NUM_BLOCKS]
+    assert torch.equal(ranks.values[0], ranks.values[1])
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_cannot_be_compiled_runs_uncompiled_and_is_said_once(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    def compile_(function: Callable[..., int], **_: object) -> Callable[..., int]:
+        def compiled(number: int) -> int:
+            if not works:
+                raise RuntimeError("no compiler")
+            return function(number) + 1000
+
+        return compiled
+
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]))
+    monkeypatch.setattr(torch, "compile", compile_)
+    double = lattice._compiled(_double, torch.device("cuda"))
+    assert [double(3), double(4)] == ([1006, 1008] if works else [6, 8])
+    logger.remove(sink)
+    assert lines == ([] if works else ["_double runs uncompiled on cuda: no compiler"])
+    assert lattice._compiled(_double, torch.device("cpu")) is _double
+
+
+def _double(number: int) -> int:
+    return 2 * number
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"bits": 5}, ValueError, "bits must be 4 or 8, got 5"),
+        ({"bits": "8"}, ValueError, "bits must be 4 or 8, got '8'"),
+        ({"headroom": 0.5}, ValueError, "headroom must be a number of at least 1, got 0.5"),
+        ({"headroom": float("nan")}, ValueError, "headroom must be a number of at least 1, got nan"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer, got 1.5"),
+    ],
+)
+def test_bad_constants_are_refused(options: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ModuloQuantization(**options)
