@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
 
@@ -32,17 +32,11 @@ class OptimizerWatch:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._is_paused = False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
-        # As a plain function of a weak reference: the hook is the process's, and must not keep the model.
-        watch = weakref.ref(self)
+        _watches.add(self)
+        _look_at_every_step()
 
-        def on_step(optimizer: Optimizer, *_: Any) -> None:
-            found = watch()
-            if found is not None:
-                found._check(optimizer)
-
-        self._handle: RemovableHandle = register_optimizer_step_pre_hook(on_step)
-
-    def _check(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if it holds a parameter of this model, but is none of the model's own. Local."""
         if self._is_paused or optimizer in self._known:
             return
         for group in optimizer.param_groups:
@@ -66,4 +60,22 @@ class OptimizerWatch:
 
     def close(self) -> None:
         """Look no more. Local."""
-        self._handle.remove()
+        _watches.discard(self)
+
+
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _look_at_every_step() -> None:
+    """Have torch call all watches before any optimizer steps.
+
+    One hook, which stays: a hook of each model's own would be removed when the garbage collector finds the model, and
+    that may be while torch goes through its hooks.
+    """
+
+    def on_step(optimizer: Optimizer, *_: Any) -> None:
+        for watch in tuple(_watches):
+            watch.check(optimizer)
+
+    register_optimizer_step_pre_hook(on_step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel, GossipError, launch
@@ -348,3 +351,18 @@ def recalibrate_badly() -> str:
 def test_recalibration_that_fails_on_one_rank_is_told_on_all() -> None:
     for text in launch(recalibrate_badly, world_size=2):
         assert "recalibrate failed on rank 1: TypeError" in text
+
+
+def test_a_model_that_is_collected_while_an_optimizer_steps_disturbs_nobody() -> None:
+    model = GossipDataParallel(nn.Linear(2, 1), SGD)
+    itself = [model]
+    itself.append(itself)  # only the garbage collector finds it
+    gone = weakref.ref(model)
+    del model, itself
+    other = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    handle = register_optimizer_step_pre_hook(lambda *_: gc.collect())
+    try:
+        other.step()
+    finally:
+        handle.remove()
+    assert gone() is None

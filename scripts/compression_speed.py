@@ -1,0 +1,131 @@
+"""How fast compressions encode and decode one bucket, next to a copy of it.
+
+    python scripts/compression_speed.py
+    python scripts/compression_speed.py --device cuda --numel 67108864
+
+Two ranks exchange in one thread of one process. GB/s are of the values (4 bytes each) per second of the thread's own
+time on a CPU, of the device's time elsewhere. Decode contains mixing the result into the values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import topologies
+from gossip import AdaptWhileCommunicating, BucketShape, Codec
+from gossip.compression.codec import Parcels
+from gossip.compression.names import BY_NAME, resolve_compression
+
+NUM_WARM_UP = 3
+NOT_BY_VECTOR = ("powergossip",)  # its bytes depend on the matrices
+
+
+class Clock:
+    """Adds up what a device takes for pieces of work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cpu = device.type == "cpu"
+        self._pieces: dict[str, list[float]] = {}
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        """What it returns; notes how long it took."""
+        if self._is_cpu:
+            start = time.thread_time()
+            result = work()
+            took = time.thread_time() - start
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = work()
+            end.record()
+            end.synchronize()
+            took = begin.elapsed_time(end) / 1e3
+        self._pieces.setdefault(name, []).append(took)
+        return result
+
+    def medians(self) -> dict[str, float]:
+        """Seconds, without the first few."""
+        return {name: statistics.median(times[NUM_WARM_UP:]) for name, times in self._pieces.items()}
+
+
+def measure(name: str | None, numel: int, device: torch.device, repetitions: int) -> tuple[dict[str, float], float]:
+    """Seconds to encode, check and decode; bytes per value of the newest message."""
+    compression = resolve_compression(name)
+    topology = topologies.build("complete", 2)
+    round_ = topology.round(0)
+    torch.manual_seed(0)
+    values = [torch.randn(numel).to(device)] * 2
+    values = [each + 0.01 * torch.randn(numel).to(device) for each in values]
+    codecs = [compression.codec(BucketShape(0, each), rank) for rank, each in enumerate(values)]
+    algorithm = AdaptWhileCommunicating()
+    clock = Clock(device)
+    num_bytes = 0
+
+    def decode(codec: Codec, received: Parcels, into: torch.Tensor) -> None:
+        for part, difference in codec.decode(received):
+            algorithm.combine_(into[part], difference, 0)
+
+    for step in range(NUM_WARM_UP + repetitions):
+        sent = [
+            clock.time("encode", partial(codec.encode, each, round_, step))
+            for codec, each in zip(codecs, values, strict=True)
+        ]
+        received = [codec.rooms() for codec in codecs]
+        for rank in range(2):
+            received[rank][1 - rank].copy_(sent[1 - rank][rank])
+        num_bytes = sent[0][1].nbytes
+        talks = [
+            codec.follow_up({to: message.cpu() for to, message in ours.items()}, theirs)
+            for codec, ours, theirs in zip(codecs, sent, received, strict=True)
+        ]
+        while (turns := [clock.time("check", partial(next, talk, None)) for talk in talks]) != [None, None]:
+            for rank, (_, rooms) in enumerate(turns):
+                for source, room in rooms.items():
+                    room.copy_(turns[source][0][rank])
+        for codec, theirs, each in zip(codecs, received, values, strict=True):
+            clock.time("decode", partial(decode, codec, theirs, each))
+        values[0].add_(1e-3)
+    return clock.medians(), num_bytes / numel
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=4_200_000, help="values in the bucket")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repetitions", type=int, default=15)
+    arguments = parser.parse_args()
+    if arguments.numel < 1 or arguments.repetitions < 1:
+        parser.error("--numel and --repetitions must be at least 1")
+    torch.set_num_threads(1)
+    device = torch.device(arguments.device)
+    source = torch.randn(arguments.numel).to(device)
+    target = torch.empty_like(source)
+    clock = Clock(device)
+    for _ in range(NUM_WARM_UP + arguments.repetitions):
+        clock.time("copy", lambda: target.copy_(source))
+    copy_s = clock.medians()["copy"]
+    print(
+        f"{arguments.numel} float32 on {device}, torch {torch.__version__}; a copy: {_speed(arguments.numel, copy_s)}\n"
+    )
+    print("| compression | bytes per value | encode | decode and mix |\n| --- | ---: | ---: | ---: |")
+    for name in (None, *BY_NAME):
+        if name not in NOT_BY_VECTOR:
+            times, size = measure(name, arguments.numel, device, arguments.repetitions)
+            cells = [_speed(arguments.numel, times[part]) for part in ("encode", "decode")]
+            print(f"| {name or 'none'} | {size:.3f} | {' | '.join(cells)} |", flush=True)
+
+
+def _speed(numel: int, seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms, {4 * numel / seconds / 1e9:.1f} GB/s"
+
+
+if __name__ == "__main__":
+    main()

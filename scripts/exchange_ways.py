@@ -1,0 +1,160 @@
+"""Which way a message takes over gloo, by its size and the number of ranks that exchange: the median time of each way.
+
+    python scripts/exchange_ways.py
+    python scripts/exchange_ways.py --network lab --rate 200mbit
+
+Ways: one all-reduce of the values; an all-gather of them; every message point-to-point as a whole, receives posted
+first; the same in 8 chunks; and with sends posted first. In the lab every rank is a host of its own behind a shaped
+link (Linux, root). gossip.DistributedTransport takes what this shows to be the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossip.benchmarks.lab import Lab
+from gossip.benchmarks.networks import Loopback, Network, bits_per_second
+
+TIMEOUT = timedelta(seconds=120)
+SIZES = (1_000, 16_000, 64_000, 256_000, 1_000_000, 4_200_000, 16_800_000)
+Exchange = Callable[[torch.Tensor, dict[int, torch.Tensor]], None]
+
+
+def ways(group: Any, size: int) -> dict[str, Exchange]:
+    """Each exchanges a message [numel] with all other ranks; what arrives goes into a tensor per rank."""
+
+    def wait(works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+    def all_reduce(message: torch.Tensor, _: dict[int, torch.Tensor]) -> None:
+        wait([group.allreduce([message])])
+
+    def all_gather(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
+        wait([group.allgather([[arrived.get(each, message) for each in range(size)]], [message])])
+
+    def point_to_point(message: torch.Tensor, arrived: dict[int, torch.Tensor], num_chunks: int = 1) -> None:
+        works = [
+            group.recv([part], peer, tag)
+            for peer, room in arrived.items()
+            for tag, part in enumerate(room.chunk(num_chunks))
+        ]
+        works += [
+            group.send([part], peer, tag) for peer in arrived for tag, part in enumerate(message.chunk(num_chunks))
+        ]
+        wait(works)
+
+    def sends_first(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
+        works = [group.send([message], peer, 0) for peer in arrived]
+        wait([*works, *(group.recv([room], peer, 0) for peer, room in arrived.items())])
+
+    return {
+        "all-reduce": all_reduce,
+        "all-gather": all_gather,
+        "point-to-point": point_to_point,
+        "in 8 chunks": lambda message, arrived: point_to_point(message, arrived, 8),
+        "sends first": sends_first,
+    }
+
+
+def work(rank: int, world_size: int, address: str, port: int, interface: str, repetitions: int) -> None:
+    """Measure on one rank; rank 0 prints a line of JSON for each number."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    torch.set_num_threads(1)
+    store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)
+    for size in sorted({2, world_size}):
+        group = None
+        if rank < size:
+            group = dist.ProcessGroupGloo(dist.PrefixStore(f"{size} ranks", store), rank, size, TIMEOUT)
+            for num_bytes in SIZES:
+                for way, exchange in ways(group, size).items():
+                    message = torch.zeros(num_bytes // 4)
+                    arrived = {peer: torch.empty_like(message) for peer in range(size) if peer != rank}
+                    times = []
+                    for _ in range(1 + repetitions):
+                        group.barrier().wait()
+                        start = time.perf_counter()
+                        exchange(message, arrived)
+                        times.append(time.perf_counter() - start)
+                    if rank == 0:
+                        median = 1e3 * statistics.median(times[1:])
+                        print(json.dumps([size, num_bytes, way, median]), flush=True)
+            group.barrier().wait()
+        store.set(f"{size} ranks, rank {rank}", "done")
+        store.wait([f"{size} ranks, rank {each}" for each in range(world_size)], TIMEOUT)
+
+
+def measure(network: Network, world_size: int, repetitions: int) -> list[list[Any]]:
+    """Start a process per rank; the numbers of rank 0."""
+    store = network.start_store(TIMEOUT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(world_size):
+            arguments = [rank, world_size, store.host, store.port, network.interface, repetitions]
+            command = [sys.executable, __file__, "--worker", *map(str, arguments)]
+            with network.entered(rank):
+                process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.kill)
+            processes.append(process)
+        lines = processes[0].communicate()[0].splitlines()
+        statuses = [process.wait(TIMEOUT.total_seconds()) for process in processes]
+    if any(statuses):
+        raise SystemExit(f"a rank failed: exit statuses {statuses}")
+    return [json.loads(line) for line in lines]
+
+
+def table(numbers: list[list[Any]]) -> str:
+    """Markdown: milliseconds; the fastest of a row in bold."""
+    names = list(dict.fromkeys(way for _, _, way, _ in numbers))
+    lines = ["| ranks | message, kB | " + " | ".join(names) + " |", "| ---: " * (2 + len(names)) + "|"]
+    for size, num_bytes in dict.fromkeys((size, num_bytes) for size, num_bytes, _, _ in numbers):
+        row = {way: value for *key, way, value in numbers if key == [size, num_bytes]}
+        best = min(row.values())
+        cells = [f"**{value:.2f}**" if value == best else f"{value:.2f}" for value in row.values()]
+        lines.append(f"| {size} | {num_bytes / 1e3:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    if sys.argv[1:2] == ["--worker"]:
+        rank, world_size, address, port, interface, repetitions = sys.argv[2:]
+        work(int(rank), int(world_size), address, int(port), interface, int(repetitions))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--network", choices=["loopback", "lab"], default="loopback")
+    parser.add_argument("--rate", default="200mbit", help="of every link of the lab, each way")
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.world_size < 2 or arguments.repetitions < 1:
+        parser.error("--world-size must be at least 2 and --repetitions at least 1")
+    network: Network = Loopback()
+    where = "loopback"
+    if arguments.network == "lab":
+        network = Lab(arguments.world_size)
+        network.shape(bits_per_second(arguments.rate))
+        where = f"links of {arguments.rate}"
+    try:
+        numbers = measure(network, arguments.world_size, arguments.repetitions)
+    finally:
+        network.close()
+    print(f"Milliseconds of an exchange over gloo, {where}, torch {torch.__version__}:\n\n{table(numbers)}")
+
+
+if __name__ == "__main__":
+    main()
