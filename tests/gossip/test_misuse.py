@@ -360,7 +360,11 @@ def test_a_model_that_is_collected_while_an_optimizer_steps_disturbs_nobody() ->
     gone = weakref.ref(model)
     del model, itself
     other = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-    handle = register_optimizer_step_pre_hook(lambda *_: gc.collect())
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
     try:
         other.step()
     finally:
