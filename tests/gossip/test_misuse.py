@@ -364,9 +364,10 @@ def test_a_model_that_is_collected_while_an_optimizer_steps_disturbs_nobody() ->
     def collect(*_: object) -> None:
         gc.collect()
 
-    handle = register_optimizer_step_pre_hook(collect)
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
     try:
         other.step()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     assert gone() is None
