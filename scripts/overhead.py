@@ -2,6 +2,7 @@
 
     python scripts/overhead.py --steps 60 --optimizer adamw
     python scripts/overhead.py --models small_tensors --modes fused --output overhead.json
+    python scripts/overhead.py --device cuda --models transformer_100m --modes control fused --optimizer fused_adamw
 
 Time: two replicas of one model make the same steps in one thread of one process, one plain (forward, backward,
 ``optimizer.step()``, ``zero_grad()``) and one wrapped, in turns, the first of a pair being the second of the next. The
@@ -44,6 +45,7 @@ Optimize = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 OPTIMIZERS: dict[str, Optimize] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-4),
+    "fused_adamw": partial(torch.optim.AdamW, lr=1e-4, fused=True),
     "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
 }
 NUM_WARM_UP_STEPS = 3
@@ -81,7 +83,13 @@ def small_tensors() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(250)]), torch.randn(8, 8)
 
 
-MODELS = {"transformer": transformer, "small_tensors": small_tensors}
+def transformer_100m() -> tuple[nn.Module, torch.Tensor]:
+    """99 million parameters, and the 2,048 characters of each step."""
+    return CharTransformer((256,), 96, width=768, depth=14), torch.randint(96, (8, 256))
+
+
+MODELS = {"transformer": transformer, "small_tensors": small_tensors, "transformer_100m": transformer_100m}
+SMALL_MODELS = ("transformer", "small_tensors")
 
 
 def make_step(
@@ -106,10 +114,14 @@ def make_step(
     return step
 
 
-def measure_time(model_name: str, mode_name: str, optimize: Optimize, num_steps: int) -> dict[str, Any]:
+def measure_time(
+    model_name: str, mode_name: str, optimize: Optimize, num_steps: int, device: torch.device
+) -> dict[str, Any]:
     """Paired steps, in turns: the ratio's quartiles and the medians of both sides."""
     torch.manual_seed(0)
     module, inputs = MODELS[model_name]()
+    module, inputs = module.to(device), inputs.to(device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     mode = MODES.get(mode_name, Mode())
 
     def make_plain(module: nn.Module) -> Step:
@@ -127,8 +139,10 @@ def measure_time(model_name: str, mode_name: str, optimize: Optimize, num_steps:
         order = (other, plain) if number % 2 else (plain, other)
         took = {}
         for step in order:
+            synchronize()
             start = time.perf_counter()
             step()
+            synchronize()
             took[step] = time.perf_counter() - start
         pairs.append((took[plain], took[other]))
     del pairs[:NUM_WARM_UP_STEPS]
@@ -277,8 +291,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="pairs of steps per model and mode")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL_MODELS))
     parser.add_argument("--modes", nargs="+", choices=[CONTROL, *MODES], default=[CONTROL, *MODES])
+    parser.add_argument("--device", default="cpu", help="where the time is measured; memory only on the cpu")
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="of the wrapper, for the memory")
     parser.add_argument("--output", type=Path, help="a file for the numbers as JSON")
     arguments = parser.parse_args()
@@ -287,14 +302,20 @@ def main() -> None:
     logger.remove()
     torch.set_num_threads(1)
     cases = [(model, mode) for model in arguments.models for mode in arguments.modes]
-    times = [measure_time(*case, OPTIMIZERS[arguments.optimizer], arguments.steps) for case in cases]
-    print(f"Time of a step, {arguments.optimizer}, {arguments.steps} pairs, torch {torch.__version__}:\n")
+    device = torch.device(arguments.device)
+    times = [measure_time(*case, OPTIMIZERS[arguments.optimizer], arguments.steps, device) for case in cases]
+    print(f"Time of a step on {device}, {arguments.optimizer}, {arguments.steps} pairs, torch {torch.__version__}:\n")
     print(time_table(times), flush=True)
+    if device.type != "cpu":
+        cases = []
     memory = [
         launch(measure_memory, *case, arguments.optimizer, arguments.bucket_cap_mb, world_size=2)[0] for case in cases
     ]
-    print(f"\nMemory in MiB, world size 2, buckets of {arguments.bucket_cap_mb:g} MiB; {CONTROL} is plain PyTorch:\n")
-    print(memory_table(memory))
+    if memory:
+        print(
+            f"\nMemory in MiB, world size 2, buckets of {arguments.bucket_cap_mb:g} MiB; {CONTROL} is plain PyTorch:\n"
+        )
+        print(memory_table(memory))
     if arguments.output is not None:
         arguments.output.write_text(json.dumps({"time": times, "memory_bytes": memory}, indent=2) + "\n")
 

@@ -62,7 +62,7 @@ class Traffic:
     message_bytes
         Bytes of one message.
     num_communicators
-        Distinct uniform groups of two and more ranks: what runs each of them as a small all-reduce needs so many.
+        Distinct uniform groups of three and more ranks: what runs each of them as a small all-reduce needs so many.
     """
 
     rounds: tuple[RoundTraffic, ...]
@@ -140,7 +140,7 @@ def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int =
         rounds=tuple(round_traffic(round_, local_size) for round_ in rounds),
         every=topology.phases[-1].every,
         message_bytes=float(message_bytes),
-        num_communicators=len({group for round_ in rounds for group in round_.uniform_groups or () if len(group) > 1}),
+        num_communicators=len({group for round_ in rounds for group in round_.uniform_groups or () if len(group) > 2}),
     )
 
 

@@ -40,7 +40,7 @@ class Description:
     bytes_per_rank
         Models sent per rank and round, on average, where uniform groups run as ring all-reduces.
     num_communicators
-        Distinct uniform groups of two and more ranks.
+        Distinct uniform groups of three and more ranks; pairs need none.
     uniform_groups
         Whether every round can run as one small all-reduce per group.
     connected, diameter
