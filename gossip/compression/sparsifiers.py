@@ -1,0 +1,225 @@
+"""Operators that keep a part of a tensor: the largest values, random ones, or signs alone."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gossip.compression.codec import BucketShape, chunks
+from gossip.compression.draws import generator
+
+BLOCK_NUMEL = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some blocks that are worked on together.
+
+    Attributes
+    ----------
+    values : slice
+        Of the bucket.
+    num_blocks, width : int
+        They hold ``num_blocks * width`` values.
+    first_block : int
+    """
+
+    values: slice
+    num_blocks: int
+    width: int
+    first_block: int
+
+
+def parts_of(numel: int, device: torch.device) -> Iterator[Part]:
+    """Full blocks, as many at a time as stay in the cache of a CPU, and at last the one that is shorter."""
+    num_full = numel // BLOCK_NUMEL
+    for piece in chunks(num_full * BLOCK_NUMEL, device):
+        number = (piece.stop - piece.start) // BLOCK_NUMEL
+        yield Part(piece, number, BLOCK_NUMEL, piece.start // BLOCK_NUMEL)
+    if rest := numel - num_full * BLOCK_NUMEL:
+        yield Part(slice(numel - rest, numel), 1, rest, num_full)
+
+
+class Sparsifier(ABC):
+    """Makes C(x - y) of a bucket's values x and of what is known of them, y.
+
+    What C makes is a function of the payload, of ``seed``, step and bucket: the same for all who read it.
+
+    Parameters
+    ----------
+    bucket : BucketShape
+    ratio : float
+    seed : int
+
+    Attributes
+    ----------
+    num_bytes : int
+        Of a payload.
+    """
+
+    num_bytes: int
+
+    def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
+        self.bucket = bucket
+        self.ratio = ratio
+        self.seed = seed
+        self.wide = bucket.accumulation_dtype
+        self.parts = tuple(parts_of(bucket.numel, bucket.device))
+
+    def begin(self, step: int) -> None:  # noqa: B027 -- most draw nothing
+        """Draw what the messages of a step need."""
+
+    @abstractmethod
+    def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
+        """Write C(values - known) into ``payload``, and add to ``known`` what of it is finite."""
+
+    @abstractmethod
+    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
+        """Add ``weight`` times what of a payload is finite to one part of ``total``, [numel], float64.
+
+        Returns
+        -------
+        Tensor
+            A scalar, 0; NaN if something was not finite.
+        """
+
+    def _num_kept(self, width: int) -> int:
+        return min(width, math.ceil(self.ratio * width))
+
+
+class TopK(Sparsifier):
+    """The values of largest magnitude of each block, with their places in it."""
+
+    def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
+        super().__init__(bucket, ratio, seed)
+        self._kept: list[slice] = []
+        total = 0
+        for part in self.parts:
+            number = part.num_blocks * self._num_kept(part.width)
+            self._kept.append(slice(total, total + number))
+            total += number
+        self._num_values = total
+        self.num_bytes = total * (self.wide.itemsize + 2)
+
+    def _values(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload[: self._num_values * self.wide.itemsize].view(self.wide)
+
+    def _places(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload[self._num_values * self.wide.itemsize :].view(torch.int16)
+
+    def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
+        kept_values, kept_places = self._values(payload), self._places(payload)
+        for part, kept in zip(self.parts, self._kept, strict=True):
+            shape = part.num_blocks, part.width
+            ours = known[part.values].view(shape)
+            difference = values[part.values].view(shape) - ours
+            places = difference.abs().topk(self._num_kept(part.width), dim=1, sorted=False).indices
+            chosen = difference.gather(1, places)
+            kept_values[kept].view(part.num_blocks, -1).copy_(chosen)
+            kept_places[kept].view(part.num_blocks, -1).copy_(places)
+            ours.scatter_add_(1, places, _finite(chosen))
+
+    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
+        kept = self._kept[self.parts.index(part)]
+        values = self._values(payload)[kept].view(part.num_blocks, -1).double()
+        places = self._places(payload)[kept].view(part.num_blocks, -1).long()
+        blocks = total[part.values].view(part.num_blocks, part.width)
+        blocks.scatter_add_(1, places, _finite(values).mul_(weight))
+        return values.sum().mul_(0)
+
+
+class RandomK(Sparsifier):
+    """One value at a random place of every stretch of ``1 / ratio`` values; the places are not sent.
+
+    They are the same on all ranks: so what all replicas have moved since a value was last sent is no difference between
+    them, and is not taken for one.
+    """
+
+    def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
+        super().__init__(bucket, ratio, seed)
+        number = self._num_kept(bucket.numel)
+        bounds = torch.arange(number + 1) * bucket.numel // max(number, 1)
+        self._starts, self._lengths = bounds[:-1], bounds.diff().float()
+        self._places = self._starts
+        self.num_bytes = number * self.wide.itemsize
+        # One part: a place costs a cache line wherever it is.
+        self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel, 0),)
+
+    def begin(self, step: int) -> None:
+        uniform = torch.rand(len(self._starts), generator=generator(self.seed, step, self.bucket.index))
+        self._places = uniform.mul_(self._lengths).long().add_(self._starts).to(self.bucket.device)
+
+    def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
+        chosen = values[self._places].to(self.wide) - known[self._places]
+        known.index_add_(0, self._places, _finite(chosen))
+        least, largest = values.aminmax()
+        # What is not finite may be in none of the places that are sent.
+        payload.view(self.wide).copy_(chosen.add_((least - largest).to(self.wide).mul_(0)))
+
+    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
+        del part
+        values = payload.view(self.wide).double()
+        total.index_add_(0, self._places, _finite(values), alpha=weight)
+        return values.sum().mul_(0)
+
+
+class Sign(Sparsifier):
+    r"""One bit per value, and a number per block: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`."""
+
+    def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
+        super().__init__(bucket, ratio, seed)
+        self._bits: list[slice] = []
+        total = 0
+        for part in self.parts:
+            number = part.num_blocks * -(-part.width // 8)
+            self._bits.append(slice(total, total + number))
+            total += number
+        self._num_scale_bytes = sum(part.num_blocks for part in self.parts) * self.wide.itemsize
+        self.num_bytes = self._num_scale_bytes + total
+        self._shifts = torch.arange(8, dtype=torch.uint8, device=bucket.device)[:, None]
+
+    def _scales(self, part: Part, payload: torch.Tensor) -> torch.Tensor:
+        scales = payload[: self._num_scale_bytes].view(self.wide)
+        return scales[part.first_block : part.first_block + part.num_blocks]
+
+    def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
+        packed = payload[self._num_scale_bytes :]
+        for part, place in zip(self.parts, self._bits, strict=True):
+            shape = part.num_blocks, part.width
+            ours = known[part.values].view(shape)
+            difference = values[part.values].view(shape) - ours
+            scales = difference.abs().mean(1)
+            self._scales(part, payload).copy_(scales)
+            negative = difference.signbit().view(torch.uint8)
+            if part.width % 8:
+                negative = torch.nn.functional.pad(negative, (0, -part.width % 8))
+            # Bit p of a byte is a value of the p-th eighth of the block.
+            bits = packed[place].view(part.num_blocks, -1)
+            planes = negative.view(part.num_blocks, 8, -1)
+            bits.copy_(planes[:, 0])
+            for number in range(1, 8):
+                bits.bitwise_or_(planes[:, number] << number)
+            ours.add_(torch.copysign(_finite(scales)[:, None], difference, out=difference))
+
+    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
+        scales = self._scales(part, payload).double()
+        steps = _finite(scales).mul_(weight)[:, None]
+        bits = payload[self._num_scale_bytes :][self._bits[self.parts.index(part)]]
+        planes = bits.view(part.num_blocks, 1, -1) >> self._shifts
+        negative = planes.bitwise_and_(1).view(part.num_blocks, -1)[:, : part.width].double()
+        # 1 - 2 b is the sign.
+        total[part.values].view(part.num_blocks, part.width).add_(steps).addcmul_(negative, steps, value=-2)
+        return scales.sum().mul_(0)
+
+
+SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, "sign": Sign}
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """A copy with zeros in place of what is not finite."""
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
