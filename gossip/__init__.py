@@ -18,10 +18,12 @@ from gossip.communication.transports import DistributedTransport as DistributedT
 from gossip.communication.transports import Exchange as Exchange
 from gossip.communication.transports import Transport as Transport
 from gossip.communication.world import World as World
+from gossip.compression.choco import Choco as Choco
 from gossip.compression.codec import BucketShape as BucketShape
 from gossip.compression.codec import Codec as Codec
 from gossip.compression.codec import Compression as Compression
 from gossip.compression.modulo import ModuloQuantization as ModuloQuantization
+from gossip.compression.powergossip import PowerGossip as PowerGossip
 from gossip.compression.values import Cast as Cast
 from gossip.compression.values import Uncompressed as Uncompressed
 from gossip.errors import CheckpointError as CheckpointError
@@ -43,6 +45,7 @@ __all__ = [
     "Cast",
     "Checkpoint",
     "CheckpointError",
+    "Choco",
     "Codec",
     "Compression",
     "DebugTransport",
@@ -54,6 +57,7 @@ __all__ = [
     "LaunchError",
     "ManifestError",
     "ModuloQuantization",
+    "PowerGossip",
     "StepStats",
     "Transport",
     "Uncompressed",

@@ -60,8 +60,9 @@ class GossipDataParallel(ModuleFace):
     algorithm : str or Algorithm
         "adapt_while_communicating" (the default), "adapt_then_combine", or one of the classes with its constants.
     compression : str or Compression, optional
-        What goes on the wire in place of the parameters' values: "bf16", "fp16", "int8", "int4", or an object with its
-        constants. By default the values themselves.
+        What goes on the wire in place of the parameters' values: "bf16", "fp16", "int8", "int4", "choco" (sparse
+        increments) and "powergossip" (low rank), both for static topologies, or an object with its constants. By
+        default the values themselves.
     step_in_backward : bool
         False: ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, ``zero_grad()``,
         clipping, ``GradScaler`` and all; gradients are kept as usual.

@@ -13,7 +13,9 @@ from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
 from gossip.compression.static import check_static
 from topologies import Round, Topology
 
-_GAMMA = {"top_k": 0.4, "random_k": 0.1, "sign": 0.4}
+#: By what times the ratio gamma is, at most 1. Twice as much begins to diverge, with some topologies.
+_GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5}
+_SIGN_GAMMA = 0.5
 
 
 class Choco(Compression):
@@ -27,8 +29,8 @@ class Choco(Compression):
         x_i &\mathrel{+}= \gamma S_i
 
     :math:`S_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is all that is kept of the peers, whatever their number, and the
-    mean over ranks is exact, as the :math:`S_i` of all ranks add up to zero. For a static topology: one whose exchanges
-    are all alike, ``every(k)`` of one included.
+    mean over ranks is exact, as the :math:`S_i` of all ranks add up to zero. For a static,
+    undirected topology: one whose exchanges are all alike, ``every(k)`` of one included.
 
     The first exchange sends the values in full: :math:`\hat x_i = x_i`. From :math:`\hat x_i = 0` on the differences
     between the public copies would be of the size of the values themselves, where one rank had sent a value and another
@@ -39,12 +41,13 @@ class Choco(Compression):
     sparsifier : str
         "top_k": of each block of 4,096 values those of largest magnitude, with their places, 2 bytes each. "random_k":
         values at random places, the same on all ranks, that are not sent. "sign": the sign of every value, one bit, and
-        the mean magnitude in its block.
+        the mean magnitude in its block of 32, in bfloat16.
     ratio : float
         Which part of the values is sent with "top_k" and "random_k"; "sign" sends all, and ignores it.
     gamma : float, optional
         Consensus step size: which part of the difference that is known is mixed in. Too large a one diverges: the less
-        C keeps, the smaller it must be. By default 0.4, or with "random_k" 0.1.
+        C keeps, the smaller it must be. By default 2.5 times the ratio with "top_k", half the ratio with "random_k", at
+        most 1, and 0.5 with "sign".
     seed : int
         Of the random places.
 
@@ -78,11 +81,11 @@ class Choco(Compression):
             raise TypeError(f"seed must be an integer, got {seed!r}")
         self.sparsifier = sparsifier
         self.ratio = ratio
-        self.gamma = _GAMMA[sparsifier] if gamma is None else gamma
+        self.gamma = _default_gamma(sparsifier, ratio) if gamma is None else gamma
         self.seed = seed
 
     def check(self, topology: Topology) -> None:
-        check_static(topology, self.describe())
+        check_static(topology, self.describe(), symmetric=True)
 
     def codec(self, bucket: BucketShape, rank: int) -> ChocoCodec:
         return ChocoCodec(SPARSIFIERS[self.sparsifier](bucket, self.ratio, self.seed), self.gamma, rank)
@@ -157,13 +160,10 @@ class ChocoCodec(Codec):
         return self._difference
 
     def _add_increments(self, received: Parcels) -> None:
-        read = self._sparsifier
-        own_weight = -sum(self._weights.values())
-        for part in read.parts:
-            spoilt = read.add_(self.total, part, self._message, own_weight)
-            for source, weight in self._weights.items():
-                spoilt += read.add_(self.total, part, received[source], weight)
-            self._scale(part.values, spoilt)
+        messages = [(self._message, -sum(self._weights.values()))]
+        messages += [(received[source], weight) for source, weight in self._weights.items()]
+        for number, part in enumerate(self._sparsifier.parts):
+            self._scale(part.values, self._sparsifier.add_(self.total, number, messages))
 
     def _add_values(self, received: Parcels) -> None:
         for part in chunks(len(self.total), self.total.device):
@@ -176,7 +176,9 @@ class ChocoCodec(Codec):
             self._scale(part, spoilt)
 
     def _scale(self, part: slice, spoilt: torch.Tensor) -> None:
-        torch.add(spoilt, self.total[part], alpha=self._gamma, out=self._difference[part])
+        total, difference, factor = self.total[part], self._difference[part], spoilt + self._gamma
+        for piece in chunks(len(total), total.device):
+            difference[piece].copy_(total[piece]).mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         return {"known": self.known.clone(), "total": self.total.clone(), "has_begun": self.has_begun}
@@ -189,3 +191,7 @@ class ChocoCodec(Codec):
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _default_gamma(sparsifier: str, ratio: float) -> float:
+    return min(1.0, _GAMMA_PER_RATIO[sparsifier] * ratio) if sparsifier in _GAMMA_PER_RATIO else _SIGN_GAMMA

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from gossip.compression.choco import Choco
 from gossip.compression.codec import Compression
 from gossip.compression.modulo import ModuloQuantization
+from gossip.compression.powergossip import PowerGossip
 from gossip.compression.values import Cast, Uncompressed
 
 BY_NAME: dict[str, Callable[[], Compression]] = {
@@ -15,6 +17,8 @@ BY_NAME: dict[str, Callable[[], Compression]] = {
     "fp16": lambda: Cast(torch.float16),
     "int8": lambda: ModuloQuantization(8),
     "int4": lambda: ModuloQuantization(4),
+    "choco": Choco,
+    "powergossip": PowerGossip,
 }
 """Each with its default constants."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +13,8 @@ import torch
 from gossip.compression.codec import BucketShape, chunks
 from gossip.compression.draws import generator
 
-BLOCK_NUMEL = 4096
+Messages = Sequence[tuple[torch.Tensor, float]]
+"""Payloads with their weights."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Part:
     num_blocks, width : int
         They hold ``num_blocks * width`` values.
     first_block : int
+        Number of blocks before them.
     """
 
     values: slice
@@ -35,13 +37,13 @@ class Part:
     first_block: int
 
 
-def parts_of(numel: int, device: torch.device) -> Iterator[Part]:
+def parts_of(numel: int, block_numel: int, device: torch.device) -> Iterator[Part]:
     """Full blocks, as many at a time as stay in the cache of a CPU, and at last the one that is shorter."""
-    num_full = numel // BLOCK_NUMEL
-    for piece in chunks(num_full * BLOCK_NUMEL, device):
-        number = (piece.stop - piece.start) // BLOCK_NUMEL
-        yield Part(piece, number, BLOCK_NUMEL, piece.start // BLOCK_NUMEL)
-    if rest := numel - num_full * BLOCK_NUMEL:
+    num_full = numel // block_numel
+    for piece in chunks(num_full * block_numel, device):
+        number = (piece.stop - piece.start) // block_numel
+        yield Part(piece, number, block_numel, piece.start // block_numel)
+    if rest := numel - num_full * block_numel:
         yield Part(slice(numel - rest, numel), 1, rest, num_full)
 
 
@@ -58,10 +60,13 @@ class Sparsifier(ABC):
 
     Attributes
     ----------
+    block_numel : int
+        Values that are worked on by themselves.
     num_bytes : int
         Of a payload.
     """
 
+    block_numel: ClassVar[int]
     num_bytes: int
 
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
@@ -69,7 +74,7 @@ class Sparsifier(ABC):
         self.ratio = ratio
         self.seed = seed
         self.wide = bucket.accumulation_dtype
-        self.parts = tuple(parts_of(bucket.numel, bucket.device))
+        self.parts = tuple(parts_of(bucket.numel, self.block_numel, bucket.device))
 
     def begin(self, step: int) -> None:  # noqa: B027 -- most draw nothing
         """Draw what the messages of a step need."""
@@ -79,8 +84,8 @@ class Sparsifier(ABC):
         """Write C(values - known) into ``payload``, and add to ``known`` what of it is finite."""
 
     @abstractmethod
-    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
-        """Add ``weight`` times what of a payload is finite to one part of ``total``, [numel], float64.
+    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+        """Add what of the messages is finite, times their weights, to part ``number`` of ``total``, [numel], float64.
 
         Returns
         -------
@@ -94,6 +99,8 @@ class Sparsifier(ABC):
 
 class TopK(Sparsifier):
     """The values of largest magnitude of each block, with their places in it."""
+
+    block_numel = 4096
 
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
@@ -124,13 +131,16 @@ class TopK(Sparsifier):
             kept_places[kept].view(part.num_blocks, -1).copy_(places)
             ours.scatter_add_(1, places, _finite(chosen))
 
-    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
-        kept = self._kept[self.parts.index(part)]
-        values = self._values(payload)[kept].view(part.num_blocks, -1).double()
-        places = self._places(payload)[kept].view(part.num_blocks, -1).long()
+    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+        part, kept = self.parts[number], self._kept[number]
         blocks = total[part.values].view(part.num_blocks, part.width)
-        blocks.scatter_add_(1, places, _finite(values).mul_(weight))
-        return values.sum().mul_(0)
+        spoilt = total.new_zeros(())
+        for payload, weight in messages:
+            values = self._values(payload)[kept].view(part.num_blocks, -1).double()
+            places = self._places(payload)[kept].view(part.num_blocks, -1).long()
+            spoilt += values.sum()
+            blocks.scatter_add_(1, places, _finite(values).mul_(weight))
+        return spoilt.mul_(0)
 
 
 class RandomK(Sparsifier):
@@ -140,15 +150,17 @@ class RandomK(Sparsifier):
     them, and is not taken for one.
     """
 
+    block_numel = 1
+
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
+        # One part: a place costs a cache line wherever it is.
+        self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel, 0),)
         number = self._num_kept(bucket.numel)
         bounds = torch.arange(number + 1) * bucket.numel // max(number, 1)
         self._starts, self._lengths = bounds[:-1], bounds.diff().float()
         self._places = self._starts
         self.num_bytes = number * self.wide.itemsize
-        # One part: a place costs a cache line wherever it is.
-        self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel, 0),)
 
     def begin(self, step: int) -> None:
         uniform = torch.rand(len(self._starts), generator=generator(self.seed, step, self.bucket.index))
@@ -161,60 +173,71 @@ class RandomK(Sparsifier):
         # What is not finite may be in none of the places that are sent.
         payload.view(self.wide).copy_(chosen.add_((least - largest).to(self.wide).mul_(0)))
 
-    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
-        del part
-        values = payload.view(self.wide).double()
-        total.index_add_(0, self._places, _finite(values), alpha=weight)
-        return values.sum().mul_(0)
+    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+        del number
+        spoilt = total.new_zeros(())
+        for payload, weight in messages:
+            values = payload.view(self.wide).double()
+            spoilt += values.sum()
+            total.index_add_(0, self._places, _finite(values), alpha=weight)
+        return spoilt.mul_(0)
 
 
 class Sign(Sparsifier):
-    r"""One bit per value, and a number per block: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`."""
+    r"""One bit per value, and a number per block in bfloat16: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`.
+
+    A value far larger than the others of its block takes up to as many exchanges as the block has values: so they are
+    small.
+    """
+
+    block_numel = 32
 
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
+        self._num_scales = sum(part.num_blocks for part in self.parts)
         self._bits: list[slice] = []
-        total = 0
+        total = 2 * self._num_scales
         for part in self.parts:
-            number = part.num_blocks * -(-part.width // 8)
+            number = -(-part.num_blocks * part.width // 8)
             self._bits.append(slice(total, total + number))
             total += number
-        self._num_scale_bytes = sum(part.num_blocks for part in self.parts) * self.wide.itemsize
-        self.num_bytes = self._num_scale_bytes + total
+        self.num_bytes = total
         self._shifts = torch.arange(8, dtype=torch.uint8, device=bucket.device)[:, None]
 
     def _scales(self, part: Part, payload: torch.Tensor) -> torch.Tensor:
-        scales = payload[: self._num_scale_bytes].view(self.wide)
+        scales = payload[: 2 * self._num_scales].view(torch.bfloat16)
         return scales[part.first_block : part.first_block + part.num_blocks]
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
-        packed = payload[self._num_scale_bytes :]
+        integers = torch.int64 if self.wide == torch.float64 else torch.int32
         for part, place in zip(self.parts, self._bits, strict=True):
             shape = part.num_blocks, part.width
             ours = known[part.values].view(shape)
             difference = values[part.values].view(shape) - ours
-            scales = difference.abs().mean(1)
-            self._scales(part, payload).copy_(scales)
-            negative = difference.signbit().view(torch.uint8)
-            if part.width % 8:
-                negative = torch.nn.functional.pad(negative, (0, -part.width % 8))
-            # Bit p of a byte is a value of the p-th eighth of the block.
-            bits = packed[place].view(part.num_blocks, -1)
-            planes = negative.view(part.num_blocks, 8, -1)
-            bits.copy_(planes[:, 0])
+            scales = self._scales(part, payload).copy_(difference.abs().mean(1)).to(self.wide)
+            negative = (difference.view(integers) < 0).view(torch.uint8)  # several times as fast as signbit()
+            # Bit p of a byte is a value of the p-th eighth of the part.
+            bits = payload[place]
+            planes = torch.nn.functional.pad(negative.view(-1), (0, 8 * len(bits) - negative.numel())).view(8, -1)
+            bits.copy_(planes[0])
             for number in range(1, 8):
-                bits.bitwise_or_(planes[:, number] << number)
+                bits.bitwise_or_(planes[number] << number)
             ours.add_(torch.copysign(_finite(scales)[:, None], difference, out=difference))
 
-    def add_(self, total: torch.Tensor, part: Part, payload: torch.Tensor, weight: float) -> torch.Tensor:
-        scales = self._scales(part, payload).double()
-        steps = _finite(scales).mul_(weight)[:, None]
-        bits = payload[self._num_scale_bytes :][self._bits[self.parts.index(part)]]
-        planes = bits.view(part.num_blocks, 1, -1) >> self._shifts
-        negative = planes.bitwise_and_(1).view(part.num_blocks, -1)[:, : part.width].double()
-        # 1 - 2 b is the sign.
-        total[part.values].view(part.num_blocks, part.width).add_(steps).addcmul_(negative, steps, value=-2)
-        return scales.sum().mul_(0)
+    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+        part, place = self.parts[number], self._bits[number]
+        blocks = total[part.values].view(part.num_blocks, part.width)
+        spoilt, steps = total.new_zeros(()), total.new_zeros((part.num_blocks, 1))
+        for payload, weight in messages:
+            scales = self._scales(part, payload).double()
+            spoilt += scales.sum()
+            step = _finite(scales).mul_(weight)[:, None]
+            steps += step
+            planes = (payload[place] >> self._shifts).bitwise_and_(1).view(-1)
+            negative = planes[: blocks.numel()].view(blocks.shape).double()
+            blocks.addcmul_(negative, step, value=-2)  # 1 - 2 b is the sign
+        blocks.add_(steps)
+        return spoilt.mul_(0)
 
 
 SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, "sign": Sign}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from exchanging import View, one_matrix
 
 import topologies
-from gossip import Cast, Compression, ModuloQuantization
+from gossip import Cast, Choco, Compression, ModuloQuantization, PowerGossip
 from gossip.compression.values import Uncompressed
 from topologies import Topology
 
@@ -30,6 +31,8 @@ class Row:
     is_random : bool
     bytes_per_value : float
         At most, of a large bucket, once it has been exchanged before.
+    views : callable
+        Which parameters a bucket of that many values holds; by default nothing is known of them.
     """
 
     make: Callable[[int], Compression]
@@ -38,6 +41,7 @@ class Row:
     topologies: tuple[str, ...]
     is_random: bool
     bytes_per_value: float
+    views: Callable[[int], Sequence[View] | None] = lambda _: None
 
 
 def _build(name: str, world_size: int, **options: object) -> Topology:
@@ -64,4 +68,23 @@ COMPRESSIONS = {
     "fp16": Row(lambda _: Cast(torch.float16), 2**-10, 150, ALL, is_random=False, bytes_per_value=2),
     "int8": Row(lambda seed: ModuloQuantization(8, seed=seed), 2**-19, 200, ALL, is_random=True, bytes_per_value=1.01),
     "int4": Row(lambda seed: ModuloQuantization(4, seed=seed), 2**-17, 200, ALL, is_random=True, bytes_per_value=0.51),
+    "choco": Row(lambda _: Choco(), 2**-10, 300, STATIC, is_random=False, bytes_per_value=0.376),
+    "choco random_k": Row(
+        lambda seed: Choco(sparsifier="random_k", ratio=1 / 4, seed=seed),
+        2**-7,
+        300,
+        STATIC,
+        is_random=True,
+        bytes_per_value=1.01,
+    ),
+    "choco sign": Row(lambda _: Choco(sparsifier="sign"), 2**-7, 300, STATIC, is_random=False, bytes_per_value=0.19),
+    "powergossip": Row(
+        lambda seed: PowerGossip(seed=seed),
+        2**-7,
+        800,
+        STATIC,
+        is_random=True,
+        bytes_per_value=0.01,
+        views=one_matrix,
+    ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +11,25 @@ from gossip import BucketShape, Codec, Compression
 from gossip.compression.codec import Parcels
 from topologies import Topology
 
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def one_matrix(numel: int) -> list[View]:
+    """A square matrix, the last of whose rows are a vector."""
+    side = math.isqrt(numel)
+    return [((side, side), (side, 1), 0), ((numel - side * side,), (1,), side * side)]
+
 
 class Ranks:
     """The replicas of one bucket, [n] tensors of [numel], and their codecs.
+
+    Parameters
+    ----------
+    compression : Compression
+    topology : Topology
+    values : sequence of Tensor
+    views : sequence of (shape, stride, offset), optional
+        Where the parameters lie in each.
 
     Attributes
     ----------
@@ -22,11 +39,17 @@ class Ranks:
         What each rank's codec says of the newest round.
     """
 
-    def __init__(self, compression: Compression, topology: Topology, values: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        compression: Compression,
+        topology: Topology,
+        values: Sequence[torch.Tensor],
+        views: Sequence[View] | None = None,
+    ) -> None:
         self.topology = topology
         self.values = [each.clone() for each in values]
         self.codecs: list[Codec] = [
-            compression.codec(BucketShape(0, each), rank) for rank, each in enumerate(self.values)
+            compression.codec(BucketShape(0, each, views), rank) for rank, each in enumerate(self.values)
         ]
         self.num_bytes = 0
         self.are_finite: dict[int, bool] = {}

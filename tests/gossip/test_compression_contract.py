@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 from compressions import COMPRESSIONS, TOPOLOGIES
 from exchanging import Ranks
 
-from topologies import build
+import topologies
 
 SIZES = (1, 5000)
 SERVED = [(name, topology) for name, row in COMPRESSIONS.items() for topology in row.topologies]
@@ -30,7 +31,7 @@ def replicas(topology: str, numel: int, dtype: torch.dtype = torch.float32, spre
 def make(name: str, topology: str, values: list[torch.Tensor], seed: int = 0) -> Ranks:
     compression = COMPRESSIONS[name].make(seed)
     compression.check(TOPOLOGIES[topology])
-    return Ranks(compression, TOPOLOGIES[topology], values)
+    return Ranks(compression, TOPOLOGIES[topology], values, COMPRESSIONS[name].views(values[0].numel()))
 
 
 @pytest.mark.parametrize(("name", "topology"), SERVED)
@@ -64,7 +65,9 @@ def test_mean_is_exact_in_float64(name: str, topology: str) -> None:
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
-    ranks = Ranks(COMPRESSIONS[name].make(0), build("complete", 2), replicas("ring", 40)[:2])
+    row = COMPRESSIONS[name]
+    # Three ranks: what two give each other cancels whatever its rounding.
+    ranks = Ranks(row.make(0), topologies.build("ring", 3), replicas("ring", 40)[:3], row.views(40))
     generator = torch.Generator().manual_seed(1)
     mean = ranks.mean
     distances = []
@@ -76,7 +79,8 @@ def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
             mean += (values.double() - before) / len(ranks.values)
         ranks.mix(step)
         distances.append(ranks.distance)
-    assert (ranks.mean - mean).abs().max() <= 1e-5  # 10,000 roundings of 1e-7 each, one way, would be 1e-3
+    # 10,000 roundings of 1e-7 each, one way, would be 1e-3. Where the same is mixed in several times, rounding repeats.
+    assert (ranks.mean - mean).abs().max() <= 3e-5
     assert max(distances[-1000:]) <= 2 * max(distances[1000:2000])
 
 
@@ -186,7 +190,7 @@ def test_values_that_are_not_finite_are_seen_by_sender_and_readers(name: str, ba
 
 @pytest.mark.parametrize(("name", "topology"), REFUSED)
 def test_a_topology_that_is_not_served_is_refused_with_the_reason(name: str, topology: str) -> None:
-    with pytest.raises(ValueError, match=f"{TOPOLOGIES[topology].name}.*choose"):
+    with pytest.raises(ValueError, match=f"{re.escape(TOPOLOGIES[topology].name)}.*choose"):
         COMPRESSIONS[name].make(0).check(TOPOLOGIES[topology])
 
 
