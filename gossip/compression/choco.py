@@ -41,7 +41,7 @@ class Choco(Compression):
     sparsifier : str
         "top_k": of each block of 4,096 values those of largest magnitude, with their places, 2 bytes each. "random_k":
         values at random places, the same on all ranks, that are not sent. "sign": the sign of every value, one bit, and
-        the mean magnitude in its block of 32, in bfloat16.
+        the mean magnitude in its block of 32.
     ratio : float
         Which part of the values is sent with "top_k" and "random_k"; "sign" sends all, and ignores it.
     gamma : float, optional

@@ -266,8 +266,9 @@ def _orthonormal(vectors: torch.Tensor, fallbacks: torch.Tensor) -> torch.Tensor
 
 def _scaled(column: torch.Tensor) -> torch.Tensor:
     """Of length 1, without overflow."""
-    column = column.div(column.abs().amax())
-    return column / torch.linalg.vector_norm(column)
+    column = column / column.abs().amax()
+    length: torch.Tensor = torch.linalg.vector_norm(column)
+    return column / length
 
 
 def _without(column: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -184,10 +184,11 @@ class RandomK(Sparsifier):
 
 
 class Sign(Sparsifier):
-    r"""One bit per value, and a number per block in bfloat16: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`.
+    r"""One bit per value, and a number per block: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`.
 
-    A value far larger than the others of its block takes up to as many exchanges as the block has values: so they are
-    small.
+    A value far larger than the others of its block takes up to as many exchanges as the block has values: so blocks are
+    small. Their numbers are not rounded to half precision: multiples of coarse steps would be rounded one way, again
+    and again, where they are added to float32 parameters.
     """
 
     block_numel = 32
@@ -196,7 +197,7 @@ class Sign(Sparsifier):
         super().__init__(bucket, ratio, seed)
         self._num_scales = sum(part.num_blocks for part in self.parts)
         self._bits: list[slice] = []
-        total = 2 * self._num_scales
+        total = self._num_scales * self.wide.itemsize
         for part in self.parts:
             number = -(-part.num_blocks * part.width // 8)
             self._bits.append(slice(total, total + number))
@@ -205,7 +206,7 @@ class Sign(Sparsifier):
         self._shifts = torch.arange(8, dtype=torch.uint8, device=bucket.device)[:, None]
 
     def _scales(self, part: Part, payload: torch.Tensor) -> torch.Tensor:
-        scales = payload[: 2 * self._num_scales].view(torch.bfloat16)
+        scales = payload[: self._num_scales * self.wide.itemsize].view(self.wide)
         return scales[part.first_block : part.first_block + part.num_blocks]
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
@@ -214,7 +215,7 @@ class Sign(Sparsifier):
             shape = part.num_blocks, part.width
             ours = known[part.values].view(shape)
             difference = values[part.values].view(shape) - ours
-            scales = self._scales(part, payload).copy_(difference.abs().mean(1)).to(self.wide)
+            scales = self._scales(part, payload).copy_(difference.abs().mean(1))
             negative = (difference.view(integers) < 0).view(torch.uint8)  # several times as fast as signbit()
             # Bit p of a byte is a value of the p-th eighth of the part.
             bits = payload[place]

@@ -69,6 +69,7 @@ COMPRESSIONS = {
     "int8": Row(lambda seed: ModuloQuantization(8, seed=seed), 2**-19, 200, ALL, is_random=True, bytes_per_value=1.01),
     "int4": Row(lambda seed: ModuloQuantization(4, seed=seed), 2**-17, 200, ALL, is_random=True, bytes_per_value=0.51),
     "choco": Row(lambda _: Choco(), 2**-10, 300, STATIC, is_random=False, bytes_per_value=0.376),
+    "choco": Row(lambda _: Choco(), 2**-9, 200, STATIC, is_random=False, bytes_per_value=0.376),
     "choco random_k": Row(
         lambda seed: Choco(sparsifier="random_k", ratio=1 / 4, seed=seed),
         2**-7,
@@ -77,7 +78,7 @@ COMPRESSIONS = {
         is_random=True,
         bytes_per_value=1.01,
     ),
-    "choco sign": Row(lambda _: Choco(sparsifier="sign"), 2**-7, 300, STATIC, is_random=False, bytes_per_value=0.19),
+    "choco sign": Row(lambda _: Choco(sparsifier="sign"), 2**-7, 300, STATIC, is_random=False, bytes_per_value=0.251),
     "powergossip": Row(
         lambda seed: PowerGossip(seed=seed),
         2**-7,

@@ -79,7 +79,7 @@ def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
             mean += (values.double() - before) / len(ranks.values)
         ranks.mix(step)
         distances.append(ranks.distance)
-    # 10,000 roundings of 1e-7 each, one way, would be 1e-3. Where the same is mixed in several times, rounding repeats.
+    # 10,000 roundings of 1e-7 each, one way, would be 1e-3. Where much the same is mixed in again, rounding repeats.
     assert (ranks.mean - mean).abs().max() <= 3e-5
     assert max(distances[-1000:]) <= 2 * max(distances[1000:2000])
 
