@@ -87,8 +87,25 @@ class Bucket:
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
 
+    @cached_property
+    def _padding(self) -> list[slice]:
+        """Where the block holds no value of a parameter."""
+        is_padding = torch.ones(self.block.numel() + 2, dtype=torch.int8)
+        is_padding[0] = is_padding[-1] = 0
+        for view in self.views(is_padding[1:-1]):
+            view.fill_(0)
+        changes = is_padding.diff().nonzero().flatten().tolist()
+        return [slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True)]
+
+    @torch.no_grad()
     def written(self) -> None:
-        """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves."""
+        """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves.
+
+        What lies between the parameters is set to zero again: a compression may have made something of it, and it is in
+        no checkpoint.
+        """
+        for gap in self._padding:
+            self.block[gap] = 0
         torch.autograd.graph.increment_version(self.parameters)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts, chunks
 from gossip.compression.draws import generator
+from gossip.compression.memory import all_finite
 from gossip.compression.static import check_static
 from topologies import Round, Topology
 
@@ -122,6 +123,7 @@ class PowerCodec(Codec):
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
         self._weights: dict[int, float] = {}
         self._step = 0
+        self._is_taken_in = False
         self.num_exchanges = 0
         self.directions: dict[int, list[torch.Tensor]] = {}
 
@@ -169,8 +171,20 @@ class PowerCodec(Codec):
             rooms[peer] = self._rooms[key]
         return rooms
 
+    def is_finite(self, received: Parcels) -> bool:
+        self._take_in(received)  # beside the training
+        self._is_taken_in = True
+        return all_finite(self._difference)
+
+    def decode(self, received: Parcels) -> Parts:
+        if not self._is_taken_in:
+            self._take_in(received)
+        self._is_taken_in = False
+        for part in chunks(self._difference.numel(), self._difference.device):
+            yield part, self._difference[part]
+
     @torch.no_grad()
-    def decode(self, received: Parcels) -> torch.Tensor:
+    def _take_in(self, received: Parcels) -> None:
         total = self._difference
         # The same bits on both ends, up to the sign.
         apart = {peer: received[peer] - self._messages[peer] for peer in self._weights}
@@ -191,7 +205,6 @@ class PowerCodec(Codec):
                 upwards = each if peer > self._rank else -each
                 self.directions[peer][number] = _orthonormal(upwards, fallbacks[peer][number])
         self.num_exchanges += 1
-        return total
 
     def _plain_places(self) -> list[tuple[slice, slice]]:
         places, start = [], 0

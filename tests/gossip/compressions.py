@@ -68,7 +68,6 @@ COMPRESSIONS = {
     "fp16": Row(lambda _: Cast(torch.float16), 2**-10, 150, ALL, is_random=False, bytes_per_value=2),
     "int8": Row(lambda seed: ModuloQuantization(8, seed=seed), 2**-19, 200, ALL, is_random=True, bytes_per_value=1.01),
     "int4": Row(lambda seed: ModuloQuantization(4, seed=seed), 2**-17, 200, ALL, is_random=True, bytes_per_value=0.51),
-    "choco": Row(lambda _: Choco(), 2**-10, 300, STATIC, is_random=False, bytes_per_value=0.376),
     "choco": Row(lambda _: Choco(), 2**-9, 200, STATIC, is_random=False, bytes_per_value=0.376),
     "choco random_k": Row(
         lambda seed: Choco(sparsifier="random_k", ratio=1 / 4, seed=seed),
