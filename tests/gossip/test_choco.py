@@ -1,0 +1,150 @@
+"""CHOCO: the recursion of the paper, its first exchange, its state, and training over processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from exchanging import Ranks
+from training import losses_with
+
+import topologies
+from gossip import BucketShape, Choco, launch
+from gossip.compression.choco import ChocoCodec
+from gossip.compression.sparsifiers import RandomK
+
+SPARSIFIERS = ("top_k", "random_k", "sign")
+NUMEL = 4096 + 133
+
+
+def kept_by_top_k(difference: np.ndarray, ratio: float) -> np.ndarray:
+    kept = np.zeros_like(difference)
+    for start in range(0, len(difference), 4096):
+        block = difference[start : start + 4096]
+        largest = np.argsort(-np.abs(block))[: int(np.ceil(ratio * len(block)))]
+        kept[start + largest] = block[largest]
+    return kept
+
+
+def kept_by_sign(difference: np.ndarray) -> np.ndarray:
+    blocks = [difference[start : start + 32] for start in range(0, len(difference), 32)]
+    return np.concatenate([np.abs(block).mean() * np.where(block < 0, -1, 1) for block in blocks])
+
+
+def kept_by_random_k(difference: np.ndarray, ratio: float, step: int) -> np.ndarray:
+    sparsifier = RandomK(BucketShape(0, torch.from_numpy(difference)), ratio, 0)
+    sparsifier.begin(step)
+    payload = torch.empty(sparsifier.num_bytes, dtype=torch.uint8)
+    known = torch.zeros(len(difference), dtype=torch.float64)
+    sparsifier.encode_(torch.from_numpy(difference), known, payload)
+    return known.numpy()
+
+
+@pytest.mark.parametrize("sparsifier", SPARSIFIERS)
+@pytest.mark.parametrize("name", ["ring", "star"])
+def test_replicas_follow_the_recursion_of_the_paper(name: str, sparsifier: str) -> None:
+    topology = topologies.build(name, 5)
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=NUMEL) + 0.1 * generator.normal(size=(5, NUMEL))
+    ranks = Ranks(Choco(sparsifier=sparsifier, ratio=1 / 8, gamma=0.1), topology, [torch.from_numpy(row) for row in x])
+    # Algorithm 1, with a copy of everybody: x_hat += C(x - x_hat), x += gamma (W - I) x_hat.
+    public, mixing = np.zeros_like(x), topology.round(0).matrix() - np.eye(5)
+    for step in range(40):
+        updates = 0.01 * generator.normal(size=x.shape)
+        x += updates
+        for rank, difference in enumerate(x - public):
+            if step == 0:
+                public[rank] += difference
+            elif sparsifier == "top_k":
+                public[rank] += kept_by_top_k(difference, 1 / 8)
+            elif sparsifier == "sign":
+                public[rank] += kept_by_sign(difference)
+            else:
+                public[rank] += kept_by_random_k(difference, 1 / 8, step)
+        x += 0.1 * mixing @ public
+        for values, update in zip(ranks.values, updates, strict=True):
+            values += torch.from_numpy(update)
+        ranks.mix(step)
+    assert np.ptp(x, axis=0).max() > 1e-3
+    np.testing.assert_allclose(torch.stack(ranks.values).numpy(), x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.7, 1 / 3, 0.001])
+def test_random_places_are_all_drawn_alike_and_none_twice(ratio: float) -> None:
+    numel, num_steps = 40, 3000
+    sparsifier = RandomK(BucketShape(0, torch.zeros(numel)), ratio, 0)
+    counts = torch.zeros(numel)
+    for step in range(num_steps):
+        sparsifier.begin(step)
+        places = sparsifier._places
+        assert len(places) == len(places.unique()) == int(np.ceil(ratio * numel))
+        counts[places] += 1
+    expected = num_steps * np.ceil(ratio * numel) / numel
+    # The stretches differ in length by one: some places come a bit more often.
+    lengths = numel / np.ceil(ratio * numel)
+    low, high = num_steps / np.ceil(lengths), num_steps / np.floor(lengths)
+    assert low - 6 * expected**0.5 <= float(counts.min())
+    assert float(counts.max()) <= high + 6 * expected**0.5
+
+
+def test_ratio_and_gamma_of_one_are_plain_gossip() -> None:
+    topology = topologies.build("ring", 5)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(500, generator=generator, dtype=torch.float64) for _ in range(5)]
+    ranks = Ranks(Choco(ratio=1.0, gamma=1.0), topology, values)
+    for step in range(5):
+        ranks.mix(step)
+    mixing = torch.from_numpy(topology.round(0).matrix())
+    expected = torch.linalg.matrix_power(mixing, 5) @ torch.stack(values)
+    torch.testing.assert_close(torch.stack(ranks.values), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("sparsifier", SPARSIFIERS)
+def test_public_copies_stay_finite_and_go_on_where_a_value_was_not(sparsifier: str) -> None:
+    topology = topologies.build("ring", 3)
+    generator = torch.Generator().manual_seed(0)
+    ranks = Ranks(Choco(sparsifier=sparsifier), topology, [torch.randn(100, generator=generator) for _ in range(3)])
+    for step in range(4):
+        before = ranks.values[0].clone()
+        if step in (0, 2):
+            ranks.values[0][7] = float("nan")
+        differences = ranks.exchange(step)
+        spoilt = [not bool(each.isfinite().all()) for each in differences if each is not None]
+        assert spoilt == [step in (0, 2)] * 3
+        ranks.values[0].copy_(before)
+    totals = [codec.total for codec in ranks.codecs if isinstance(codec, ChocoCodec)]
+    assert len(totals) == 3
+    assert float(sum(totals).abs().max()) <= 1e-14  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sparsifier": "top"}, "'top'; choose one of top_k, random_k, sign"),
+        ({"ratio": 0}, "ratio must be a number above 0 and at most 1, got 0"),
+        ({"ratio": 1.5}, "ratio must be a number above 0 and at most 1, got 1.5"),
+        ({"gamma": 0.0}, "gamma must be a number above 0 and at most 1"),
+        ({"gamma": float("nan")}, "gamma must be a number above 0 and at most 1"),
+    ],
+)
+def test_constants_that_cannot_work_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Choco(**arguments)  # type: ignore[arg-type]
+
+
+def test_directed_and_changing_topologies_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'directed_ring' has edges of one direction.*choose int8"):
+        Choco().check(topologies.build("directed_ring", 4))
+    ring = topologies.build("ring", 4)
+    Choco().check(ring.every(2).then(ring, after=6))  # the same edges and weights throughout
+    with pytest.raises(ValueError, match=r"another matrix.*choose int8"):
+        Choco().check(ring.then(topologies.build("complete", 4), after=6))
+    with pytest.raises(ValueError, match=r"never repeats.*choose int8"):
+        Choco().check(topologies.build("random_matching", 4))
+
+
+@pytest.mark.parametrize("sparsifier", SPARSIFIERS)
+def test_training_over_processes_ends_near_where_the_values_themselves_end(sparsifier: str) -> None:
+    for losses in launch(losses_with, [None, Choco(sparsifier=sparsifier)], world_size=4):
+        plain, compressed = losses
+        assert compressed <= 1.2 * plain  # without exchanges it is twice as much
