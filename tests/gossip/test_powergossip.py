@@ -107,7 +107,7 @@ def test_messages_hold_vectors_and_what_gains_nothing() -> None:
     sizes = []
     for step in range(2):
         (message,) = codec.encode(replicas(1)[0], round_, step).values()
-        codec.decode({1: message.clone()})
+        list(codec.decode({1: message.clone()}))
         sizes.append(message.numel())
     assert sizes == [outside + 6 + 4 + 7, outside + 9 + 12 + 8]
 
