@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -219,7 +220,10 @@ class Mixer:
                 return
             squares: float | torch.Tensor = 0.0
             for part, difference in arrival.parts:
-                squares = squares + _squared_norm(difference)
+                square = _squared_norm(difference)
+                if not isinstance(square, torch.Tensor) and not math.isfinite(square):
+                    self._refuse(in_flight, bucket, meter)  # this rank's own message: all others are finite
+                squares = squares + square
                 self.algorithm.combine_(bucket.block[part], difference, in_flight.round_index)
             bucket.written()
             meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))

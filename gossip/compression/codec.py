@@ -15,7 +15,7 @@ Parcels = Mapping[int, torch.Tensor]
 Parts = Iterator[tuple[slice, torch.Tensor]]
 """A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
 #: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
-CHUNK_NUMEL = 2**16
+CHUNK_NUMEL = 2**18
 
 
 class Compression(ABC):
@@ -149,9 +149,9 @@ class Codec(ABC):
 
     @abstractmethod
     def is_finite(self, received: Parcels) -> bool:
-        """Whether what arrived, and what this rank sent, is finite.
+        """Whether what arrived is finite. Runs beside the training, after :meth:`follow_up`; only on a CPU.
 
-        Runs beside the training, after :meth:`follow_up`; only on a CPU.
+        Where it is, but this rank's own message is not, :meth:`decode` yields something that is not.
         """
 
     @abstractmethod

@@ -23,7 +23,7 @@ RAW = -(2**15)
 """In place of a level: the block is not on a lattice, and is to be asked for in full."""
 LARGEST_INTEGER = 2**22
 """So many steps of the lattice from zero, and float32 does not hold its points any more."""
-NOISE_PERIOD = 2**16
+NOISE_PERIOD = 2**18
 _MAX_SHIFT = 20  # between the lattices of two peers; further apart they are as good as unknown to each other
 
 

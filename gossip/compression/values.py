@@ -54,7 +54,6 @@ class ValuesCodec(Codec):
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
-        self._is_finite = True
         self._largest = torch.finfo(dtype).max if dtype == torch.float16 != bucket.dtype else None
         self._weights: dict[int, float] = {}
         self._rows = self.message.new_empty((0, bucket.numel))
@@ -70,11 +69,11 @@ class ValuesCodec(Codec):
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:  # noqa: ARG002
-        self._is_finite = True
-        for part in chunks(values.numel(), values.device):
-            message = self.message[part]
-            message.copy_(values[part] if self._largest is None else _within(values[part], self._largest))
-            self._is_finite = self._is_finite and (not message.is_cpu or all_finite(message))
+        if self._largest is None:
+            self.message.copy_(values)
+        else:
+            for part in chunks(values.numel(), values.device):
+                self.message[part].copy_(_within(values[part], self._largest))
         self._weights = round_.neighbours(self._rank)
         return dict.fromkeys(round_.targets(self._rank), self.message)
 
@@ -94,7 +93,7 @@ class ValuesCodec(Codec):
         return self._difference
 
     def is_finite(self, received: Parcels) -> bool:
-        return self._is_finite and all(all_finite(message) for message in received.values())
+        return all(all_finite(message) for message in received.values())
 
     @torch.no_grad()
     def decode(self, received: Parcels) -> Parts:

@@ -121,8 +121,8 @@ def test_public_copies_stay_finite_and_go_on_where_a_value_was_not(sparsifier: s
     ("arguments", "message"),
     [
         ({"sparsifier": "top"}, "'top'; choose one of top_k, random_k, sign"),
-        ({"ratio": 0}, "ratio must be a number above 0 and at most 1, got 0"),
-        ({"ratio": 1.5}, "ratio must be a number above 0 and at most 1, got 1.5"),
+        ({"ratio": 0}, "ratio must be a number above 0 and at most 1, or None for the default, got 0"),
+        ({"ratio": 1.5}, "ratio must be a number above 0 and at most 1, or None for the default, got 1.5"),
         ({"gamma": 0.0}, "gamma must be a number above 0 and at most 1"),
         ({"gamma": float("nan")}, "gamma must be a number above 0 and at most 1"),
     ],
