@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, chunks
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts, chunks
+from gossip.compression.memory import all_finite
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
 from gossip.compression.static import check_static
 from topologies import Round, Topology
@@ -126,6 +127,7 @@ class ChocoCodec(Codec):
         self.has_begun = False
         self._difference = torch.empty_like(self.known)
         self._message = torch.empty(0)
+        self._is_taken_in = False
         self._rooms: list[torch.Tensor] = []
         self._weights: dict[int, float] = {}
 
@@ -153,14 +155,25 @@ class ChocoCodec(Codec):
             self._rooms.append(torch.empty_like(self._message))
         return dict(zip(self._weights, self._rooms, strict=True))
 
+    def is_finite(self, received: Parcels) -> bool:
+        self._take_in(received)  # beside the training
+        self._is_taken_in = True
+        return all_finite(self._difference)
+
+    def decode(self, received: Parcels) -> Parts:
+        if not self._is_taken_in:
+            self._take_in(received)
+        self._is_taken_in = False
+        for part in chunks(self._difference.numel(), self._difference.device):
+            yield part, self._difference[part]
+
     @torch.no_grad()
-    def decode(self, received: Parcels) -> torch.Tensor:
+    def _take_in(self, received: Parcels) -> None:
         if self.has_begun:
             self._add_increments(received)
         else:
             self._add_values(received)
             self.has_begun = True
-        return self._difference
 
     def _add_increments(self, received: Parcels) -> None:
         messages = [(self._message, -sum(self._weights.values()))]

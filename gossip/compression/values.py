@@ -108,7 +108,7 @@ class ValuesCodec(Codec):
                 if number == 0:
                     torch.sub(theirs, ours, out=total).mul_(weight)
                 else:
-                    total.add_(theirs, alpha=weight).sub_(ours, alpha=weight)
+                    total.add_(theirs.sub_(ours), alpha=weight)  # in this order it is minus what the peer adds
             yield part, total
 
     @torch.no_grad()

@@ -183,9 +183,11 @@ def test_values_that_are_not_finite_are_seen_by_sender_and_readers(name: str, ba
     for step in range(3):
         ranks.mix(step)
     ranks.values[0][5] = bad
-    ranks.exchange(3)
-    who = {0, *TOPOLOGIES[topology].round(3).targets(0)}
-    assert {rank for rank, is_finite in ranks.are_finite.items() if not is_finite} == who
+    ours = ranks.exchange(3)[0]
+    assert ours is not None
+    who = {rank for rank, is_finite in ranks.are_finite.items() if not is_finite}
+    assert who - {0} == set(TOPOLOGIES[topology].round(3).targets(0))
+    assert 0 in who or not bool(ours.isfinite().all())
 
 
 @pytest.mark.parametrize(("name", "topology"), REFUSED)
