@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm
 from gossip.buckets import Bucket
 from gossip.buffers import BufferBucket
-from gossip.communication.transports import Arrival, Exchange, Transport
+from gossip.communication.transports import Arrival, DistributedTransport, Exchange, Transport
 from gossip.compression.codec import Codec, Compression, chunks
 from gossip.compression.memory import all_finite
 from gossip.compression.values import Uncompressed
@@ -173,7 +173,13 @@ class Mixer:
             return []
         plain = Uncompressed()
         compressions = [self._compression if isinstance(bucket, Bucket) else plain for bucket in self._buckets]
-        return [each.codec(bucket.shape, self._rank) for each, bucket in zip(compressions, self._buckets, strict=True)]
+        codecs = [
+            each.codec(bucket.shape, self._rank) for each, bucket in zip(compressions, self._buckets, strict=True)
+        ]
+        if isinstance(self._transport, DistributedTransport):
+            for bucket, codec in zip(self._buckets, codecs, strict=True):
+                self._transport.prepare(codec, bucket.index)
+        return codecs
 
     @property
     def has_in_flight(self) -> bool:

@@ -11,9 +11,11 @@ import torch
 from gossip.communication.courier import Talk, Works
 from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
 from gossip.communication.membership import Membership
+from gossip.communication.shared_memory import TOKEN_NUMEL, Mailbox, Mailroom
 from gossip.communication.world import World
 from gossip.compression.codec import Codec, Compression, Parcels, Parts
 from gossip.compression.memory import all_finite
+from gossip.compression.values import ValuesCodec
 from gossip.errors import ExchangeError
 from topologies import Phase, Round, Topology
 
@@ -22,7 +24,7 @@ _MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's me
 _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 #: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
-_MIN_ALL_REDUCE_BYTES = 2**16
+_MIN_LARGE_BYTES = 2**16
 
 
 class Arrival(NamedTuple):
@@ -95,6 +97,8 @@ class DistributedTransport:
     topology : Topology
     sums_on_wire : bool
         False: never by all-reduce; compressed messages cannot be added before they are decoded.
+    shares_memory : bool
+        Whether ranks on one machine read each other's messages where they lie: whole values from 64 KiB on, on a CPU.
 
     Notes
     -----
@@ -105,7 +109,9 @@ class DistributedTransport:
     large messages would go one way at a time; cutting them into chunks gains nothing then.
     """
 
-    def __init__(self, world: World, topology: Topology, *, sums_on_wire: bool = True) -> None:
+    def __init__(
+        self, world: World, topology: Topology, *, sums_on_wire: bool = True, shares_memory: bool = True
+    ) -> None:
         assert world.membership is not None
         self._world = world
         self._topology = topology
@@ -116,6 +122,16 @@ class DistributedTransport:
         for ranks in self._shared:
             if world.rank in ranks or not world.membership.is_gloo:
                 world.communicator(ranks, "mixing")
+        self._mailroom = Mailroom(world, shares_memory=shares_memory)
+        self._mailboxes: dict[int, Mailbox] = {}
+
+    def prepare(self, codec: Codec, bucket: int) -> None:
+        """Let the codec of a bucket make its messages where peers on this machine can read them. Local."""
+        if isinstance(codec, ValuesCodec) and self._mailroom.local:
+            message = codec.message
+            if message.is_cpu and message.nbytes >= _MIN_LARGE_BYTES:
+                self._mailboxes[bucket] = Mailbox(self._world, message)
+                codec.take = self._mailboxes[bucket].take
 
     @property
     def num_communicators(self) -> int:
@@ -138,8 +154,8 @@ class DistributedTransport:
         return (
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
             f"{self._world.rank}; rounds {listed}"
-            + f" (messages below {_MIN_ALL_REDUCE_BYTES // 2**10} KiB point-to-point)"
-            * by_size
+            + f"; {len(self._mailroom.local)} ranks read in memory" * bool(self._mailroom.local)
+            + f" (messages below {_MIN_LARGE_BYTES // 2**10} KiB point-to-point)" * by_size
         )
 
     def _way(self, round_: Round) -> str:
@@ -158,12 +174,28 @@ class DistributedTransport:
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
         message = codec.summand
+        mailbox = self._mailboxes.get(bucket)
+        neighbours = self._mailroom.local if mailbox is not None else frozenset()
         exchange = DistributedExchange(self._world, codec, sent, step, bucket)
-        if ranks not in self._shared or message is None or message.nbytes < _MIN_ALL_REDUCE_BYTES:
-            rooms = codec.rooms()
-            exchange.sources = tuple(rooms)
-            exchange.pending = self._world.lanes.submit(exchange.converse, list(sent.values()), list(rooms.values()))
-            exchange.received = rooms
+        if (
+            ranks is None
+            or ranks not in self._shared
+            or message is None
+            or message.nbytes < _MIN_LARGE_BYTES
+            or (mailbox is not None and self._mailroom.are_local(ranks))
+        ):
+            exchange.sources = tuple(round_.neighbours(rank))
+            exchange.tokens = {
+                each: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for each in exchange.sources if each in neighbours
+            }
+            exchange.mailroom = self._mailroom
+            rooms = dict(exchange.tokens) if len(exchange.tokens) == len(exchange.sources) else codec.rooms()
+            exchange.received = {each: exchange.tokens.get(each, rooms[each]) for each in exchange.sources}
+            readers = tuple(each for each in sent if each in neighbours)
+            if mailbox is not None and readers:
+                exchange.sent = {**sent, **dict.fromkeys(readers, mailbox.hand_out(readers))}
+            wire = list(exchange.sent.values()), list(exchange.received.values())
+            exchange.pending = self._world.lanes.submit(exchange.converse, *wire)
             return exchange
         total = codec.accumulator()
         total.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
@@ -196,6 +228,8 @@ class DistributedExchange:
         self.received: Parcels = {}
         self.sources: tuple[int, ...] = ()
         self.total: torch.Tensor | None = None
+        self.tokens: dict[int, torch.Tensor] = {}
+        self.mailroom: Mailroom | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in sent.items()}
         self._is_finite = True
 
@@ -212,6 +246,12 @@ class DistributedExchange:
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.sources, received, strict=True))
         yield self._post(wire_sent, wire_received)
+        if self.mailroom is not None and self.tokens:
+            message = self.codec.sent
+            assert message is not None
+            for source, token in self.tokens.items():
+                wire_received[source] = self.mailroom.read(token, message)
+            self.received = wire_received
         for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
             for target, message in more_sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
@@ -245,8 +285,13 @@ class DistributedExchange:
             raise ExchangeError(
                 f"{where}: failed while waiting for {self.pending.awaited}: {self.pending.error}"
             ) from self.pending.error
-        parts = self.codec.decode(self.received) if self.total is None else self.codec.decode_sum(self.total)
+        parts = self._decode() if self.total is None else self.codec.decode_sum(self.total)
         return Arrival(parts, self._is_finite)
+
+    def _decode(self) -> Parts:
+        yield from self.codec.decode(self.received)
+        if self.mailroom is not None:
+            self.mailroom.done(self.tokens)
 
 
 def _shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts, chunks
@@ -51,6 +53,8 @@ class ValuesCodec(Codec):
 
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self.message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+        self.take: Callable[[], torch.Tensor] = lambda: self.message
+        """Where the next message is to be made: memory of the message's dtype and size."""
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
@@ -69,6 +73,7 @@ class ValuesCodec(Codec):
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:  # noqa: ARG002
+        self.message = self.take()
         if self._largest is None:
             self.message.copy_(values)
         else:
@@ -102,13 +107,14 @@ class ValuesCodec(Codec):
             return
         for part in chunks(self.message.numel(), self.message.device):
             ours = self.message[part].to(self._wide)
-            total = scratch(ours.shape, self._wide, ours.device)
+            total, more = scratch((2, *ours.shape), self._wide, ours.device)
             for number, (source, weight) in enumerate(weights):
                 theirs = received[source][part].to(self._wide)
                 if number == 0:
                     torch.sub(theirs, ours, out=total).mul_(weight)
                 else:
-                    total.add_(theirs.sub_(ours), alpha=weight)  # in this order it is minus what the peer adds
+                    theirs = torch.sub(theirs, ours, out=more)  # in this order it is minus what the peer adds
+                    total.add_(theirs, alpha=weight)
             yield part, total
 
     @torch.no_grad()
