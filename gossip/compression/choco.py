@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts, chunks
-from gossip.compression.memory import all_finite
+from gossip.compression.codec import BucketShape, Compression, Parcels, WholeCodec, chunks
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
 from gossip.compression.static import check_static
 from topologies import Round, Topology
@@ -103,7 +102,7 @@ class Choco(Compression):
         return f"choco({', '.join(filter(None, (self.sparsifier, constants, f'gamma={self.gamma:g}')))})"
 
 
-class ChocoCodec(Codec):
+class ChocoCodec(WholeCodec):
     r"""One bucket's messages; see :class:`Choco`.
 
     Attributes
@@ -118,6 +117,7 @@ class ChocoCodec(Codec):
 
     def __init__(self, sparsifier: Sparsifier, gamma: float, rank: int) -> None:
         bucket = sparsifier.bucket
+        super().__init__(bucket)
         self._sparsifier = sparsifier
         self._gamma = gamma
         self._rank = rank
@@ -125,9 +125,7 @@ class ChocoCodec(Codec):
         self.known = torch.zeros(bucket.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self.total = torch.zeros(bucket.numel, dtype=torch.float64, device=bucket.device)
         self.has_begun = False
-        self._difference = torch.empty_like(self.known)
         self._message = torch.empty(0)
-        self._is_taken_in = False
         self._rooms: list[torch.Tensor] = []
         self._weights: dict[int, float] = {}
 
@@ -154,18 +152,6 @@ class ChocoCodec(Codec):
         while len(self._rooms) < len(self._weights):
             self._rooms.append(torch.empty_like(self._message))
         return dict(zip(self._weights, self._rooms, strict=True))
-
-    def is_finite(self, received: Parcels) -> bool:
-        self._take_in(received)  # beside the training
-        self._is_taken_in = True
-        return all_finite(self._difference)
-
-    def decode(self, received: Parcels) -> Parts:
-        if not self._is_taken_in:
-            self._take_in(received)
-        self._is_taken_in = False
-        for part in chunks(self._difference.numel(), self._difference.device):
-            yield part, self._difference[part]
 
     @torch.no_grad()
     def _take_in(self, received: Parcels) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from gossip.compression.memory import all_finite
 from topologies import Round, Topology
 
 Parcels = Mapping[int, torch.Tensor]
@@ -175,3 +176,27 @@ def chunks(numel: int, device: torch.device) -> Iterator[slice]:
     size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
+
+
+class WholeCodec(Codec):
+    """A codec that makes the difference as a whole, in memory that it keeps, beside the training where it can."""
+
+    def __init__(self, bucket: BucketShape) -> None:
+        self._difference = torch.zeros(bucket.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
+        self._is_taken_in = False
+
+    def is_finite(self, received: Parcels) -> bool:
+        self._take_in(received)
+        self._is_taken_in = True
+        return all_finite(self._difference)
+
+    def decode(self, received: Parcels) -> Parts:
+        if not self._is_taken_in:
+            self._take_in(received)
+        self._is_taken_in = False
+        for part in chunks(self._difference.numel(), self._difference.device):
+            yield part, self._difference[part]
+
+    @abstractmethod
+    def _take_in(self, received: Parcels) -> None:
+        """Fill ``_difference``. Called once per exchange."""

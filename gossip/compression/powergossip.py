@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts, chunks
+from gossip.compression.codec import BucketShape, Compression, Parcels, WholeCodec
 from gossip.compression.draws import generator
-from gossip.compression.memory import all_finite
 from gossip.compression.static import check_static
 from topologies import Round, Topology
 
@@ -96,7 +95,7 @@ class Matrix:
         return self.view(flat).reshape(self.num_rows, self.num_columns)
 
 
-class PowerCodec(Codec):
+class PowerCodec(WholeCodec):
     """One bucket's messages; see :class:`PowerGossip`. A message is what is sent as it is, then the products.
 
     Attributes
@@ -108,6 +107,7 @@ class PowerCodec(Codec):
     """
 
     def __init__(self, compression: PowerGossip, bucket: BucketShape, rank: int) -> None:
+        super().__init__(bucket)
         self._num_vectors = compression.rank
         self._seed = compression.seed
         self._rank = rank
@@ -118,12 +118,10 @@ class PowerCodec(Codec):
         ]
         self._plain = _segments_outside(self._matrices, bucket)
         self._num_plain = sum(each.stop - each.start for each in self._plain)
-        self._difference = torch.zeros(bucket.numel, dtype=self._wide, device=bucket.device)
         self._messages: dict[int, torch.Tensor] = {}
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
         self._weights: dict[int, float] = {}
         self._step = 0
-        self._is_taken_in = False
         self.num_exchanges = 0
         self.directions: dict[int, list[torch.Tensor]] = {}
 
@@ -170,18 +168,6 @@ class PowerCodec(Codec):
                 self._rooms[key] = torch.empty_like(message)
             rooms[peer] = self._rooms[key]
         return rooms
-
-    def is_finite(self, received: Parcels) -> bool:
-        self._take_in(received)  # beside the training
-        self._is_taken_in = True
-        return all_finite(self._difference)
-
-    def decode(self, received: Parcels) -> Parts:
-        if not self._is_taken_in:
-            self._take_in(received)
-        self._is_taken_in = False
-        for part in chunks(self._difference.numel(), self._difference.device):
-            yield part, self._difference[part]
 
     @torch.no_grad()
     def _take_in(self, received: Parcels) -> None:
