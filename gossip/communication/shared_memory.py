@@ -56,8 +56,9 @@ class Mailbox:
     Two buffers: a rank that is ahead by one step need not wait for a peer that still reads.
     """
 
-    def __init__(self, world: World, message: torch.Tensor) -> None:
+    def __init__(self, world: World, message: torch.Tensor, bucket: int) -> None:
         self._world = world
+        self._bucket = bucket
         self._fd = os.memfd_create("gossip")
         self._memory = Memory(self._fd, world.world_size, message.nbytes)
         self._memory.secret.fill_(secrets.randbits(62))
@@ -70,8 +71,8 @@ class Mailbox:
     def __del__(self) -> None:
         os.close(self._fd)
 
-    def take(self) -> torch.Tensor:
-        """The buffer for the next message, once everybody has done with what was in it.
+    def take(self, step: int) -> torch.Tensor:
+        """The buffer for the message of ``step``, once everybody has done with what was in it.
 
         Raises
         ------
@@ -84,10 +85,11 @@ class Mailbox:
         for reader in self._readers[self._turn]:
             while int(self._memory.read[self._turn, reader]) < number:
                 if time.monotonic() > deadline:
+                    timeout_s = self._world.timeout.total_seconds()
                     raise ExchangeError(
-                        f"rank {self._world.rank}: waited {self._world.timeout.total_seconds():g} s in vain for rank "
-                        f"{reader} to read a message of two exchanges ago; that rank is stuck, gone, or has made fewer "
-                        "steps (GossipDataParallel's timeout sets how long to wait)"
+                        f"rank {self._world.rank}: step {step}, bucket {self._bucket}: waited {timeout_s:g} s in vain "
+                        f"for rank {reader} to read the message of two exchanges ago; that rank is stuck, gone, or has "
+                        "made fewer steps (GossipDataParallel's timeout sets how long to wait)"
                     )
                 time.sleep(_PAUSE_S)
         return self._messages[self._turn]

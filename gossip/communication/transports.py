@@ -130,7 +130,7 @@ class DistributedTransport:
         if isinstance(codec, ValuesCodec) and self._mailroom.local:
             message = codec.message
             if message.is_cpu and message.nbytes >= _MIN_LARGE_BYTES:
-                self._mailboxes[bucket] = Mailbox(self._world, message)
+                self._mailboxes[bucket] = Mailbox(self._world, message, bucket)
                 codec.take = self._mailboxes[bucket].take
 
     @property
@@ -149,13 +149,14 @@ class DistributedTransport:
             for exchange in range(phase.num_distinct(sampled=_NUM_SAMPLED_ROUNDS)):
                 ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
         listed = ", ".join(ways)
-        number = self.num_communicators
-        by_size = any("all-reduce" in way for way in ways)
+        number, others = self.num_communicators, len(self._mailroom.local)
+        size = f"{_MIN_LARGE_BYTES // 2**10} KiB"
         return (
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
             f"{self._world.rank}; rounds {listed}"
-            + f"; {len(self._mailroom.local)} ranks read in memory" * bool(self._mailroom.local)
-            + f" (messages below {_MIN_LARGE_BYTES // 2**10} KiB point-to-point)" * by_size
+            + f" (messages below {size} point-to-point)" * any("all-reduce" in way for way in ways)
+            + f"; with {others} rank{'s' * (others > 1)} on this machine values from {size} on are read in memory"
+            * bool(others)
         )
 
     def _way(self, round_: Round) -> str:

@@ -53,8 +53,8 @@ class ValuesCodec(Codec):
 
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self.message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
-        self.take: Callable[[], torch.Tensor] = lambda: self.message
-        """Where the next message is to be made: memory of the message's dtype and size."""
+        self.take: Callable[[int], torch.Tensor] = lambda _: self.message
+        """Where the message of a step is to be made: memory of the message's dtype and size."""
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
@@ -72,8 +72,8 @@ class ValuesCodec(Codec):
         return self.message if self._is_exact else None
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:  # noqa: ARG002
-        self.message = self.take()
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+        self.message = self.take(step)
         if self._largest is None:
             self.message.copy_(values)
         else:

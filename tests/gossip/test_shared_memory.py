@@ -86,11 +86,11 @@ def hand_out_to_nobody() -> str:
     mailbox = transport._mailboxes[0]
     text = "nothing"
     if world.rank == 0:
-        for _ in range(2):
-            mailbox.take()
+        for step in range(2):
+            mailbox.take(step)
             mailbox.hand_out((1,))
         with pytest.raises(ExchangeError) as caught:
-            mailbox.take()
+            mailbox.take(2)
         text = str(caught.value)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text
@@ -98,7 +98,9 @@ def hand_out_to_nobody() -> str:
 
 def test_a_peer_that_does_not_read_is_named() -> None:
     first, _ = launch(hand_out_to_nobody, world_size=2)
-    assert first.startswith("rank 0: waited 0.5 s in vain for rank 1 to read a message of two exchanges ago")
+    assert first.startswith(
+        "rank 0: step 2, bucket 0: waited 0.5 s in vain for rank 1 to read the message of two exchanges"
+    )
 
 
 def pretend_to_be_elsewhere() -> tuple[int, int]:
@@ -112,6 +114,18 @@ def pretend_to_be_elsewhere() -> tuple[int, int]:
     together = transport._mailroom.are_local((1, 2)), transport._mailroom.are_local((0, 1, 2))
     world.close()
     return len(local), int(together == (True, False))
+
+
+def description() -> str:
+    world = World(timedelta(seconds=60))
+    text = DistributedTransport(world, topologies.build("ring", 2)).describe()
+    world.close()
+    return text
+
+
+def test_description_says_it() -> None:
+    for line in launch(description, world_size=2):
+        assert line.endswith("; with 1 rank on this machine values from 64 KiB on are read in memory")
 
 
 def test_ranks_that_a_network_keeps_apart_use_it() -> None:

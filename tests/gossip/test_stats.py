@@ -271,7 +271,7 @@ def test_what_was_built_is_said_once_by_rank_0(
         "buffers 0.5 KiB float32 on cpu"
     )
     assert how.startswith("backend gloo, " if debug is None else "backend gloo; ")
-    assert how.endswith(transport)
+    assert transport in how
 
 
 def test_many_buckets_are_listed_in_one_short_line() -> None:

@@ -77,7 +77,7 @@ def describe_transports() -> dict[str, str]:
     phases = Topology.from_rounds([complete, silent, star, silent, silent, complete])
     for label, topology in (TOPOLOGIES | {"phases": phases}).items():
         world = World(timedelta(seconds=60))
-        lines[label] = DistributedTransport(world, topology).describe()
+        lines[label] = DistributedTransport(world, topology, shares_memory=False).describe()
         world.close()
     return lines
 
