@@ -4,7 +4,8 @@
     python scripts/compression_speed.py --device cuda --numel 67108864
 
 Two ranks exchange in one thread of one process. GB/s are of the values (4 bytes each) per second of the thread's own
-time on a CPU, of the device's time elsewhere. Decode contains mixing the result into the values.
+time on a CPU, of the device's time elsewhere. Decode contains checking the message, and mixing the result into the
+values.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Clock:
         self._is_cpu = device.type == "cpu"
         self._pieces: dict[str, list[float]] = {}
 
-    def time(self, name: str, work: Callable[[], Any]) -> Any:
-        """What it returns; notes how long it took."""
+    def time(self, name: str, work: Callable[[], Any], *, goes_on: bool = False) -> Any:
+        """What it returns; notes how long it took, as a piece of its own or as more of the one before."""
         if self._is_cpu:
             start = time.thread_time()
             result = work()
@@ -47,7 +48,11 @@ class Clock:
             end.record()
             end.synchronize()
             took = begin.elapsed_time(end) / 1e3
-        self._pieces.setdefault(name, []).append(took)
+        pieces = self._pieces.setdefault(name, [])
+        if goes_on:
+            pieces[-1] += took
+        else:
+            pieces.append(took)
         return result
 
     def medians(self) -> dict[str, float]:
@@ -56,7 +61,7 @@ class Clock:
 
 
 def measure(name: str | None, numel: int, device: torch.device, repetitions: int) -> tuple[dict[str, float], float]:
-    """Seconds to encode, check and decode; bytes per value of the newest message."""
+    """Seconds to encode and to decode; bytes per value of the newest message."""
     compression = resolve_compression(name)
     topology = topologies.build("complete", 2)
     round_ = topology.round(0)
@@ -85,12 +90,20 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
             codec.follow_up({to: message.cpu() for to, message in ours.items()}, theirs)
             for codec, ours, theirs in zip(codecs, sent, received, strict=True)
         ]
-        while (turns := [clock.time("check", partial(next, talk, None)) for talk in talks]) != [None, None]:
+        names = [f"decode by rank {rank}" for rank in range(2)]
+        for name in names:
+            clock.time(name, lambda: None)
+        while (
+            turns := [
+                clock.time(name, partial(next, talk, None), goes_on=True)
+                for name, talk in zip(names, talks, strict=True)
+            ]
+        ) != [None, None]:
             for rank, (_, rooms) in enumerate(turns):
                 for source, room in rooms.items():
                     room.copy_(turns[source][0][rank])
-        for codec, theirs, each in zip(codecs, received, values, strict=True):
-            clock.time("decode", partial(decode, codec, theirs, each))
+        for name, codec, theirs, each in zip(names, codecs, received, values, strict=True):
+            clock.time(name, partial(decode, codec, theirs, each), goes_on=True)
         values[0].add_(1e-3)
     return clock.medians(), num_bytes / numel
 
@@ -119,7 +132,7 @@ def main() -> None:
     for name in (None, *BY_NAME):
         if name not in NOT_BY_VECTOR:
             times, size = measure(name, arguments.numel, device, arguments.repetitions)
-            cells = [_speed(arguments.numel, times[part]) for part in ("encode", "decode")]
+            cells = [_speed(arguments.numel, times[part]) for part in ("encode", "decode by rank 0")]
             print(f"| {name or 'none'} | {size:.3f} | {' | '.join(cells)} |", flush=True)
 
 

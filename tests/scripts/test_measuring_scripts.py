@@ -1,0 +1,42 @@
+"""The scripts that time compressions and ways of exchange run, and print a table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from running import REPOSITORY, TIMEOUT_S
+
+
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / script, *options],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "rows"),
+    [
+        ("compression_speed.py", ["--numel", "5000", "--repetitions", "1"], ["none", "bf16", "int8", "int4", "choco"]),
+        ("exchange_ways.py", ["--world-size", "2", "--repetitions", "1"], ["2 | 1", "2 | 64", "2 | 16800"]),
+    ],
+)
+def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: list[str]) -> None:
+    done = run(script, *options)
+    assert done.returncode == 0, done.stderr
+    for row in rows:
+        assert f"\n| {row} |" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["compression_speed.py", "exchange_ways.py"])
+def test_bad_numbers_are_refused_in_one_line(script: str) -> None:
+    done = run(script, "--repetitions", "0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("must be at least 1")
