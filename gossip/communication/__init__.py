@@ -1,6 +1,7 @@
 """How messages get from rank to rank: who takes part, over which communicators, and how long anybody waits.
 
-From the outside in: ``transports`` carry a round's messages, and ``debug_transport`` checks each; ``world`` has the few
-collectives over all ranks, and ``flags`` one that nobody waits for; ``lanes`` knows the ways of each device and
-``courier`` the threads; ``membership`` says who takes part, and ``roll_call`` who is absent.
+From the outside in: ``transports`` carry a round's messages, in ``shared_memory`` where both ends are on one machine,
+and ``debug_transport`` checks each; ``world`` has the few collectives over all ranks, and ``flags`` one that nobody
+waits for; ``lanes`` knows the ways of each device and ``courier`` the threads; ``membership`` says who takes part, and
+``roll_call`` who is absent.
 """
