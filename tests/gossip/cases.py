@@ -29,12 +29,9 @@ OPTIONS = {
 
 
 def topology_cases(world_size: int) -> dict[str, Topology]:
-    """Every family that serves ``world_size``, with each of its options that do, and compositions, by name.
-
-    A single rank has one round whatever the family: there one stands for all.
-    """
+    """Every family that serves ``world_size``, with each of its options that do, and compositions, by name."""
     cases = {topology.name: topology for topology in compositions(world_size)}
-    for name in topologies.available() if world_size > 1 else ("ring",):
+    for name in topologies.available():
         graph = nx.relabel_nodes(nx.wheel_graph(world_size), str) if world_size > 3 else nx.path_graph(world_size)
         options = ({"graph": graph},) if name == "graph" else OPTIONS.get(name, ({},))
         for chosen in options:

@@ -121,7 +121,7 @@ def stop_early(topology: str) -> str:
     ("topology", "first", "third"),
     [
         ("directed_ring", "the message of rank 1", "rank 1 to take ours"),
-        ("ring", "the all-reduce with ranks 1, 2", "the all-reduce with ranks 0, 1"),
+        ("ring", "the message of rank 1", "the message of rank 1"),
     ],
 )
 def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, first: str, third: str) -> None:

@@ -231,7 +231,7 @@ def test_rank_absent_from_a_collective_is_named(what: str, where: str) -> None:
     for rank in (0, 2):
         assert by_rank[rank] == (
             f"rank {rank}: {where}: not all of the 3 ranks took part within 0.5 s: rank 1 is absent; "
-            "rank 1 was last seen in \"broadcasting buffer 'norm.num_batches_tracked' from rank 0\"; "
+            "rank 1 was last seen in 'finding neighbours'; "
             "every rank must call it, after the same number of steps"
         )
 

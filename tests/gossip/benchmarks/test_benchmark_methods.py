@@ -65,7 +65,8 @@ def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> No
             assert each["end_s"] - each["start_s"] >= sum(each["step_s"])
             assert each["peak_memory_bytes"] > 3 * 6.2e6  # parameters, gradients, momentum
             assert 0 < each["final_loss"] < 10
-        assert by_method["gossip"]["sent_bytes"] > 3 * 6e6 / 2
+        assert by_method["ddp"]["sent_bytes"] > 3 * 6e6 / 2
+        assert by_method["gossip"]["sent_bytes"] < 3 * 6e6 / 10  # on one machine messages are read in memory
         assert by_method["ddp"]["exposed_wait_s"] == [None] * 3
 
 

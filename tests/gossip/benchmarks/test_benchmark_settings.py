@@ -85,7 +85,7 @@ def test_settings_rates() -> None:
             "+bench.methods.gossip.bucket_cap_mb=[]",
             "bench.methods.gossip.bucket_cap_mb is an empty list; give it at least one value, or none",
         ),
-        ("+bench.methods.gossip.bucket_cap_mb=-1", "gossip: bucket_cap_mb"),
+        ("bench.methods.gossip.bucket_cap_mb=-1", "gossip: bucket_cap_mb"),
         ("+bench.methods.gossip.momentum=1", "gossip has no option momentum"),
         ("+bench.methods.ddp.bucket_cap=1", "ddp has no option bucket_cap; did you mean bucket_cap_mb?"),
         ("bench.methods.ddp.hook=int8", "ddp: hook must be none, bf16, fp16, got 'int8'"),
