@@ -10,7 +10,8 @@ table shows the median and the quartiles of the ratio within a pair; the row ``c
 
 Memory: in processes of their own, the most bytes that parameters, gradients, optimizer state, messages and the update's
 scratch take together at any operation of the second step; not activations, and not what gloo keeps for itself. The
-bound is parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket.
+bound is parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket
++ the scratch for mixing one part, which does not grow with the model.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 import gossip
 from gossip import GossipDataParallel, launch
+from gossip.compression.memory import scratch_bytes
 from gossip.experiments.models import CharTransformer
 
 Step = Callable[[], None]
@@ -241,7 +243,8 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         meter.peak = (0, 0, [])
         step()
     state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
-    messages = meter.now - all_bytes - state  # what outlives a step
+    kept = scratch_bytes()  # for the mixing of one part, whatever the size of the model
+    messages = meter.now - all_bytes - state - kept  # what outlives a step
     if mode_name != CONTROL:
         wrapped.close()
     total, gradients, indices = meter.peak
@@ -255,7 +258,7 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         "state": state,
         "messages": messages,
         "total": total,
-        "bound": (1 + num_messages) * all_bytes + sum(parameter.nbytes for parameter in live) + state,
+        "bound": (1 + num_messages) * all_bytes + sum(parameter.nbytes for parameter in live) + state + kept,
     }
 
 

@@ -67,7 +67,7 @@ class Loopback:
 
     def shape(self, bits_per_second: int) -> None:
         """There is nothing to shape."""
-        raise NotImplementedError(f"loopback is not shaped, asked for {bits_per_second} bit/s; use the lab")
+        raise ValueError(f"loopback cannot be shaped, asked for {bits_per_second} bit/s; take bench.network=lab")
 
     def close(self) -> None:
         """Nothing to give back."""

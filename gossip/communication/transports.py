@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -174,44 +174,56 @@ class DistributedTransport:
         rank = self._world.rank
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
-        message = codec.summand
-        mailbox = self._mailboxes.get(bucket)
-        neighbours = self._mailroom.local if mailbox is not None else frozenset()
-        exchange = DistributedExchange(self._world, codec, sent, step, bucket)
-        if (
-            ranks is None
-            or ranks not in self._shared
-            or message is None
-            or message.nbytes < _MIN_LARGE_BYTES
-            or (mailbox is not None and self._mailroom.are_local(ranks))
-        ):
-            exchange.sources = tuple(round_.neighbours(rank))
-            exchange.tokens = {
-                each: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for each in exchange.sources if each in neighbours
-            }
-            exchange.mailroom = self._mailroom
-            rooms = dict(exchange.tokens) if len(exchange.tokens) == len(exchange.sources) else codec.rooms()
-            exchange.received = {each: exchange.tokens.get(each, rooms[each]) for each in exchange.sources}
-            readers = tuple(each for each in sent if each in neighbours)
-            if mailbox is not None and readers:
-                exchange.sent = {**sent, **dict.fromkeys(readers, mailbox.hand_out(readers))}
-            wire = list(exchange.sent.values()), list(exchange.received.values())
-            exchange.pending = self._world.lanes.submit(exchange.converse, *wire)
-            return exchange
+        if ranks in self._shared and isinstance(codec, ValuesCodec) and self._is_summed(codec, ranks, bucket):
+            return self._start_all_reduce(codec, ranks, step, bucket)
+        return self._start_messages(codec, sent, round_, step, bucket)
+
+    def _is_summed(self, codec: ValuesCodec, ranks: Sequence[int], bucket: int) -> bool:
+        """Whether a group's messages are added on the wire: whole values, enough of them, and not read in memory."""
+        is_large = codec.is_exact and codec.message.nbytes >= _MIN_LARGE_BYTES
+        return is_large and not (bucket in self._mailboxes and self._mailroom.are_local(ranks))
+
+    def _start_all_reduce(
+        self, codec: ValuesCodec, ranks: Sequence[int], step: int, bucket: int
+    ) -> DistributedExchange:
+        assert self._world.lanes is not None
         total = codec.accumulator()
-        total.copy_(message).mul_(1 / len(ranks))  # in the wide dtype: torch.mul(out=) would round in the narrow one
-        exchange.sources = tuple(each for each in ranks if each != rank)
-        exchange.bytes_by_peer = {each: 2 * total.nbytes // len(ranks) for each in exchange.sources}
+        total.copy_(codec.message).mul_(1 / len(ranks))  # in the wide dtype: mul(out=) would round in the narrow one
+        others = tuple(each for each in ranks if each != self._world.rank)
+        exchange = DistributedExchange(self._world, codec, {}, step, bucket)
+        exchange.sources = others
+        exchange.bytes_by_peer = {each: 2 * total.nbytes // len(ranks) for each in others}
         exchange.total = total
         group = self._world.communicator(ranks, "mixing")
-        name = f"the all-reduce with ranks {', '.join(map(str, exchange.sources))}"
+        name = f"the all-reduce with ranks {', '.join(map(str, others))}"
 
         def converse(_: Tensors, received: Tensors) -> Talk:
             yield ((name, group.allreduce([received[0]])),)
             if total.is_cpu:
-                exchange.saw(all_finite(total))
+                exchange.is_finite = all_finite(total)
 
         exchange.pending = self._world.lanes.submit(converse, [total], [total])
+        return exchange
+
+    def _start_messages(
+        self, codec: Codec, sent: Parcels, round_: Round, step: int, bucket: int
+    ) -> DistributedExchange:
+        assert self._world.lanes is not None
+        mailbox = self._mailboxes.get(bucket)
+        neighbours = self._mailroom.local if mailbox is not None else frozenset()
+        exchange = DistributedExchange(self._world, codec, sent, step, bucket)
+        exchange.mailroom = self._mailroom
+        exchange.sources = tuple(round_.neighbours(self._world.rank))
+        exchange.tokens = {
+            each: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for each in exchange.sources if each in neighbours
+        }
+        rooms = dict(exchange.tokens) if len(exchange.tokens) == len(exchange.sources) else codec.rooms()
+        exchange.received = {each: exchange.tokens.get(each, rooms[each]) for each in exchange.sources}
+        readers = tuple(each for each in sent if each in neighbours)
+        if mailbox is not None and readers:
+            exchange.sent = {**sent, **dict.fromkeys(readers, mailbox.hand_out(readers))}
+        wire = list(exchange.sent.values()), list(exchange.received.values())
+        exchange.pending = self._world.lanes.submit(exchange.converse, *wire)
         return exchange
 
 
@@ -232,7 +244,7 @@ class DistributedExchange:
         self.tokens: dict[int, torch.Tensor] = {}
         self.mailroom: Mailroom | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in sent.items()}
-        self._is_finite = True
+        self.is_finite = True
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
@@ -258,11 +270,7 @@ class DistributedExchange:
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
             yield self._post(more_sent, more_received)
         if all(message.is_cpu for message in self.sent.values()):
-            self._is_finite = self.codec.is_finite(wire_received)
-
-    def saw(self, is_finite: bool) -> None:
-        """Note whether the messages are finite."""
-        self._is_finite = is_finite
+            self.is_finite = self.codec.is_finite(wire_received)
 
     def _post(self, sent: Parcels, received: Parcels) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
@@ -286,10 +294,13 @@ class DistributedExchange:
             raise ExchangeError(
                 f"{where}: failed while waiting for {self.pending.awaited}: {self.pending.error}"
             ) from self.pending.error
-        parts = self._decode() if self.total is None else self.codec.decode_sum(self.total)
-        return Arrival(parts, self._is_finite)
+        return Arrival(self._decode(), self.is_finite)
 
     def _decode(self) -> Parts:
+        if self.total is not None:
+            assert isinstance(self.codec, ValuesCodec)
+            yield from self.codec.decode_sum(self.total)
+            return
         yield from self.codec.decode(self.received)
         if self.mailroom is not None:
             self.mailroom.done(self.tokens)

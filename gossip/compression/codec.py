@@ -98,19 +98,6 @@ class Codec(ABC):
     def sent(self) -> torch.Tensor | None:
         """This rank's own message :math:`m_i`, [numel], until the next :meth:`encode`; None if it is no one tensor."""
 
-    @property
-    def summand(self) -> torch.Tensor | None:
-        """This rank's message if the messages of several ranks may be added on the wire, as they are; else None."""
-        return None
-
-    def accumulator(self) -> torch.Tensor:
-        """Memory for the sum of the summands, [numel], in the dtype of accumulation."""
-        raise NotImplementedError
-
-    def decode_sum(self, mean: torch.Tensor) -> Parts:
-        """As :meth:`decode`, of the messages' weighted sum, which was made on the wire and lies in the accumulator."""
-        raise NotImplementedError
-
     @abstractmethod
     def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
         """Make the message of ``values``, which may change afterwards.

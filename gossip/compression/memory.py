@@ -22,6 +22,12 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     return pieces[dtype][:numel].view(shape)
 
 
+def scratch_bytes() -> int:
+    """What this thread keeps as scratch: of a few parts, whatever the size of the model."""
+    pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.get("pieces", {})
+    return sum(piece.nbytes for piece in pieces.values())
+
+
 def all_finite(values: torch.Tensor) -> bool:
     """Whether all are finite; of values that are, one pass over the memory and no more."""
     total = float(values.sum())  # of finite values it may overflow

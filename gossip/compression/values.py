@@ -49,15 +49,23 @@ class Cast(Compression):
 
 
 class ValuesCodec(Codec):
-    """The message is the bucket's values in some dtype."""
+    """The message is the bucket's values in some dtype.
+
+    Attributes
+    ----------
+    message : Tensor, [numel]
+    is_exact : bool
+        Whether they are the values as they are: then the messages of several ranks may also be added on the wire.
+    take : callable
+        ``(step) -> Tensor``: where the message of a step is to be made, memory of the message's dtype and size.
+    """
 
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self.message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
         self.take: Callable[[int], torch.Tensor] = lambda _: self.message
-        """Where the message of a step is to be made: memory of the message's dtype and size."""
         self._rank = rank
         self._wide = bucket.accumulation_dtype
-        self._is_exact = dtype == bucket.dtype
+        self.is_exact = dtype == bucket.dtype
         self._largest = torch.finfo(dtype).max if dtype == torch.float16 != bucket.dtype else None
         self._weights: dict[int, float] = {}
         self._rows = self.message.new_empty((0, bucket.numel))
@@ -66,10 +74,6 @@ class ValuesCodec(Codec):
     @property
     def sent(self) -> torch.Tensor:
         return self.message
-
-    @property
-    def summand(self) -> torch.Tensor | None:
-        return self.message if self._is_exact else None
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
@@ -88,7 +92,7 @@ class ValuesCodec(Codec):
         return dict(zip(self._weights, self._rows, strict=False))
 
     def accumulator(self) -> torch.Tensor:
-        # The first room, where that has the dtype.
+        """Memory for a sum over ranks that is made on the wire, [numel], in the dtype of accumulation."""
         if self.message.dtype == self._wide:
             if not len(self._rows):
                 self._rows = self.message.new_empty((1, self.message.numel()))
@@ -119,6 +123,7 @@ class ValuesCodec(Codec):
 
     @torch.no_grad()
     def decode_sum(self, mean: torch.Tensor) -> Parts:
+        """As :meth:`decode`, of the weighted sum of the messages, which lies in the accumulator."""
         for part in chunks(self.message.numel(), self.message.device):
             yield part, mean[part].sub_(self.message[part])
 
