@@ -304,9 +304,10 @@ class StepEngine:
         progress.num_launched += 1
         bucket.reclaim()
         self._check_was_combined(bucket)
+        norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be under way
         self.mixer.combine_(bucket, progress.meter)
         with self._watch.pause():
-            self.updater.update_bucket(bucket, self.step, progress.meter)
+            self.updater.update_bucket(bucket, norm, progress.meter)
         self.mixer.send(bucket, self.step, progress.meter)
 
     @torch.no_grad()

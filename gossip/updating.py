@@ -84,14 +84,19 @@ class Updater:
     def _count_held(self) -> int:
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
-    def update_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> None:
-        """Apply the optimizers to one bucket's gradients, and drop them."""
+    def measure_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> torch.Tensor | None:
+        """The norm of one bucket's gradients, which needs nothing from peers; None if there is nothing to apply."""
         gradients = _gradients(bucket.parameters)
         if not gradients:
-            return
+            return None
         with _timed(meter):
             norm = _norm(gradients, bucket)
-            if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
+            return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
+
+    def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter) -> None:
+        """Apply the optimizers to one bucket's gradients, which have this norm (None: do not), and drop them."""
+        with record_function("gossip::update"), _timed(meter):
+            if norm is not None:
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
                 for each in self._by_bucket[bucket.index]:
@@ -101,7 +106,7 @@ class Updater:
 
     def update_all(self, step: int, meter: Meter) -> None:
         """Apply the optimizers to all gradients, and drop them."""
-        with _timed(meter):
+        with record_function("gossip::update"), _timed(meter):
             overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
@@ -115,7 +120,7 @@ class Updater:
 
     def update_by(self, optimizer: Optimizer, closure: Callable[[], float] | None, step: int, meter: Meter) -> Any:
         """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
-        with _timed(meter):
+        with record_function("gossip::update"), _timed(meter):
             if closure is not None:
                 return type(optimizer).step(optimizer, closure)
             if self._overflowed_(optimizer):
@@ -207,8 +212,7 @@ class Updater:
 @contextmanager
 def _timed(meter: Meter) -> Iterator[None]:
     start = time.perf_counter()
-    with record_function("gossip::update"):
-        yield
+    yield
     meter.update_s += time.perf_counter() - start
 
 

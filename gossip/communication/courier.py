@@ -6,15 +6,40 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-Works = Sequence[tuple[str, dist.Work]]
-"""Handles of pending operations, each with the words that name whom it waits for."""
-Talk = Iterator[Works]
-"""Posts operations and yields their handles; goes on once they have ended."""
+
+class Operation(NamedTuple):
+    """Something posted, that ends some time.
+
+    Attributes
+    ----------
+    awaited : str
+        Whom it waits for, in words.
+    work : Work
+    num_bytes : int
+        What it moves.
+    ended : callable or None
+        Called in the back once it has ended, while others may still be under way.
+    """
+
+    awaited: str
+    work: dist.Work
+    num_bytes: int = 0
+    ended: Callable[[], None] | None = None
+
+
+Works = Sequence[Operation]
+Talk = Iterator[Works | None]
+"""Posts operations and yields their handles; yields None where it can go on only once all of them have ended."""
+
+#: Something is posted when fewer bytes than this, both ways together, are under way. Enough to keep a fast link busy,
+#: and too little to fill the queues between two hosts, whose losses cost more than the pauses.
+_WINDOW_BYTES = 2**21
 
 
 class Courier:
@@ -23,17 +48,19 @@ class Courier:
     One daemon thread posts: a gloo send or receive of a large message can hold its caller for as long as the socket is
     busy, and that would be time taken from the backward pass. One daemon thread waits: a thread that is blocked in
     ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles answer
-    ``is_completed()`` with False until somebody has waited for them. What a talk posts first is posted in the order of
-    the talks; what it posts after that, by the thread that waits, once its turn has come: on all ranks in one order.
+    ``is_completed()`` with False until somebody has waited for them. What a talk yields before its first None is posted
+    ahead, in the order of the talks, as long as only so much is under way; the rest by the thread that waits, once
+    its turn has come: on all ranks in one order. So messages follow each other on the wire and do not compete.
     Whoever needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
     """
 
     def __init__(self, name: str) -> None:
-        self._to_post: _Tickets = queue.SimpleQueue()
-        posted: _Tickets = queue.SimpleQueue()
+        self._to_post: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        posted: _Posted = queue.SimpleQueue()
+        window = _Window(_WINDOW_BYTES)
         self._threads = [
-            threading.Thread(target=_post, args=(self._to_post, posted), name=f"{name}-post", daemon=True),
-            threading.Thread(target=_wait, args=(posted,), name=f"{name}-wait", daemon=True),
+            threading.Thread(target=_post, args=(self._to_post, posted, window), name=f"{name}-post", daemon=True),
+            threading.Thread(target=_wait, args=(posted, window), name=f"{name}-wait", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -66,17 +93,16 @@ class Ticket:
         What the talk, or the first work that failed, raised.
     awaited : str
         The name of the work that is being waited for, or that failed.
-    finished_at : list of float
-        ``time.perf_counter()`` when each of the works was seen to have ended, in their order.
+    finished_at : dict of str to float
+        ``time.perf_counter()`` when the last operation of a name was seen to have ended, by that name.
     """
 
     def __init__(self, talk: Talk) -> None:
-        self._talk: Talk | None = talk
-        self._works: Works | None = None
+        self._talk = talk
         self._done = threading.Event()
         self.error: Exception | None = None
         self.awaited = "its own turn to be posted"
-        self.finished_at: list[float] = []
+        self.finished_at: dict[str, float] = {}
 
     def wait(self, timeout: timedelta) -> bool:
         """Whether it has ended, well or not, within ``timeout``. Ctrl-C gets through."""
@@ -87,39 +113,79 @@ class Ticket:
         """Whether it has ended, well or not."""
         return self._done.is_set()
 
-    def post(self) -> None:
-        """Run by the posting thread."""
-        assert self._talk is not None
+    def post(self) -> Works | None:
+        """Run by the posting thread: what comes next, or None if that has to wait for something."""
         try:
-            self._works = next(self._talk, None)
+            return next(self._talk, None) if self.error is None else None
+        except Exception as error:
+            self.error = error
+            return None
+
+    def wait_for(self, works: Works) -> None:
+        """Run by the waiting thread; nothing once something has failed."""
+        try:
+            for operation in works if self.error is None else ():
+                self.awaited = operation.awaited
+                operation.work.wait()
+                self.finished_at[operation.awaited] = time.perf_counter()
+                if operation.ended is not None:
+                    operation.ended()
         except Exception as error:
             self.error = error
 
-    def serve(self) -> None:
-        """Run by the waiting thread."""
-        assert self._talk is not None
-        try:
-            while self._works is not None:
-                for self.awaited, work in self._works:  # noqa: B020 -- read by others meanwhile
-                    work.wait()
-                    self.finished_at.append(time.perf_counter())
-                self._works = next(self._talk, None)
-        except Exception as error:
-            self.error = error
-        self._talk = self._works = None
+    def finish(self) -> None:
+        """Run by the waiting thread: all that was not posted ahead."""
+        while self.error is None:
+            try:
+                works = next(self._talk)
+            except StopIteration:
+                break
+            except Exception as error:
+                self.error = error
+            else:
+                self.wait_for(works or ())
+        self._talk = iter(())  # what it holds is needed no more
         self._done.set()
 
 
-_Tickets = queue.SimpleQueue[Ticket | None]
+class _Window:
+    """How many bytes are under way."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._under_way = 0
+        self._changed = threading.Condition()
+
+    def wait_for_room(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._under_way < self._num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that are posted, or, below zero, that have arrived."""
+        with self._changed:
+            self._under_way += num_bytes
+            self._changed.notify()
 
 
-def _post(tickets: _Tickets, posted: _Tickets) -> None:
+_Posted = queue.SimpleQueue[tuple[Ticket, Works | None] | None]
+
+
+def _post(tickets: queue.SimpleQueue[Ticket | None], posted: _Posted, window: _Window) -> None:
     while (ticket := tickets.get()) is not None:
-        ticket.post()
-        posted.put(ticket)
+        window.wait_for_room()
+        while (works := ticket.post()) is not None:
+            window.add(sum(operation.num_bytes for operation in works))
+            posted.put((ticket, works))
+            window.wait_for_room()
+        posted.put((ticket, None))
     posted.put(None)
 
 
-def _wait(tickets: _Tickets) -> None:
-    while (ticket := tickets.get()) is not None:
-        ticket.serve()
+def _wait(posted: _Posted, window: _Window) -> None:
+    while (entry := posted.get()) is not None:
+        ticket, works = entry
+        if works is None:
+            ticket.finish()
+        else:
+            ticket.wait_for(works)
+            window.add(-sum(operation.num_bytes for operation in works))

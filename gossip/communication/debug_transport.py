@@ -223,6 +223,7 @@ class DebugExchange:
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.rooms, received, strict=True))
         yield self.post(_MESSAGES, wire_sent, wire_received)
+        yield None
         for source, message in wire_received.items():
             digest = _digest(message)
             if digest != announced[source]:

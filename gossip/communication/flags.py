@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gossip.communication.courier import Courier, Talk
+from gossip.communication.courier import Courier, Operation, Talk
 from gossip.communication.lanes import Lanes, Pending, Tensors
 from gossip.communication.world import CLOSING_PATIENCE, DEATH_PATIENCE, World
 from gossip.errors import ExchangeError
@@ -48,7 +48,7 @@ class AgreedFlag:
         group = self._group
 
         def converse(_: Tensors, received: Tensors) -> Talk:
-            yield (("all other ranks", group.allreduce([received[0]])),)
+            yield (Operation("all other ranks", group.allreduce([received[0]])),)
 
         self._pending = (self._lanes.submit(converse, [flag], [flag]), flag)
 

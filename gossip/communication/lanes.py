@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gossip.communication.courier import Courier, Talk, Works
+from gossip.communication.courier import Courier, Operation, Talk, Works
 from gossip.communication.membership import Group
 
 Tensors = Sequence[torch.Tensor]
@@ -32,8 +32,8 @@ class Pending(Protocol):
         """Whether all of them have ended, well or not. Waits for nothing."""
 
     @property
-    def finished_at(self) -> Sequence[float]:
-        """``time.perf_counter()`` when each of them was seen to have ended; none where the host does not see it."""
+    def finished_at(self) -> Mapping[str, float]:
+        """``time.perf_counter()`` when those of a name were seen to have ended; none where the host does not see it."""
 
     def wait(self, timeout: timedelta) -> bool:
         """Whether the operations have ended within ``timeout``, as far as work of the current stream can see."""
@@ -98,7 +98,7 @@ class _OnStream:
     def __init__(self, stream: Any, converse: Converse, sent: Tensors, received: Tensors) -> None:
         self.error: Exception | None = None
         self.awaited: str = "its own turn to be posted"
-        self.finished_at: Sequence[float] = ()
+        self.finished_at: Mapping[str, float] = {}
         self._device = stream.device
         self._module = torch.get_device_module(self._device.type)
         stream.wait_stream(self._module.current_stream(self._device))
@@ -107,7 +107,7 @@ class _OnStream:
         with self._module.stream(stream):
             try:
                 for works in converse(sent, received):
-                    for self.awaited, work in works:
+                    for self.awaited, work, *_ in works or ():
                         work.wait()  # only the stream does
             except Exception as error:
                 self.error = error
@@ -161,7 +161,7 @@ class _Staged:
         return self._ticket.done
 
     @property
-    def finished_at(self) -> Sequence[float]:
+    def finished_at(self) -> Mapping[str, float]:
         return self._ticket.finished_at
 
     def wait(self, timeout: timedelta) -> bool:
@@ -175,11 +175,17 @@ class _Staged:
 
 
 class Message(NamedTuple):
-    """What goes to a rank, or comes from it."""
+    """What goes to a rank, or comes from it; and what is called then, where the host sees it."""
 
     peer: int
     tensor: torch.Tensor
     tag: int
+    ended: Callable[[], None] | None = None
+
+
+def message_of(rank: int) -> str:
+    """What a receive from it awaits, in words."""
+    return f"the message of rank {rank}"
 
 
 def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> Works:
@@ -193,16 +199,22 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
     device = (*receives, *sends)[0].tensor.device
     if device.type == "cpu":
         return [
-            *((f"the message of rank {peer}", group.recv([tensor], peer, tag)) for peer, tensor, tag in receives),
-            *((f"rank {peer} to take ours", group.send([tensor], peer, tag)) for peer, tensor, tag in sends),
+            *(
+                Operation(message_of(peer), group.recv([tensor], peer, tag), tensor.nbytes, ended)
+                for peer, tensor, tag, ended in receives
+            ),
+            *(
+                Operation(f"rank {peer} to take ours", group.send([tensor], peer, tag), tensor.nbytes, ended)
+                for peer, tensor, tag, ended in sends
+            ),
         ]
     # In one call: a device runs what two ranks have between them in turn, and a receive before a send on both sides
     # would never end.
     group._start_coalescing(device)
-    for peer, tensor, tag in receives:
+    for peer, tensor, tag, _ in receives:
         group.recv([tensor], peer, tag)
-    for peer, tensor, tag in sends:
+    for peer, tensor, tag, _ in sends:
         group.send([tensor], peer, tag)
     peers = sorted({message.peer for message in (*receives, *sends)})
     name = f"the exchange with rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-    return ((name, group._end_coalescing(device)),)
+    return (Operation(name, group._end_coalescing(device)),)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
 
-from gossip.communication.courier import Talk, Works
-from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
+from gossip.communication.courier import Operation, Talk, Works
+from gossip.communication.lanes import Message, Pending, Tensors, message_of, post_point_to_point
 from gossip.communication.membership import Membership
 from gossip.communication.shared_memory import TOKEN_NUMEL, Mailbox, Mailroom
 from gossip.communication.world import World
@@ -25,6 +27,8 @@ _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 #: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
 _MIN_LARGE_BYTES = 2**16
+#: Messages are cut into pieces of this size: what they are checked for is checked while the next ones are on the wire.
+_PIECE_BYTES = 2**19
 
 
 class Arrival(NamedTuple):
@@ -131,7 +135,7 @@ class DistributedTransport:
             message = codec.message
             if message.is_cpu and message.nbytes >= _MIN_LARGE_BYTES:
                 self._mailboxes[bucket] = Mailbox(self._world, message, bucket)
-                codec.take = self._mailboxes[bucket].take
+                codec.take, codec.checks = self._mailboxes[bucket].take, True
 
     @property
     def num_communicators(self) -> int:
@@ -198,7 +202,8 @@ class DistributedTransport:
         name = f"the all-reduce with ranks {', '.join(map(str, others))}"
 
         def converse(_: Tensors, received: Tensors) -> Talk:
-            yield ((name, group.allreduce([received[0]])),)
+            yield (Operation(name, group.allreduce([received[0]]), 2 * total.nbytes),)
+            yield None
             if total.is_cpu:
                 exchange.is_finite = all_finite(total)
 
@@ -221,7 +226,9 @@ class DistributedTransport:
         exchange.received = {each: exchange.tokens.get(each, rooms[each]) for each in exchange.sources}
         readers = tuple(each for each in sent if each in neighbours)
         if mailbox is not None and readers:
-            exchange.sent = {**sent, **dict.fromkeys(readers, mailbox.hand_out(readers))}
+            assert isinstance(codec, ValuesCodec)
+            token = mailbox.hand_out(readers, is_finite=codec.message_is_finite)
+            exchange.sent = {**sent, **dict.fromkeys(readers, token)}
         wire = list(exchange.sent.values()), list(exchange.received.values())
         exchange.pending = self._world.lanes.submit(exchange.converse, *wire)
         return exchange
@@ -249,34 +256,52 @@ class DistributedExchange:
     @property
     def arrived_at(self) -> Mapping[int, float]:
         times = self.pending.finished_at
-        num_awaited = len(self.sources) if self.total is None else 1
-        if len(times) < num_awaited:
-            return {}
-        return {source: times[min(place, num_awaited - 1)] for place, source in enumerate(self.sources)}
+        if self.total is not None:
+            return dict.fromkeys(self.sources, max(times.values())) if times else {}
+        return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
 
     def converse(self, sent: Tensors, received: Tensors) -> Talk:
         """The messages, and what the codec has to say to them."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.sources, received, strict=True))
-        yield self._post(wire_sent, wire_received)
+        nothing: Parcels = {}
+        for pieces in zip_longest(_pieces(wire_sent), _pieces(wire_received), fillvalue=nothing):
+            yield self._post(*pieces, checks=True)
+        yield None
         if self.mailroom is not None and self.tokens:
             message = self.codec.sent
             assert message is not None
             for source, token in self.tokens.items():
-                wire_received[source] = self.mailroom.read(token, message)
+                wire_received[source], is_finite = self.mailroom.read(token, message)
+                self.is_finite = self.is_finite and is_finite
             self.received = wire_received
         for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
             for target, message in more_sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
             yield self._post(more_sent, more_received)
-        if all(message.is_cpu for message in self.sent.values()):
+        if not self._is_of_values and self._is_on_cpu:
             self.is_finite = self.codec.is_finite(wire_received)
 
-    def _post(self, sent: Parcels, received: Parcels) -> Works:
+    @property
+    def _is_of_values(self) -> bool:
+        return isinstance(self.codec, ValuesCodec)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(message.is_cpu for message in self.sent.values())
+
+    def _check(self, piece: torch.Tensor) -> None:
+        self.is_finite = self.is_finite and all_finite(piece)
+
+    def _post(self, sent: Parcels, received: Parcels, *, checks: bool = False) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
+        checked = received.keys() - self.tokens.keys() if checks and self._is_of_values and self._is_on_cpu else ()
         return post_point_to_point(
             self.world.group,
-            [Message(source, room, tag) for source, room in received.items()],
+            [
+                Message(source, room, tag, functools.partial(self._check, room) if source in checked else None)
+                for source, room in received.items()
+            ],
             [Message(target, message, tag) for target, message in sent.items()],
         )
 
@@ -304,6 +329,16 @@ class DistributedExchange:
         yield from self.codec.decode(self.received)
         if self.mailroom is not None:
             self.mailroom.done(self.tokens)
+
+
+def _pieces(parcels: Parcels) -> Iterator[Parcels]:
+    """Messages piece by piece, cut alike by all ranks; on a device, where the host does not look at them, whole."""
+    cut = {
+        peer: message.split(_PIECE_BYTES // message.element_size()) if message.is_cpu else (message,)
+        for peer, message in parcels.items()
+    }
+    for number in range(max(map(len, cut.values()), default=0)):
+        yield {peer: pieces[number] for peer, pieces in cut.items() if number < len(pieces)}
 
 
 def _shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:

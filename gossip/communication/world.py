@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossip.communication.courier import Courier, Talk
+from gossip.communication.courier import Courier, Operation, Talk
 from gossip.communication.lanes import Lanes, Tensors
 from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
 from gossip.communication.roll_call import RollCall
@@ -160,7 +160,7 @@ class World:
         def connect() -> Talk:
             made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
             # A rank that closed at once would break the connections that others are still making.
-            yield (("all its ranks", made[0].barrier()),)
+            yield (Operation("all its ranks", made[0].barrier()),)
 
         # In the back, because connecting cannot be interrupted.
         ticket = self.courier.submit(connect())
@@ -296,7 +296,7 @@ class World:
         deadline = time.monotonic() + self.timeout.total_seconds()
 
         def converse(*tensors: Tensors) -> Talk:
-            yield (("all other ranks", post(*tensors)),)
+            yield (Operation("all other ranks", post(*tensors)),)
 
         pending = self.lanes.submit(converse, list(sent), list(received))
         if not pending.wait(self.timeout) or not device_is_idle(received[0].device, deadline):

@@ -149,7 +149,7 @@ class TracedTransport(DistributedTransport):
         pending, num_bytes = exchange.pending, sum(exchange.bytes_by_peer.values())
 
         def finished_at() -> float | None:
-            return pending.finished_at[-1] if pending.done and pending.finished_at else None
+            return max(pending.finished_at.values()) if pending.done and pending.finished_at else None
 
         self._tracer.exchange_started(step, bucket, num_bytes, started_at, finished_at)
         return exchange
