@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -23,14 +23,11 @@ class Operation(NamedTuple):
     work : Work
     num_bytes : int
         What it moves.
-    ended : callable or None
-        Called in the back once it has ended, while others may still be under way.
     """
 
     awaited: str
     work: dist.Work
     num_bytes: int = 0
-    ended: Callable[[], None] | None = None
 
 
 Works = Sequence[Operation]
@@ -128,8 +125,6 @@ class Ticket:
                 self.awaited = operation.awaited
                 operation.work.wait()
                 self.finished_at[operation.awaited] = time.perf_counter()
-                if operation.ended is not None:
-                    operation.ended()
         except Exception as error:
             self.error = error
 

@@ -175,12 +175,11 @@ class _Staged:
 
 
 class Message(NamedTuple):
-    """What goes to a rank, or comes from it; and what is called then, where the host sees it."""
+    """What goes to a rank, or comes from it."""
 
     peer: int
     tensor: torch.Tensor
     tag: int
-    ended: Callable[[], None] | None = None
 
 
 def message_of(rank: int) -> str:
@@ -200,20 +199,20 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
     if device.type == "cpu":
         return [
             *(
-                Operation(message_of(peer), group.recv([tensor], peer, tag), tensor.nbytes, ended)
-                for peer, tensor, tag, ended in receives
+                Operation(message_of(peer), group.recv([tensor], peer, tag), tensor.nbytes)
+                for peer, tensor, tag in receives
             ),
             *(
-                Operation(f"rank {peer} to take ours", group.send([tensor], peer, tag), tensor.nbytes, ended)
-                for peer, tensor, tag, ended in sends
+                Operation(f"rank {peer} to take ours", group.send([tensor], peer, tag), tensor.nbytes)
+                for peer, tensor, tag in sends
             ),
         ]
     # In one call: a device runs what two ranks have between them in turn, and a receive before a send on both sides
     # would never end.
     group._start_coalescing(device)
-    for peer, tensor, tag, _ in receives:
+    for peer, tensor, tag in receives:
         group.recv([tensor], peer, tag)
-    for peer, tensor, tag, _ in sends:
+    for peer, tensor, tag in sends:
         group.send([tensor], peer, tag)
     peers = sorted({message.peer for message in (*receives, *sends)})
     name = f"the exchange with rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"

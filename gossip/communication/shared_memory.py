@@ -16,16 +16,15 @@ import torch
 from gossip.communication.world import World
 from gossip.errors import ExchangeError
 
-_NUM_BUFFERS = 3
+_NUM_BUFFERS = 2
 _ALIGNMENT_BYTES = 64
 _PAUSE_S = 0.00005
-TOKEN_NUMEL = 6
-"""Length of what is sent in place of a message, int64: process, descriptor, secret, buffer, number of the exchange,
-whether the message is finite."""
+TOKEN_NUMEL = 5
+"""Length of what is sent in place of a message, int64: process, descriptor, secret, buffer, number of the exchange."""
 
 
 class Memory:
-    """What a mailbox is: who has read up to where, and buffers that its owner fills.
+    """What a mailbox is: who has read up to where, and two buffers that its owner fills in turn.
 
     Parameters
     ----------
@@ -43,22 +42,18 @@ class Memory:
         size = start + _NUM_BUFFERS * padded
         if os.fstat(fd).st_size < size:
             os.ftruncate(fd, size)
-        mapped = mmap.mmap(fd, size)
-        numbers = torch.frombuffer(mapped, dtype=torch.int64, count=header // 8)
+        flat = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        numbers = flat[:header].view(torch.int64)
         self.secret = numbers[:1]
         self.read = numbers[1:].view(_NUM_BUFFERS, world_size)
         """The number of the newest exchange that each rank has done with, by buffer."""
-        self.buffers = [
-            torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=begin)
-            for begin in range(start, size, padded)
-        ]
+        self.buffers = [flat[begin : begin + nbytes] for begin in range(start, size, padded)]
 
 
 class Mailbox:
     """Where the messages of one bucket of this rank lie.
 
-    A message is made in the first buffer that nobody reads any more. Ranks in step need two; the memory of the third
-    one is used, and only then taken from the system, when a peer is late: as a network would, it lets this rank go on.
+    Two buffers: a rank that is ahead by one step need not wait for a peer that still reads.
     """
 
     def __init__(self, world: World, message: torch.Tensor, bucket: int) -> None:
@@ -84,31 +79,26 @@ class Mailbox:
         ExchangeError
             Somebody has not, in time.
         """
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
         deadline = time.monotonic() + self._world.timeout.total_seconds()
-        while (turn := next((each for each in range(_NUM_BUFFERS) if not self._late(each)), None)) is None:
-            if time.monotonic() > deadline:
-                oldest = min(range(_NUM_BUFFERS), key=self._numbers.__getitem__)
-                timeout_s = self._world.timeout.total_seconds()
-                raise ExchangeError(
-                    f"rank {self._world.rank}: step {step}, bucket {self._bucket}: waited {timeout_s:g} s in vain for "
-                    f"rank {self._late(oldest)[0]} to read the message of {_NUM_BUFFERS} exchanges ago; that rank is "
-                    "stuck, gone, or has made fewer steps (GossipDataParallel's timeout sets how long to wait)"
-                )
-            time.sleep(_PAUSE_S)
-        self._turn = turn
-        return self._messages[turn]
+        number = self._numbers[self._turn]
+        for reader in self._readers[self._turn]:
+            while int(self._memory.read[self._turn, reader]) < number:
+                if time.monotonic() > deadline:
+                    timeout_s = self._world.timeout.total_seconds()
+                    raise ExchangeError(
+                        f"rank {self._world.rank}: step {step}, bucket {self._bucket}: waited {timeout_s:g} s in vain "
+                        f"for rank {reader} to read the message of two exchanges ago; that rank is stuck, gone, or has "
+                        "made fewer steps (GossipDataParallel's timeout sets how long to wait)"
+                    )
+                time.sleep(_PAUSE_S)
+        return self._messages[self._turn]
 
-    def _late(self, turn: int) -> list[int]:
-        """Who has not done with the buffer."""
-        number = self._numbers[turn]
-        return [reader for reader in self._readers[turn] if int(self._memory.read[turn, reader]) < number]
-
-    def hand_out(self, readers: tuple[int, ...], *, is_finite: bool) -> torch.Tensor:
+    def hand_out(self, readers: tuple[int, ...]) -> torch.Tensor:
         """The token of what was put into the buffer taken last, for these ranks."""
         self._count += 1
         self._readers[self._turn], self._numbers[self._turn] = readers, self._count
-        secret = int(self._memory.secret)
-        return torch.tensor([os.getpid(), self._fd, secret, self._turn, self._count, int(is_finite)])
+        return torch.tensor([os.getpid(), self._fd, int(self._memory.secret), self._turn, self._count])
 
 
 class Mailroom:
@@ -151,9 +141,9 @@ class Mailroom:
         """Whether all of them can read each other's memory; the answer is the same on all ranks."""
         return all(other in self._seen[rank] for rank in ranks for other in ranks if other != rank)
 
-    def read(self, token: torch.Tensor, message: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """What a peer has handed out, in place: like ``message``, not to be changed; and whether it is finite."""
-        pid, fd, secret, turn, _, is_finite = token.tolist()
+    def read(self, token: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+        """What a peer has handed out, in place: like ``message``, not to be changed."""
+        pid, fd, secret, turn, _ = token.tolist()
         memory = self._opened.get((pid, fd, secret))
         if memory is None:
             descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
@@ -164,13 +154,13 @@ class Mailroom:
             if int(memory.secret) != secret:
                 raise OSError(f"descriptor {fd} of process {pid} is something else by now")
             self._opened[pid, fd, secret] = memory
-        found = memory.buffers[turn].view(message.dtype)
-        return found, bool(is_finite)
+        found: torch.Tensor = memory.buffers[turn].view(message.dtype)
+        return found
 
     def done(self, tokens: Mapping[int, torch.Tensor]) -> None:
         """Tell the owners that this rank has read what they handed out."""
         for token in tokens.values():
-            pid, fd, secret, turn, number, _ = token.tolist()
+            pid, fd, secret, turn, number = token.tolist()
             self._opened[pid, fd, secret].read[turn, self._world.rank] = number
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -27,7 +26,7 @@ _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 #: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
 _MIN_LARGE_BYTES = 2**16
-#: Messages are cut into pieces of this size: what they are checked for is checked while the next ones are on the wire.
+#: Messages are cut into pieces of this size, of which a few are under way at a time.
 _PIECE_BYTES = 2**19
 
 
@@ -135,7 +134,7 @@ class DistributedTransport:
             message = codec.message
             if message.is_cpu and message.nbytes >= _MIN_LARGE_BYTES:
                 self._mailboxes[bucket] = Mailbox(self._world, message, bucket)
-                codec.take, codec.checks = self._mailboxes[bucket].take, True
+                codec.take = self._mailboxes[bucket].take
 
     @property
     def num_communicators(self) -> int:
@@ -226,9 +225,7 @@ class DistributedTransport:
         exchange.received = {each: exchange.tokens.get(each, rooms[each]) for each in exchange.sources}
         readers = tuple(each for each in sent if each in neighbours)
         if mailbox is not None and readers:
-            assert isinstance(codec, ValuesCodec)
-            token = mailbox.hand_out(readers, is_finite=codec.message_is_finite)
-            exchange.sent = {**sent, **dict.fromkeys(readers, token)}
+            exchange.sent = {**sent, **dict.fromkeys(readers, mailbox.hand_out(readers))}
         wire = list(exchange.sent.values()), list(exchange.received.values())
         exchange.pending = self._world.lanes.submit(exchange.converse, *wire)
         return exchange
@@ -266,42 +263,26 @@ class DistributedExchange:
         wire_received = dict(zip(self.sources, received, strict=True))
         nothing: Parcels = {}
         for pieces in zip_longest(_pieces(wire_sent), _pieces(wire_received), fillvalue=nothing):
-            yield self._post(*pieces, checks=True)
+            yield self._post(*pieces)
         yield None
         if self.mailroom is not None and self.tokens:
             message = self.codec.sent
             assert message is not None
             for source, token in self.tokens.items():
-                wire_received[source], is_finite = self.mailroom.read(token, message)
-                self.is_finite = self.is_finite and is_finite
+                wire_received[source] = self.mailroom.read(token, message)
             self.received = wire_received
         for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
             for target, message in more_sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
             yield self._post(more_sent, more_received)
-        if not self._is_of_values and self._is_on_cpu:
+        if all(message.is_cpu for message in self.sent.values()):
             self.is_finite = self.codec.is_finite(wire_received)
 
-    @property
-    def _is_of_values(self) -> bool:
-        return isinstance(self.codec, ValuesCodec)
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return all(message.is_cpu for message in self.sent.values())
-
-    def _check(self, piece: torch.Tensor) -> None:
-        self.is_finite = self.is_finite and all_finite(piece)
-
-    def _post(self, sent: Parcels, received: Parcels, *, checks: bool = False) -> Works:
+    def _post(self, sent: Parcels, received: Parcels) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
-        checked = received.keys() - self.tokens.keys() if checks and self._is_of_values and self._is_on_cpu else ()
         return post_point_to_point(
             self.world.group,
-            [
-                Message(source, room, tag, functools.partial(self._check, room) if source in checked else None)
-                for source, room in received.items()
-            ],
+            [Message(source, room, tag) for source, room in received.items()],
             [Message(target, message, tag) for target, message in sent.items()],
         )
 

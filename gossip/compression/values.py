@@ -58,17 +58,11 @@ class ValuesCodec(Codec):
         Whether they are the values as they are: then the messages of several ranks may also be added on the wire.
     take : callable
         ``(step) -> Tensor``: where the message of a step is to be made, memory of the message's dtype and size.
-    checks : bool
-        Whether to look, while it is made, if the message is finite: for peers that read it in memory.
-    message_is_finite : bool
-        What was seen then.
     """
 
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self.message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
         self.take: Callable[[int], torch.Tensor] = lambda _: self.message
-        self.checks = False
-        self.message_is_finite = True
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self.is_exact = dtype == bucket.dtype
@@ -84,12 +78,11 @@ class ValuesCodec(Codec):
     @torch.no_grad()
     def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
         self.message = self.take(step)
-        self.message_is_finite = True
-        for part in chunks(values.numel(), values.device):
-            made = self.message[part]
-            made.copy_(values[part] if self._largest is None else _within(values[part], self._largest))
-            if self.checks:
-                self.message_is_finite = self.message_is_finite and all_finite(made)
+        if self._largest is None:
+            self.message.copy_(values)
+        else:
+            for part in chunks(values.numel(), values.device):
+                self.message[part].copy_(_within(values[part], self._largest))
         self._weights = round_.neighbours(self._rank)
         return dict.fromkeys(round_.targets(self._rank), self.message)
 
