@@ -4,8 +4,8 @@
     python scripts/exchange_ways.py --network lab --rate 200mbit
 
 Ways: one all-reduce of the values; an all-gather of them; every message point-to-point as a whole, receives posted
-first; the same in pieces of 512 KiB, two at a time; and with sends posted first. In the lab every rank is a host of its own behind a shaped
-link (Linux, root). gossip.DistributedTransport takes what this shows to be the fastest.
+first; the same in pieces of 512 KiB, two at a time; and with sends posted first. In the lab every rank is a host of its
+own behind a shaped link (Linux, root). gossip.DistributedTransport takes what this shows to be the fastest.
 """
 
 from __future__ import annotations

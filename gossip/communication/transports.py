@@ -109,9 +109,9 @@ class DistributedTransport:
 
     Measured on gloo (README, Performance): a pair takes as long either way when the link is what counts, but a third of
     the time for small messages point-to-point, and less processor time; receives are posted before sends, without which
-    large messages would go one way at a time. Large messages go in pieces, and only as many pieces at a time as keep the
-    link busy (:class:`gossip.communication.courier.Courier`): messages of several buckets would compete otherwise, to
-    the old peer and to the new one, and what is lost then costs more than the pauses.
+    large messages would go one way at a time. Large messages go in pieces, and only as many at a time as keep the link
+    busy (:class:`gossip.communication.courier.Courier`): messages of several buckets would compete otherwise, to the
+    old peer and to the new one, and what is lost then costs more than the pauses.
     """
 
     def __init__(
