@@ -146,6 +146,11 @@ class Mixer:
         By bucket.
     codecs : list of Codec
         By bucket; none in a world of one.
+
+    Raises
+    ------
+    ValueError
+        An optimizer wants to see messages that the compression does not have.
     """
 
     def __init__(
@@ -167,6 +172,12 @@ class Mixer:
         self._compression = compression
         self.codecs = self._make_codecs()
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
+        if self._readers and any(codec.sent is None for codec in self.codecs):
+            raise ValueError(
+                f"compression {compression.describe()} cannot serve {type(self._readers[0]).__name__}: its "
+                "pre_average_hook wants what every rank sent, and these messages say only what has changed along an "
+                "edge; choose none, bf16, fp16, int8 or int4, or an optimizer without the hook"
+            )
 
     def _make_codecs(self) -> list[Codec]:
         if self._transport is None:

@@ -349,3 +349,18 @@ def test_pre_average_hook_sees_every_exchange_with_its_own_round(algorithm: str)
             sent = torch.stack([mine[place][1][tensor] for mine in seen])
             mixed = torch.stack([mine[place][2][tensor] for mine in seen])
             torch.testing.assert_close(mixed, torch.einsum("ij,j...->i...", matrix, sent))
+
+
+def watch_changes(compression: str) -> str:
+    module = make_module()
+    optimizer = Watching(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="pre_average_hook") as caught:
+        GossipDataParallel(module, optimizer, "ring", compression=compression)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("compression", ["choco", "powergossip"])
+def test_pre_average_hook_is_refused_where_messages_are_changes(compression: str) -> None:
+    for text in launch(watch_changes, compression, world_size=2):
+        assert "cannot serve Watching" in text
+        assert "choose none, bf16, fp16, int8 or int4" in text
