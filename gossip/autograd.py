@@ -6,14 +6,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from gossip.errors import GossipError
+from gossip.ranges import profiler_range
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -43,11 +44,11 @@ class BackwardRange:
     """The profiler's range ``gossip::backward``, from the first hook of a backward pass to its end."""
 
     def __init__(self) -> None:
-        self._open: tuple[int, record_function] | None = None
+        self._open: tuple[int, AbstractContextManager[Any]] | None = None
 
     def begin(self) -> None:
         """In the thread that runs the pass."""
-        self._open = threading.get_ident(), record_function("gossip::backward")
+        self._open = threading.get_ident(), profiler_range("gossip::backward")
         self._open[1].__enter__()
 
     def end(self) -> None:

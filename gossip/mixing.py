@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from loguru import logger
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
@@ -24,6 +23,7 @@ from gossip.compression.codec import Codec, Compression, chunks
 from gossip.compression.memory import all_finite
 from gossip.compression.values import Uncompressed
 from gossip.errors import GossipError
+from gossip.ranges import profiler_range
 from gossip.stats import Meter
 from topologies import Round, Topology
 
@@ -204,7 +204,7 @@ class Mixer:
         round_ = self._topology.round(step)
         if not round_.peers(self._rank):
             return
-        with record_function("gossip::send"):
+        with profiler_range("gossip::send"):
             codec = self.codecs[bucket.index]
             messages = codec.encode(bucket.block, round_, step)
             launched_at = time.perf_counter()
@@ -228,7 +228,7 @@ class Mixer:
         if in_flight is None:
             return
         arrival = self._await(in_flight, meter)
-        with record_function("gossip::mix"):
+        with profiler_range("gossip::mix"):
             for optimizer in self._readers:
                 _show(optimizer, bucket, in_flight)
             if not arrival.is_finite:
@@ -289,7 +289,7 @@ class Mixer:
 
     def _await(self, in_flight: InFlight, meter: Meter) -> Arrival:
         start = time.perf_counter()
-        with record_function("gossip::wait"):
+        with profiler_range("gossip::wait"):
             if self._readers:
                 in_flight.difference()
             arrival = in_flight.arrival()

@@ -11,7 +11,6 @@ import torch
 from loguru import logger
 from torch import nn
 from torch._utils import _flatten_dense_tensors
-from torch.autograd.profiler import record_function
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from gossip.bucket_optimizer import BucketOptimizer, check_parameters_held
 from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
+from gossip.ranges import profiler_range
 from gossip.scaling import SharedScaler
 from gossip.stats import Meter
 
@@ -95,7 +95,7 @@ class Updater:
 
     def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter) -> None:
         """Apply the optimizers to one bucket's gradients, which have this norm (None: do not), and drop them."""
-        with record_function("gossip::update"), _timed(meter):
+        with profiler_range("gossip::update"), _timed(meter):
             if norm is not None:
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
@@ -106,7 +106,7 @@ class Updater:
 
     def update_all(self, step: int, meter: Meter) -> None:
         """Apply the optimizers to all gradients, and drop them."""
-        with record_function("gossip::update"), _timed(meter):
+        with profiler_range("gossip::update"), _timed(meter):
             overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
@@ -120,7 +120,7 @@ class Updater:
 
     def update_by(self, optimizer: Optimizer, closure: Callable[[], float] | None, step: int, meter: Meter) -> Any:
         """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
-        with record_function("gossip::update"), _timed(meter):
+        with profiler_range("gossip::update"), _timed(meter):
             if closure is not None:
                 return type(optimizer).step(optimizer, closure)
             if self._overflowed_(optimizer):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
@@ -30,6 +29,7 @@ from gossip.construction import construct
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.module_face import ModuleFace
+from gossip.ranges import profiler_range
 from gossip.stats import StepStats
 from topologies import Topology
 
@@ -235,7 +235,7 @@ class GossipDataParallel(ModuleFace):
         if engine is None:
             return self.module(*args, **kwargs)
         engine.begin_forward()
-        with engine.recording(), record_function("gossip::forward"):
+        with engine.recording(), profiler_range("gossip::forward"):
             output = self.module(*args, **kwargs)
         engine.end_forward(output)
         return output

@@ -15,6 +15,8 @@ from gossip.communication.transports import Arrival, DistributedTransport
 from gossip.compression.codec import Codec, Parcels
 from topologies import Round, build
 
+pytestmark = pytest.mark.xdist_group("overlap")  # what its fixtures make is made once
+
 NUM_STEPS = 4
 Event = tuple[str, int, int]
 """(what, step, bucket); bucket -1 where there is none."""

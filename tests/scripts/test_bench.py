@@ -12,6 +12,7 @@ import pytest
 from running import REPOSITORY, TIMEOUT_S
 
 TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=2", "bench.warmup_steps=2", "bench.steps=2")
+ONE_ROW = ("bench/methods=buckets", "bench.methods.gossip.bucket_cap_mb=25", "bench.methods.gossip.compression=none")
 
 
 def bench(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +85,7 @@ def test_bench_names_the_rank_that_failed(tmp_path: Path) -> None:
 
 def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, "bench.network=lab", "bench/methods=buckets"],
+        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, *ONE_ROW, "bench.network=lab"],
         cwd=tmp_path,
         env={**os.environ, "PATH": str(tmp_path)},  # neither ip nor tc
         capture_output=True,

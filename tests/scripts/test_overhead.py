@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from running import REPOSITORY, TIMEOUT_S
 
+pytestmark = pytest.mark.xdist_group("overhead")  # what its fixtures make is made once
+
 NUM_PARAMETERS = 250 * (8 * 8 + 8)
 BUCKET_BYTES = 10_000
 

@@ -13,6 +13,8 @@ from running import train
 from gossip.checkpoints.folder import check_sizes, read_manifest
 from gossip.experiments.records import read_jsonl
 
+pytestmark = pytest.mark.xdist_group("train_resumes")  # what its fixtures make is made once
+
 STOPS_AT = 12
 RUN = (
     "model._target_=faulty_models.FailingModel",

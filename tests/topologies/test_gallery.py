@@ -19,6 +19,8 @@ from topologies.__main__ import main
 from topologies.reports import gallery
 from topologies.reports.gallery import gallery_page
 
+pytestmark = pytest.mark.xdist_group("gallery")  # what its fixtures make is made once
+
 WORLD_SIZE = 12
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,6 +11,8 @@ from composing import CONFIGS, composed
 import topologies
 from gossip.experiments.build import build, check
 
+pytestmark = pytest.mark.xdist_group("configs")  # what its fixtures make is made once
+
 TEXT = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16")
 
 
