@@ -15,7 +15,7 @@ table lab bench.network=lab "$@"
 table lab_buckets bench.network=lab bench/methods=buckets bench.repetitions=2 bench.steps=8 "$@"
 table buckets bench/methods=buckets bench.repetitions=2 bench.steps=15 "$@"
 table stragglers bench.straggler=exponential bench/methods=stragglers bench.steps=40 "$@"
-table loopback bench.steps=30 "$@"
+table loopback bench.steps=25 "$@"
 
 if [ ${#failed[@]} -eq 0 ]; then
     echo "bench: done: $folder"
