@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -186,6 +187,7 @@ class GossipDataParallel(ModuleFace):
         except BaseException:
             world.close()
             raise
+        _keep_out_of_graphs()
         self.module = module
         self.optimizer: Any = parts.optimizers if len(parts.optimizers) > 1 else next(iter(parts.optimizers), None)
         self.algorithm = parts.algorithm
@@ -228,7 +230,6 @@ class GossipDataParallel(ModuleFace):
 
     # ------------------------------------------------------------------ training
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Local."""
         engine = self._engine
@@ -458,6 +459,17 @@ class GossipDataParallel(ModuleFace):
                 "train it"
             )
         return self._engine
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Let a compiler take the module, but not what is around it. With the first model, since it imports torch._dynamo.
+
+    As a decorator it would cost every program that imports gossip a second.
+    """
+    GossipDataParallel.forward = torch.compiler.disable(  # type: ignore[method-assign]
+        GossipDataParallel.forward, recursive=False
+    )
 
 
 def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:

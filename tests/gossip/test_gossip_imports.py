@@ -13,6 +13,7 @@ import gossip
 import torch.distributed as dist
 from loguru import logger
 print(json.dumps({
+    "compiler": "torch._dynamo" in sys.modules,
     "modules": sorted({name.split(".")[0] for name in sys.modules}),
     "threads": threading.active_count(),
     "environment": before == dict(os.environ),
@@ -28,6 +29,7 @@ def test_import_in_a_fresh_interpreter() -> None:
     seen = json.loads(run.stdout)
     forbidden = {"hydra", "omegaconf", "matplotlib", "lightning", "sklearn", "safetensors", "tensorboard", "rich"}
     assert not forbidden & set(seen["modules"])
+    assert not seen["compiler"]  # a second, of which most programs need nothing
     assert seen["threads"] == 1
     assert seen["environment"]
     assert not seen["initialised"]
