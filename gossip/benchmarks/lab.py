@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ MAX_HOSTS = 200
 _NETWORK = "10.77.0"
 _BRIDGE_ADDRESS = f"{_NETWORK}.254"
 _COMMAND_TIMEOUT_S = 20
+_ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
+_NUM_ORPHAN_RETRIES = 3  # 3 seconds; by default it is 100
 _BURST = "512kb"
 _BURST_BYTES = 512 * 1024
 _QUEUE_S = 0.05  # what a link may hold back before it drops, as a time, but
@@ -79,6 +82,7 @@ class Lab:
         with host.entered():
             inside = f"/proc/{os.getpid()}/fd/{host.file}"
             _run("ip", "link", "set", "lo", "up")
+            _let_go_of_dead_peers()
         self._in_bridge(
             *("ip", "link", "add", f"port{rank}", "type", "veth", "peer", "name", self.interface), "netns", inside
         )
@@ -130,6 +134,12 @@ class Lab:
         assert self._bridge is not None
         with self._bridge.entered():
             return _run(*command)
+
+
+def _let_go_of_dead_peers() -> None:
+    """On a host: a connection whose process is gone, and whose peer's host too, must not keep the host for minutes."""
+    with contextlib.suppress(OSError):  # /proc may be read-only; then the kernel's own patience ends it
+        _ORPHAN_RETRIES.write_text(str(_NUM_ORPHAN_RETRIES))
 
 
 def what_is_missing() -> str | None:
