@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,6 @@ from gossip.communication.courier import Courier, Operation, Talk
 
 MANY_BYTES = module._WINDOW_BYTES // 2
 TIMEOUT = timedelta(seconds=30)
-QUIET_S = 0.1
 
 
 class Held:
@@ -33,34 +31,60 @@ class Held:
 
 
 class Log:
-    """What talks have posted, in order."""
+    """What talks have posted, in order; and whether the posting thread waits for room."""
 
     def __init__(self) -> None:
         self.works: list[tuple[str, Held]] = []
+        self.is_full = False
+        self.changed = threading.Condition()
 
     def post(self, name: str, num_bytes: int, error: Exception | None = None) -> tuple[Operation]:
         work: Any = Held(error)
-        self.works.append((name, work))
+        with self.changed:
+            self.works.append((name, work))
+            self.changed.notify_all()
         return (Operation(name, work, num_bytes),)
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.works]
 
-    def settles_at(self, names: list[str]) -> bool:
-        """Whether these are posted, and no others soon after."""
-        deadline = time.monotonic() + TIMEOUT.total_seconds()
-        while self.names != names and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(QUIET_S)
-        return self.names == names
+    def comes_to(self, names: list[str], *, is_full: bool = False) -> bool:
+        """Whether these get posted; with ``is_full`` no others before something has ended."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: self.names == names and (self.is_full or not is_full), TIMEOUT.total_seconds()
+            )
 
     def release(self, name: str) -> None:
         self.works[self.names.index(name)][1].released.set()
 
 
 @pytest.fixture
-def courier() -> Iterator[Courier]:
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def courier(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Courier]:
+    class Watched(threading.Condition):
+        """Its wait is reached only where there is no room."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            with log.changed:
+                log.is_full = True
+                log.changed.notify_all()
+            ended = super().wait(timeout)
+            with log.changed:
+                log.is_full = False
+            return ended
+
+    class Window(module._Window):
+        def __init__(self, num_bytes: int) -> None:
+            super().__init__(num_bytes)
+            self._changed = Watched()
+
+    monkeypatch.setattr(module, "_Window", Window)
     each = Courier("test")
     yield each
     assert each.close(TIMEOUT)
@@ -71,18 +95,17 @@ def message(log: Log, name: str, num_pieces: int, num_bytes: int = MANY_BYTES) -
         yield log.post(f"{name}{piece}", num_bytes)
 
 
-def test_pieces_follow_each_other_and_so_do_messages(courier: Courier) -> None:
-    log = Log()
+def test_pieces_follow_each_other_and_so_do_messages(courier: Courier, log: Log) -> None:
     first, second = courier.submit(message(log, "a", 3)), courier.submit(message(log, "b", 2))
-    assert log.settles_at(["a0", "a1"])
+    assert log.comes_to(["a0", "a1"], is_full=True)
     log.release("a0")
-    assert log.settles_at(["a0", "a1", "a2"])
+    assert log.comes_to(["a0", "a1", "a2"], is_full=True)
     assert not first.done
     log.release("a1")
-    assert log.settles_at(["a0", "a1", "a2", "b0"])
+    assert log.comes_to(["a0", "a1", "a2", "b0"], is_full=True)
     log.release("a2")
     assert first.wait(TIMEOUT)
-    assert log.settles_at(["a0", "a1", "a2", "b0", "b1"])
+    assert log.comes_to(["a0", "a1", "a2", "b0", "b1"])
     assert not second.done
     log.release("b0")
     log.release("b1")
@@ -90,75 +113,71 @@ def test_pieces_follow_each_other_and_so_do_messages(courier: Courier) -> None:
     assert list(first.finished_at) == ["a0", "a1", "a2"]
 
 
-def test_small_messages_are_all_posted_at_once(courier: Courier) -> None:
-    log = Log()
+def test_small_messages_are_all_posted_at_once(courier: Courier, log: Log) -> None:
     names = [f"{name}0" for name in "abcdefgh"]
     tickets = [courier.submit(message(log, name, 1, num_bytes=100)) for name in "abcdefgh"]
-    assert log.settles_at(names)
+    assert log.comes_to(names)
     for name in names:
         log.release(name)
     assert all(ticket.wait(TIMEOUT) for ticket in tickets)
 
 
-def test_a_message_larger_than_the_window_goes_alone(courier: Courier) -> None:
-    log = Log()
+def test_a_message_larger_than_the_window_goes_alone(courier: Courier, log: Log) -> None:
     tickets = [courier.submit(message(log, name, 1, num_bytes=10 * MANY_BYTES)) for name in "ab"]
-    assert log.settles_at(["a0"])
+    assert log.comes_to(["a0"], is_full=True)
     log.release("a0")
-    assert log.settles_at(["a0", "b0"])
+    assert log.comes_to(["a0", "b0"])
     log.release("b0")
     assert all(ticket.wait(TIMEOUT) for ticket in tickets)
 
 
-def test_what_needs_the_answer_waits_for_all_of_it(courier: Courier) -> None:
-    log, seen = Log(), []
+def test_what_needs_the_answer_waits_for_all_of_it(courier: Courier, log: Log) -> None:
+    seen = []
 
     def talk() -> Talk:
         yield log.post("question0", 1)
         yield log.post("question1", 1)
         yield None
-        seen.append([work.released.is_set() for _, work in log.works])
+        seen.append([work.released.is_set() for name, work in log.works if name.startswith("question")])
         yield log.post("answer", 1)
-        seen.append([work.released.is_set() for _, work in log.works])
+        seen.append([work.released.is_set() for name, work in log.works if name == "answer"])
 
     first, second = courier.submit(talk()), courier.submit(message(log, "b", 1, num_bytes=1))
-    assert log.settles_at(["question0", "question1", "b0"])
+    assert log.comes_to(["question0", "question1", "b0"])
     log.release("b0")
     log.release("question0")
-    assert log.settles_at(["question0", "question1", "b0"])
+    assert not seen
     log.release("question1")
-    assert log.settles_at(["question0", "question1", "b0", "answer"])
-    assert first.awaited == "answer"
+    assert log.comes_to(["question0", "question1", "b0", "answer"])
     assert not second.done  # in turn
     log.release("answer")
+    assert first.wait(TIMEOUT)
     assert second.wait(TIMEOUT)
-    assert seen == [[True, True, True], [True, True, True, True]]
+    assert first.awaited == "answer"
+    assert seen == [[True, True], [True]]
 
 
-def test_an_error_ends_its_talk_and_gives_the_way_free(courier: Courier) -> None:
-    log = Log()
-
+def test_an_error_ends_its_talk_and_gives_the_way_free(courier: Courier, log: Log) -> None:
     def talk() -> Talk:
         yield log.post("broken", MANY_BYTES, RuntimeError("connection closed"))
         yield log.post("half", MANY_BYTES)
         yield log.post("never", MANY_BYTES)
 
     first, second = courier.submit(talk()), courier.submit(message(log, "b", 1))
-    assert log.settles_at(["broken", "half"])
+    assert log.comes_to(["broken", "half"], is_full=True)
     log.release("broken")
     assert first.wait(TIMEOUT)
     assert str(first.error) == "connection closed"
     assert first.awaited == "broken"
-    assert log.settles_at(["broken", "half", "b0"])
+    assert log.comes_to(["broken", "half", "b0"])
     log.release("b0")
     assert second.wait(TIMEOUT)
     assert second.error is None
+    assert log.names == ["broken", "half", "b0"]
 
 
 @pytest.mark.parametrize("when", ["ahead", "after the answer"])
-def test_an_error_while_posting_is_the_tickets(courier: Courier, when: str) -> None:
-    log = Log()
-
+def test_an_error_while_posting_is_the_tickets(courier: Courier, log: Log, when: str) -> None:
     def talk() -> Talk:
         yield log.post("a", 1)
         if when == "after the answer":
@@ -166,7 +185,7 @@ def test_an_error_while_posting_is_the_tickets(courier: Courier, when: str) -> N
         raise OSError("no such peer")
 
     first, second = courier.submit(talk()), courier.submit(message(log, "b", 1, num_bytes=1))
-    assert log.settles_at(["a", "b0"])
+    assert log.comes_to(["a", "b0"])
     log.release("a")
     log.release("b0")
     assert first.wait(TIMEOUT)
