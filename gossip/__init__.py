@@ -34,6 +34,7 @@ from gossip.errors import ManifestError as ManifestError
 from gossip.launcher import launch as launch
 from gossip.mixing import UsesExchange as UsesExchange
 from gossip.stats import StepStats as StepStats
+from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "Transport",
     "Uncompressed",
     "UsesExchange",
+    "VirtualWorkers",
     "World",
     "export",
     "launch",
