@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-  const table = document.getElementById("results");
+  const table = document.getElementById("results-table");
   if (!table) return;
   const bodies = all("tbody", table);
 

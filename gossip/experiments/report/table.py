@@ -53,7 +53,7 @@ def make_table(document: Document) -> Element:
     extend(head, element("th", "Reproduce", scope="col"))
     table = element(
         "table", element("caption", "Results; the headings sort", class_="hidden-text"), element("thead", head),
-        id="results",
+        id="results-table",
     )  # fmt: skip
     for index, row in enumerate(rows):
         table.append(_body(index, row, settings, values, stars))
