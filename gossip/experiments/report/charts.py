@@ -14,7 +14,7 @@ from gossip.experiments.report.series import Panel
 Point = tuple[float | None, float | None]
 
 #: The share of a run that is left out when the lower end of the accuracy is looked for: all start near chance.
-_START = 0.25
+_START = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Chart:
         """The axes on which all rows have their place; None if there is nothing to draw."""
         ends = [end for end in map(self.end, rows) if end is not None]
         lines = [[(x, y) for x, y in self.line(row) if x is not None and y is not None] for row in rows]
-        across = [x for line in lines for x, _ in line] + [x for x, _, _ in ends]
         start = _START if self.higher_is_better else 0.0
         up = [y for line in lines for _, y in line[math.floor(start * len(line)) :]]
         up += [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
+        if not up:
+            return None
         if self.target is not None:
             up.append(self.target)
-        is_fraction = self.y is FRACTION
-        x = Scale.over(across, self.x, may_be_log=self.x is not NUMBER)
-        y = Scale.over(up, self.y, may_be_log=not is_fraction)
-        return None if x is None or y is None or not (ends or any(lines)) else (x, y)
+        y_scale = Scale.over(up, self.y, may_be_log=self.y is not FRACTION)
+        seen = [x for line in lines for x, y in line if y >= y_scale.low] + [x for x, _, _ in ends]
+        return Scale.over(seen, self.x, may_be_log=self.x is not NUMBER), y_scale
 
 
 def charts(document: Document) -> list[Chart]:

@@ -39,22 +39,22 @@ class Column:
 
 
 _COLUMNS = (
-    Column("averaged_accuracy", "Accuracy", "of the averaged model on held-out data", FRACTION, "higher"),
-    Column("averaged_loss", "Loss", "of the averaged model on held-out data", NUMBER, "lower"),
-    Column("local_accuracy_mean", "Local accuracy, mean", "over the ranks' own replicas", FRACTION, "higher"),
-    Column("local_accuracy_worst", "Local accuracy, worst", "of the ranks' own replicas", FRACTION, "higher"),
+    Column("averaged_accuracy", "Accuracy", "of the averaged model", FRACTION, "higher"),
+    Column("averaged_loss", "Loss", "of the averaged model", NUMBER, "lower"),
+    Column("local_accuracy_mean", "Local accuracy, mean", "over the ranks", FRACTION, "higher"),
+    Column("local_accuracy_worst", "Local accuracy, worst", "of the ranks", FRACTION, "higher"),
     Column(
-        "consensus_distance_relative", "Consensus distance", "relative, at the end, before averaging", NUMBER, "lower",
+        "consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower",
         ("gossip",),
     ),
     Column("bytes_per_step", "Sent per step", "by one rank", BYTES, "lower"),
-    Column("bytes_to_target", "Sent to target", "by one rank, until the target was reached", BYTES, "lower"),
-    Column("rounds_to_target", "Rounds to target", "steps until the target was reached", NUMBER, "lower"),
-    Column("predicted_step_time_s", "Step time", "predicted on the cluster below", SECONDS, "lower"),
-    Column("predicted_time_to_target_s", "Time to target", "predicted on the cluster below", SECONDS, "lower"),
-    Column("predicted_total_time_s", "Total time", "predicted on the cluster below", SECONDS, "lower"),
+    Column("bytes_to_target", "Sent to target", "by one rank", BYTES, "lower"),
+    Column("rounds_to_target", "Rounds to target", "steps", NUMBER, "lower"),
+    Column("predicted_step_time_s", "Step time", "predicted", SECONDS, "lower"),
+    Column("predicted_time_to_target_s", "Time to target", "predicted", SECONDS, "lower"),
+    Column("predicted_total_time_s", "Total time", "predicted", SECONDS, "lower"),
     Column("steps", "Steps", "local updates", NUMBER),
-    Column("training_time_s", "Run time", "measured, of this run itself, on the machine that it ran on", SECONDS),
+    Column("training_time_s", "Run time", "of the experiment itself", SECONDS),
 )  # fmt: skip
 
 VALUE_NAMES = tuple(column.name for column in _COLUMNS)
@@ -69,8 +69,16 @@ def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
     """The columns in which any row has a value, that of the metric first; a name that is not known is its own title."""
     known = {column.name: column for column in _COLUMNS}
     present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
+    if same_steps(rows) is not None:
+        present.remove("steps")
     present.sort(key=lambda name: name != f"averaged_{metric.name}")
     return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
+
+
+def same_steps(rows: Sequence[Row]) -> str | None:
+    """The number of steps, if it is one for all rows that have any: no column then."""
+    means = {mean for row in rows if (mean := row.mean("steps")) is not None}
+    return NUMBER.text(means.pop()) if len(means) == 1 else None
 
 
 def best(rows: Sequence[Row], column: Column) -> set[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.resources import files
 
 from gossip.experiments.report.charts import Chart, charts, drawable
+from gossip.experiments.report.columns import same_steps
 from gossip.experiments.report.document import Document
 from gossip.experiments.report.markup import Element, element, extend, html
 from gossip.experiments.report.pictures import picture_url
@@ -14,6 +15,13 @@ from gossip.experiments.report.series import Panel, Series, panels, varying
 from gossip.experiments.report.table import SETTINGS, make_filters, make_table, setting_text
 
 _MOST_DRAWINGS = 6
+_DESCRIPTION = "description"
+_CLUSTER = {
+    "num_nodes": "nodes",
+    "local_size": "ranks per node",
+    "latency_us": "latency, µs",
+    "bandwidth_gbps": "bandwidth, Gbit/s",
+}
 #: Nothing is loaded, whatever a document brings along; form targets are none.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; form-action 'none'"
 
@@ -96,7 +104,7 @@ def _results(document: Document) -> Element:
 
 def _charts(document: Document) -> Iterator[Element]:
     divided = panels(document.rows)
-    figures = [figure for chart in charts(document) if (figure := _figure(chart, divided, document)) is not None]
+    figures = [figure for chart in charts(document) if (figure := _figure(chart, divided)) is not None]
     if not figures:
         text = "Nothing to draw: no run has left a curve or a result."
         yield _section("charts", "Charts", element("p", text, class_="nothing"))
@@ -105,12 +113,14 @@ def _charts(document: Document) -> Iterator[Element]:
         "Rows that the filters leave out are left out here too. Choose a name to bring it out; in a chart arrow keys "
         "go from mark to mark."
     )
+    if _DESCRIPTION in document.cluster:
+        text += f" Times are predicted for {document.cluster[_DESCRIPTION]}."
     note = element("p", text, class_="note")
     grid = element("div", *figures, class_="figures single" if len(divided) == 1 else "figures")
     yield _section("charts", "Charts", note, _legend(divided), grid)
 
 
-def _figure(chart: Chart, divided: list[Panel], document: Document) -> Element | None:
+def _figure(chart: Chart, divided: list[Panel]) -> Element | None:
     scales = drawable(chart, divided)
     if scales is None:
         return None
@@ -123,15 +133,12 @@ def _figure(chart: Chart, divided: list[Panel], document: Document) -> Element |
             content.insert(0, element("h4", panel.title))
         missing = undrawn(chart, panel, *scales)
         if missing:
-            text = f"Zero or off the axes, not drawn: {', '.join(series.name for series in missing)}."
+            text = f"At zero, which this axis cannot show: {', '.join(series.name for series in missing)}."
             content.append(element("p", text, class_="note"))
         content.append(element("p", class_="readout", aria_hidden="true"))
         grid.append(element("div", *content, class_="panel"))
     title = element("h3", chart.title)
-    figure = element("section", title, class_="figure", id=f"chart-{chart.identifier}")
-    if chart.identifier == "time" and document.cluster.get("description"):
-        extend(figure, element("p", document.cluster["description"], class_="note"))
-    return extend(figure, grid)
+    return element("section", title, grid, class_="figure", id=f"chart-{chart.identifier}")
 
 
 def _legend(divided: list[Panel]) -> Element:
@@ -156,7 +163,7 @@ def _drawings(drawings: Mapping[str, str]) -> Iterator[Element]:
     """A gallery; of many one for each number of ranks, or whatever else stands last in the titles."""
     groups: dict[str, list[Element]] = {}
     for title, svg in drawings.items():
-        picture = element("img", src=picture_url(svg), alt=f"Drawing of {title}", loading="lazy")
+        picture = element("img", src=picture_url(svg), alt=f"Drawing of {title}")
         figure = element("figure", picture, element("figcaption", title))
         groups.setdefault(title.rpartition(", ")[2], []).append(figure)
     if len(drawings) <= _MOST_DRAWINGS or len(groups) == 1:
@@ -175,6 +182,9 @@ def _settings(document: Document) -> Iterator[Element]:
         texts = {setting_text(row, name) for row in rows if getattr(row, name) is not None}
         if name not in differing and texts:
             common.setdefault(title.lower(), texts.pop())
+    steps = same_steps(rows)
+    if steps is not None:
+        common.setdefault("steps", steps)
     seeds = {row.seeds for row in rows}
     if len(seeds) == 1 and (shared := seeds.pop()):
         common.setdefault("seeds", ", ".join(map(str, shared)))
@@ -182,11 +192,12 @@ def _settings(document: Document) -> Iterator[Element]:
     target = "" if metric.target is None else f"; target {metric.target:g}"
     common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better{target}")
     yield from _described("Common to all rows", common)
-    yield from _described("Cluster for which times are predicted", document.cluster)
+    cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items()}
+    yield from _described("Cluster for which times are predicted", cluster)
 
 
 def _reproduce(document: Document) -> Iterator[Element]:
-    text = "The commands of a row stand in the table under its last column: one for each seed."
+    text = "The commands of a row, one for each seed, unfold in the table beside its name."
     yield element("p", text) if document.rows else element("p", "There are no commands without rows.")
     files_ = element("p", "The numbers of this page: ")
     extend(files_, element("a", "results.csv", href="results.csv"), " (one line per row) and ")

@@ -24,8 +24,12 @@ def draw_panel(chart: Chart, panel: Panel, x: Scale, y: Scale, identifier: str) 
     clip = element("clipPath", element("rect", **_box()), id=f"clip-{identifier}")
     extend(svg, element("defs", clip), *_axes(chart, x, y))
     if chart.target is not None and (share := y.share(chart.target)) is not None:
-        text = _text(f"target {chart.y.tick_text(chart.target)}", _LEFT + 4, _up(share) - 4, "target-text")
-        extend(svg, element("path", class_="target", d=_level(share)), text)
+        # Its name stands above the frame, where no line can run through it.
+        right = _WIDTH - 4
+        text = f"target {chart.y.tick_text(chart.target)}"
+        sample_end = right - _CHARACTER * len(text) - 6
+        sample = element("path", class_="target", d=f"M{sample_end - 20:.1f} 10H{sample_end:.1f}")
+        extend(svg, element("path", class_="target", d=_level(share)), sample, _text(text, right, 14, "tick", "end"))
     # Baselines are drawn last: they are what the others are compared with.
     for series in sorted(panel.series, key=lambda series: series.row.method != "gossip"):
         drawn = _draw_series(chart, series, x, y, f"url(#clip-{identifier})")

@@ -48,13 +48,18 @@ class Quantity:
         return self._number(value, self.unit(value)) + self.unit(value).suffix
 
     def value_text(self, value: Value) -> str:
-        """A mean with its spread, where there is one, in one unit."""
+        """A mean with its spread, where there is one, in one unit and with as many decimals as the spread tells."""
         unit = self.unit(value.mean)
-        number = self._number(value.mean, unit)
-        if value.spread:
-            spread = value.spread / unit.size
-            number += f" ± {spread:.{self.decimals}f}" if self.decimals is not None else f" ± {_significant(spread, 2)}"
-        return number + unit.suffix
+        if not value.spread:
+            return self._number(value.mean, unit) + unit.suffix
+        mean, spread = value.mean / unit.size, value.spread / unit.size
+        if self.decimals is not None:
+            return f"{mean:.{self.decimals}f} ± {spread:.{self.decimals}f}{unit.suffix}"
+        exponent = math.floor(math.log10(max(abs(mean), spread)))
+        if -4 < exponent < 6:
+            return f"{_with_spread(mean, spread)}{unit.suffix}"
+        scaled = _with_spread(mean / 10.0**exponent, spread / 10.0**exponent)
+        return f"({scaled})·{_power_of_ten(exponent)}{unit.suffix}"
 
     def tick_text(self, value: float) -> str:
         """A value where a tick is: round numbers."""
@@ -72,11 +77,22 @@ def _significant(number: float, digits: int) -> str:
     if number and not 1e-3 <= abs(number) < 1e6:
         mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
+        power = _power_of_ten(int(exponent))
         return power if mantissa == "1" else f"{mantissa}·{power}"
     if abs(number) >= 10**digits:
         return f"{number:.0f}"
     return f"{number:.{digits}g}"
+
+
+def _with_spread(mean: float, spread: float) -> str:
+    """One digit of the spread, two if the first is a 1; of the mean as many decimals, at most four."""
+    mantissa, exponent = f"{spread:.1e}".split("e")
+    decimals = min(max(mantissa.startswith("1") - int(exponent), 0), 4)
+    return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"
+
+
+def _power_of_ten(exponent: int) -> str:
+    return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
 def _decimal_ticks(low: float, high: float) -> list[list[float]]:
@@ -123,8 +139,8 @@ def linear_ticks(quantity: Quantity, low: float, high: float) -> list[float]:
     """Round values in one unit between two limits."""
     unit = quantity.unit(max(abs(low), abs(high))).size
     span = (high - low) / unit
-    power = 10.0 ** math.floor(math.log10(span / (_MOST_TICKS - 1)))
-    step = next(factor * power for factor in (1, 2, 5, 10, 20) if span / (factor * power) <= _MOST_TICKS - 1)
+    power = 10.0 ** math.floor(math.log10(span / _MOST_TICKS))
+    step = next(factor * power for factor in (1, 2, 5, 10, 20) if span / (factor * power) <= _MOST_TICKS)
     first, last = math.ceil(low / unit / step - 1e-9), math.floor(high / unit / step + 1e-9)
     return [round(index * step, 12) * unit for index in range(first, last + 1)]
 

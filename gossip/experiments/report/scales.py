@@ -29,8 +29,8 @@ class Scale:
     is_log: bool
 
     @classmethod
-    def over(cls, values: Iterable[float], quantity: Quantity, *, may_be_log: bool) -> Scale | None:
-        """A scale on which the values have their place, with a little room; None without values.
+    def over(cls, values: Iterable[float], quantity: Quantity, *, may_be_log: bool) -> Scale:
+        """A scale on which the values, at least one, have their place, with a little room.
 
         It is logarithmic if it may be and the positive values span more than a decade.
         """
@@ -39,8 +39,6 @@ class Scale:
         if may_be_log and positive and max(positive) > 10 * min(positive):
             room = (max(positive) / min(positive)) ** 0.03
             return cls(quantity, min(positive) / room, max(positive) * room, is_log=True)
-        if not known:
-            return None
         low, high = min(known), max(known)
         room = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
         # What cannot be negative has no axis below zero.

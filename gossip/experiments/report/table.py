@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gossip.experiments.report.columns import Column, best, columns
@@ -50,7 +51,6 @@ def make_table(document: Document) -> Element:
     head = element("tr", _header("Setting", "", is_number=False))
     extend(head, *(_header(SETTINGS[name], "", is_number=name == "world_size") for name in settings))
     extend(head, *(_header(column.title, column.explanation, is_number=True) for column in values))
-    extend(head, element("th", "Reproduce", scope="col"))
     table = element(
         "table", element("caption", "Results; the headings sort", class_="hidden-text"), element("thead", head),
         id="results-table",
@@ -80,33 +80,38 @@ def _header(title: str, explanation: str, *, is_number: bool) -> Element:
 def _body(
     index: int, row: Row, settings: Sequence[str], values: Sequence[Column], stars: Sequence[set[int]]
 ) -> Element:
-    line = element("tr", _label_cell(row))
+    identifier = f"details-{index}"
+    line = element("tr", _label_cell(row, identifier))
     for name in settings:
         text = setting_text(row, name)
         is_number = name == "world_size"
         line.append(element("td", text, class_="number" if is_number else None, data_value=text))
     for column, starred in zip(values, stars, strict=True):
         line.append(_value_cell(row, column, index in starred))
-    identifier = f"details-{index}"
-    toggle = element(
-        "button", "Command" if len(row.commands) == 1 else "Commands", type="button", class_="toggle",
-        aria_expanded="false", aria_controls=identifier,
-    )  # fmt: skip
-    toggle.append(element("span", f" of {row.label}", class_="hidden-text"))
-    extend(line, element("td", toggle))
     details = element("tr", element("td", _details(row), colspan=str(len(line))), id=identifier, hidden=True)
     chosen = {f"data_{name}": setting_text(row, name) for name in (*SETTINGS, "status")}
     return element("tbody", line, details, data_row=str(index), data_text=_searched(row), **chosen)
 
 
-def _label_cell(row: Row) -> Element:
-    cell = element("th", element("span", row.label, class_="label"), scope="row", data_value=row.label)
+def _label_cell(row: Row, details: str) -> Element:
+    toggle = element(
+        "button", type="button", class_="toggle", aria_expanded="false", aria_controls=details,
+        aria_label=f"Commands of {row.label}", title="Commands",
+    )  # fmt: skip
+    label = element("span", *_breakable(row.label), class_="label")
+    cell = element("th", element("div", toggle, label, class_="name"), scope="row", data_value=row.label)
     if row.status != "completed":
         cell.append(element("span", row.status, class_="status"))
         for reason in row.reasons[:2]:
             short = reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"
             cell.append(element("span", short, class_="reason"))
     return cell
+
+
+def _breakable(label: str) -> list[Element | str]:
+    """A label that may go on in a new line after an underscore and before a bracket."""
+    first, *others = re.split(r"(?<=_)|(?=\()", label)
+    return [first, *(part for other in others for part in (element("wbr"), other))]
 
 
 def _value_cell(row: Row, column: Column, is_best: bool) -> Element:
