@@ -91,6 +91,11 @@ def charts(document: Document) -> list[Chart]:
     ]  # fmt: skip
 
 
+def quantity_of(metric: Metric) -> Quantity:
+    """In what a metric is measured."""
+    return FRACTION if metric.name == "accuracy" else NUMBER
+
+
 def drawable(chart: Chart, panels: Sequence[Panel]) -> tuple[Scale, Scale] | None:
     """The scales that all panels of a chart share."""
     return chart.scales([series.row for panel in panels for series in panel.series])
@@ -118,7 +123,7 @@ def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Q
         x_title,
         f"{name} of the averaged model",
         x,
-        FRACTION if name == "accuracy" else NUMBER,
+        quantity_of(metric),
         {"bytes": "bytes", "time": "time_s"}[identifier],
         "metric",
         f"averaged_{name}",

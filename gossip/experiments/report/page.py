@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 
-from gossip.experiments.report.charts import Chart, charts, drawable
+from gossip.experiments.report.charts import Chart, charts, drawable, quantity_of
 from gossip.experiments.report.columns import same_steps
 from gossip.experiments.report.document import Document
 from gossip.experiments.report.markup import Element, element, extend, html
@@ -56,15 +56,11 @@ def _header(document: Document) -> Element:
     header = element("header", element("h1", document.title))
     if document.description:
         extend(header, element("p", document.description))
-    return extend(header, element("p", _summary(document), class_="summary"))
-
-
-def _summary(document: Document) -> str:
-    """How much was run, and how much of it failed."""
     num_runs = sum(len(row.seeds) for row in document.rows)
     num_failed = sum(row.num_failed for row in document.rows)
-    settings = _counted(len(document.rows), "setting")
-    return f"{settings}, {_counted(num_runs, 'run')}, {num_failed or 'none'} failed."
+    ran = f"{_counted(len(document.rows), 'setting')}, {_counted(num_runs, 'run')}, "
+    failed = element("span", f"{num_failed or 'none'} failed", class_="failed" if num_failed else None)
+    return extend(header, element("p", ran, failed, ".", class_="summary"))
 
 
 def _counted(number: int, what: str) -> str:
@@ -117,7 +113,13 @@ def _charts(document: Document) -> Iterator[Element]:
         text += f" Times are predicted for {document.cluster[_DESCRIPTION]}."
     note = element("p", text, class_="note")
     grid = element("div", *figures, class_="figures single" if len(divided) == 1 else "figures")
-    yield _section("charts", "Charts", note, _legend(divided), grid)
+    drawn = {
+        series.index
+        for panel in divided
+        for series in panel.series
+        if any(chart.end(series.row) is not None for chart in charts(document))
+    }
+    yield _section("charts", "Charts", note, _legend(divided, drawn), grid)
 
 
 def _figure(chart: Chart, divided: list[Panel]) -> Element | None:
@@ -131,22 +133,22 @@ def _figure(chart: Chart, divided: list[Panel]) -> Element | None:
         content = [draw_panel(chart, panel, *scales, f"{chart.identifier}-{number}")]
         if panel.title:
             content.insert(0, element("h4", panel.title))
-        missing = undrawn(chart, panel, *scales)
-        if missing:
-            text = f"At zero, which this axis cannot show: {', '.join(series.name for series in missing)}."
-            content.append(element("p", text, class_="note"))
-        content.append(element("p", class_="readout", aria_hidden="true"))
+        missing = ", ".join(series.name for series in undrawn(chart, panel, *scales))
+        content.append(
+            element("p", f"At zero, which this axis cannot show: {missing}." if missing else "", class_="readout")
+        )
         grid.append(element("div", *content, class_="panel"))
     title = element("h3", chart.title)
     return element("section", title, grid, class_="figure", id=f"chart-{chart.identifier}")
 
 
-def _legend(divided: list[Panel]) -> Element:
-    """One entry for each name; it belongs to all rows of that name."""
+def _legend(divided: list[Panel], drawn: set[int]) -> Element:
+    """One entry for each name of which anything is drawn; it belongs to all rows of that name."""
     named: dict[str, list[Series]] = {}
     for panel in divided:
         for series in panel.series:
-            named.setdefault(series.name, []).append(series)
+            if series.index in drawn:
+                named.setdefault(series.name, []).append(series)
     legend = element("ul", class_="legend", aria_label="Legend")
     for name, members in named.items():
         style = members[0].style
@@ -189,11 +191,12 @@ def _settings(document: Document) -> Iterator[Element]:
     if len(seeds) == 1 and (shared := seeds.pop()):
         common.setdefault("seeds", ", ".join(map(str, shared)))
     metric = document.metric
-    target = "" if metric.target is None else f"; target {metric.target:g}"
-    common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better{target}")
+    common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better")
+    if metric.target is not None:
+        common.setdefault("target", quantity_of(metric).tick_text(metric.target))
     yield from _described("Common to all rows", common)
-    cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items()}
-    yield from _described("Cluster for which times are predicted", cluster)
+    cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items() if name != _DESCRIPTION}
+    yield from _described("Cluster for which times are predicted", cluster, document.cluster.get(_DESCRIPTION))
 
 
 def _reproduce(document: Document) -> Iterator[Element]:
@@ -205,8 +208,11 @@ def _reproduce(document: Document) -> Iterator[Element]:
     yield from _described("Environment", document.environment)
 
 
-def _described(title: str, texts: Mapping[str, str]) -> Iterator[Element]:
-    if texts:
-        pairs = [element("div", element("dt", name), element("dd", text)) for name, text in texts.items()]
+def _described(title: str, texts: Mapping[str, str], sentence: str | None = None) -> Iterator[Element]:
+    """Text by name, under a heading; nothing without any."""
+    if texts or sentence:
         yield element("h3", title)
-        yield element("dl", *pairs)
+    if sentence:
+        yield element("p", sentence)
+    if texts:
+        yield element("dl", *(element("div", element("dt", name), element("dd", text)) for name, text in texts.items()))

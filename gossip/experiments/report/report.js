@@ -85,13 +85,14 @@
   }
   for (const series of all(".series")) {
     const readout = series.closest(".panel").querySelector(".readout");
+    const rest = readout.textContent;
     const enter = () => {
       bringOut(series.dataset.name);
       readout.textContent = series.getAttribute("aria-label");
     };
     const leave = () => {
       bringOut(pinned);
-      readout.textContent = "";
+      readout.textContent = rest;
     };
     series.addEventListener("pointerenter", enter);
     series.addEventListener("pointerleave", leave);

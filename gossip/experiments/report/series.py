@@ -13,7 +13,7 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3")
 #: More lines than these in one panel are divided further, where the rows differ in something to divide them by.
 _MOST_LINES = 12
 _ALWAYS_DIVIDE = ("world_size", "partition")
-_DIVIDE_IF_CROWDED = ("compression", "algorithm", "engine")
+_DIVIDE_IF_CROWDED = ("algorithm", "compression", "engine")
 
 Key = tuple[str | None, ...]
 
@@ -119,4 +119,6 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
 def _facet_text(name: str, text: str) -> str:
     if name == "world_size":
         return "1 rank" if text == "1" else f"{text} ranks"
-    return f"compression {text}" if name == "compression" else text.replace("_", " ")
+    if name == "compression":
+        return f"compression {text}"
+    return text.replace("_", " ") if name == "algorithm" else text

@@ -102,9 +102,11 @@ def _label_cell(row: Row, details: str) -> Element:
     cell = element("th", element("div", toggle, label, class_="name"), scope="row", data_value=row.label)
     if row.status != "completed":
         cell.append(element("span", row.status, class_="status"))
-        for reason in row.reasons[:2]:
+        if row.reasons:
+            reason, *others = row.reasons
             short = reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"
-            cell.append(element("span", short, class_="reason"))
+            more = f" (and {len(others)} more)" if others else ""
+            cell.append(element("span", short + more, class_="reason"))
     return cell
 
 

@@ -128,8 +128,12 @@ class Browser:
     def click(self, selector: str) -> None:
         """Click with the pointer on the middle of the first element that fits."""
         x, y = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', "
-            "inline: 'center'}); const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"""(() => {{
+                const element = document.querySelector({json.dumps(selector)});
+                element.scrollIntoView({{ block: "center", inline: "center" }});
+                const box = element.getBoundingClientRect();
+                return [box.x + box.width / 2, box.y + box.height / 2];
+            }})()"""
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
