@@ -55,11 +55,11 @@ class Panel:
 
 
 def setting(row: Row, name: str) -> str | None:
-    """A setting as text; the topology of a row without one is its label."""
+    """A setting as people read it; the topology of a row without one is its label."""
     value = getattr(row, name)
-    if value is None and name == "topology":
-        return row.label
-    return None if value is None else str(value)
+    if value is None:
+        return row.label if name == "topology" else None
+    return str(value).replace("_", " ") if name == "algorithm" else str(value)
 
 
 def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
@@ -110,7 +110,7 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     series = []
     for index, row in enumerate(rows):
         own = [setting(row, name) for name in names]
-        name = ", ".join([row.label, *(text.replace("_", " ") for text in own if text is not None and text != "none")])
+        name = ", ".join([row.label, *(text for text in own if text is not None and text != "none")])
         style = _BASELINES.get(row.method) or Style.numbered(numbers.setdefault(name, len(numbers)))
         series.append(Series(index, row, name, style))
     return series
@@ -119,6 +119,4 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
 def _facet_text(name: str, text: str) -> str:
     if name == "world_size":
         return "1 rank" if text == "1" else f"{text} ranks"
-    if name == "compression":
-        return f"compression {text}"
-    return text.replace("_", " ") if name == "algorithm" else text
+    return f"compression {text}" if name == "compression" else text

@@ -64,10 +64,7 @@ def make_table(document: Document) -> Element:
 
 def setting_text(row: Row, name: str) -> str:
     """A setting as the table and the filters show it."""
-    text = row.status if name == "status" else setting(row, name)
-    if text is None:
-        return _NOTHING
-    return text.replace("_", " ") if name == "algorithm" else text
+    return setting(row, name) or _NOTHING
 
 
 def _header(title: str, explanation: str, *, is_number: bool) -> Element:
