@@ -15,6 +15,8 @@ _CHARACTER, _LINE = 6.6, 13.0
 #: Points of a line nearer to each other are one.
 _LEAST_DISTANCE = 1.2
 _MARK = 4.2
+#: In heights of the frame.
+_FARTHEST = 50.0
 
 
 def draw_panel(chart: Chart, panel: Panel, x: Scale, y: Scale, identifier: str) -> Element:
@@ -163,6 +165,8 @@ def _across(share: float) -> float:
 
 
 def _up(share: float) -> float:
+    # Where a line begins far below the frame, no viewer needs to know how far.
+    share = min(max(share, -_FARTHEST), _FARTHEST)
     return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
 
