@@ -92,8 +92,10 @@ def _results(document: Document) -> Element:
         "among gossip rows. – means not reached or not measured."  # noqa: RUF001
     )
     nothing = element("p", "No row fits the filters.", id="no-rows", class_="nothing", hidden=True)
-    note = element("p", legend, class_="note")
-    return _section("results", "Results", make_filters(document), count, make_table(document), nothing, note)
+    content = [make_filters(document), count, make_table(document), nothing]
+    if any(value is not None for row in document.rows for value in row.values.values()):
+        content.append(element("p", legend, class_="note"))
+    return _section("results", "Results", *content)
 
 
 def _settings(document: Document) -> Iterator[Element]:

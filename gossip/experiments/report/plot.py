@@ -78,14 +78,15 @@ def draw_mark(series: Series, x: float, y: float) -> Element:
 
 def _draw_series(chart: Chart, series: Series, x: Scale, y: Scale, clip: str) -> Element | None:
     """Draw what has a place; None if nothing has."""
-    parts = list(_lines(chart, series, x, y, clip))
+    parts: list[Element] = []
     end = chart.end(series.row)
-    if end is not None and (up := y.share(end[1])) is not None:
-        across = x.share(end[0])
-        if across is not None:
+    up = None if end is None else y.share(end[1])
+    if end is not None and up is not None and series.row.method == "local" and end[0] == 0:
+        parts.append(_line(series, _level(up), clip))  # sends nothing, however long it runs
+    else:
+        parts.extend(_lines(chart, series, x, y, clip))
+        if end is not None and up is not None and (across := x.share(end[0])) is not None:
             parts.extend(_end_mark(series, y, across, up, end))
-        elif series.row.method == "local":  # sends nothing: as a level, since zero has no place
-            parts.append(_line(series, _level(up), clip))
     if not parts:
         return None
     words = describe(chart, series)

@@ -89,7 +89,7 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
     A row to which a setting does not apply, such as all-reduce without an algorithm, is in every division that agrees
     with it otherwise.
     """
-    keys: list[Key] = [tuple(setting(row, name) for name in names) for row in rows]
+    keys: list[Key] = [tuple(_divided_by(row, name) for name in names) for row in rows]
     divided: dict[Key, list[int]] = {key: [] for key in keys if None not in key}
     for index, key in enumerate(keys):
         fitting = [
@@ -98,6 +98,12 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
         for whole in fitting:
             divided.setdefault(whole, []).append(index)
     return divided
+
+
+def _divided_by(row: Row, name: str) -> str | None:
+    """What others are compared with is not compressed, but belongs beside those that are."""
+    text = setting(row, name)
+    return None if text == "none" and row.method != "gossip" else text
 
 
 def _most_lines(rows: Sequence[Row], names: Sequence[str]) -> int:

@@ -27,7 +27,9 @@ _LONGEST_REASON = 160
 def make_filters(document: Document) -> Element:
     """What chooses rows: words, and one choice for each setting in which the rows differ."""
     controls = [
-        element("label", element("span", "Text"), element("input", type="search", id="filter-text", autocomplete="off"))
+        element(
+            "label", element("span", "Search"), element("input", type="search", id="filter-text", autocomplete="off")
+        )
     ]
     for name in [*varying(document.rows, list(SETTINGS)), "status"]:
         texts = list(dict.fromkeys(setting_text(row, name) for row in document.rows))
@@ -139,7 +141,7 @@ def _details(row: Row) -> Element:
         extend(details, element("p", reason, class_="reason"))
     if not row.commands:
         return extend(details, element("p", "No command was recorded."))
-    commands = element("pre", element("code", "\n".join(row.commands)), tabindex="0")
+    commands = element("pre", *(element("code", command) for command in row.commands), tabindex="0")
     copy = element("button", "Copy", type="button", class_="copy")
     return extend(details, commands, copy, element("span", class_="copied", role="status"))
 

@@ -7,9 +7,10 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def chromium(folder: Path) -> Iterator[Browser]:
         browser.call("Browser.close", of_page=False)
         process.wait(ANSWER_TIMEOUT_S)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # it has ended, as it should
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         os.close(commands)
         os.close(answers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from report_documents import comparison, document, failed_row, heterogeneity, row, value
+from report_documents import TOPOLOGIES, comparison, document, failed_row, heterogeneity, row, value
 
 from gossip.experiments.report import Value, read_document
 from gossip.experiments.report.charts import charts
@@ -120,6 +120,15 @@ def test_crowded_panels_divide_further_with_the_baselines_in_each() -> None:
     ]
     assert all([series.name for series in panel.series][-1] == "all-reduce" for panel in divided)
     assert all(len(panel.series) == 8 for panel in divided)
+
+
+def test_baselines_without_compression_stand_beside_rows_with_it() -> None:
+    gossip = [row(label, compression=each) for each in ("none", "int8") for label in [*TOPOLOGIES] * 2]
+    rows = read_document(document([*gossip, row("all-reduce"), row("no communication")])).rows
+    assert [(panel.title, len(panel.series)) for panel in panels(rows)] == [
+        ("compression none", 22),
+        ("compression int8", 22),
+    ]
 
 
 def test_rows_of_baselines_alone_are_in_panels() -> None:

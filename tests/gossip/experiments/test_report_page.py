@@ -60,6 +60,8 @@ LAYOUT = """(() => {
                 if (!apart(own, box(other))) found.push(`overlap: ${say(one)} and ${say(other)}`);
         });
     }
+    for (const cell of document.querySelectorAll("th, td"))
+        if (cell.scrollWidth > cell.clientWidth + 1) found.push(`too wide: ${say(cell)}`);
     for (const mark of document.querySelectorAll(".plot .mark")) {
         const inside = box(mark.closest("svg")), own = box(mark);
         if (own.width === 0) continue;
@@ -247,7 +249,7 @@ def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[s
 def test_page_filters_by_settings_of_which_some_do_not_apply(page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open(pages["heterogeneity"])
     names = page.evaluate("[...document.querySelectorAll('.filters span')].map((span) => span.textContent)")
-    assert names == ["Text", "Topology", "Partition", "Algorithm", "Compression"]
+    assert names == ["Search", "Topology", "Partition", "Algorithm", "Compression"]
     choose(page, "algorithm", "gradient tracking")
     choose(page, "compression", "int8")
     assert sorted(labels(page)) == sorted(["ring", "one_peer_exponential", "complete"] * 3)
