@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gossip.experiments.report.document import Document, Metric, Row
+from gossip.experiments.report.document import METHODS, Document, Metric, Row
 from gossip.experiments.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
 from gossip.experiments.report.scales import Scale
 from gossip.experiments.report.series import Panel
@@ -55,7 +55,7 @@ class Chart:
 
     def end(self, row: Row) -> tuple[float, float, float | None] | None:
         """Where a row ends: x, y and the spread of y; None where it is not known."""
-        known = [(x, y) for x, y in self.line(row) if x is not None and y is not None]
+        known = self._known(row)
         if self.y_value is None or row.values.get(self.y_value) is None:
             return (*known[-1], None) if known else None
         value = row.values[self.y_value]
@@ -63,19 +63,49 @@ class Chart:
         return None if x is None or value is None else (x, value.mean, value.spread)
 
     def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
-        """The axes on which all rows have their place; None if there is nothing to draw."""
-        ends = [end for end in map(self.end, rows) if end is not None]
-        lines = [[(x, y) for x, y in self.line(row) if x is not None and y is not None] for row in rows]
-        start = _START if self.higher_is_better else 0.0
-        up = [y for line in lines for _, y in line[math.floor(start * len(line)) :]]
-        up += [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
-        if not up:
+        """The axes that all rows share; None if there is nothing to draw."""
+        y = self._y_scale(rows)
+        if y is None:
+            return None
+        seen = [x for row in rows for x, height in self._known(row) if height >= y.low]
+        ends = [end[0] for row in rows if (end := self.end(row)) is not None]
+        return Scale.over(seen + ends, self.x, may_be_log=self.x is not NUMBER), y
+
+    def _y_scale(self, rows: Sequence[Row]) -> Scale | None:
+        """Where the rows of gossip have their place, and the baselines if they do not squeeze these.
+
+        Replicas that never communicate may be useless, and with all-reduce they differ by rounding alone: a baseline
+        that is farther away than the axis is long is left out.
+        """
+        values = {
+            method: [value for row in rows if row.method == method for value in self._heights(row)]
+            for method in METHODS
+        }
+        compared = values.pop("gossip") or [value for of_method in values.values() for value in of_method]
+        if not compared:
             return None
         if self.target is not None:
-            up.append(self.target)
-        y_scale = Scale.over(up, self.y, may_be_log=self.y is not FRACTION)
-        seen = [x for line in lines for x, y in line if y >= y_scale.low] + [x for x, _, _ in ends]
-        return Scale.over(seen, self.x, may_be_log=self.x is not NUMBER), y_scale
+            compared.append(self.target)
+        may_be_log = self.y is not FRACTION
+        scale = Scale.over(compared, self.y, may_be_log=may_be_log)
+        for of_method in values.values():
+            shares = [share for value in of_method if (share := scale.share(value)) is not None]
+            if shares and min(shares) >= -1.0 and max(shares) <= 2.0:
+                compared += of_method
+        return Scale.over(compared, self.y, may_be_log=may_be_log)
+
+    def _known(self, row: Row) -> list[tuple[float, float]]:
+        return [(x, y) for x, y in self.line(row) if x is not None and y is not None]
+
+    def _heights(self, row: Row) -> list[float]:
+        """What the axis should show of a row; of an accuracy not the beginning."""
+        line, end = self._known(row), self.end(row)
+        start = math.floor(_START * len(line)) if self.higher_is_better else 0
+        heights = [y for _, y in line[start:]]
+        if end is not None:
+            _, y, spread = end
+            heights += [y - (spread or 0.0), y + (spread or 0.0)]
+        return heights
 
 
 def charts(document: Document) -> list[Chart]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gossip.experiments.report.charts import Chart, charts, drawable
 from gossip.experiments.report.document import DESCRIPTION, Document
 from gossip.experiments.report.markup import Element, element
-from gossip.experiments.report.plot import draw_mark, draw_panel, undrawn
+from gossip.experiments.report.plot import describe, draw_mark, draw_panel, undrawn
 from gossip.experiments.report.series import Panel, Series, panels
 
 
@@ -47,8 +47,8 @@ def _figure(chart: Chart, divided: list[Panel]) -> Element | None:
         content = [draw_panel(chart, panel, *scales, f"{chart.identifier}-{number}")]
         if panel.title:
             content.insert(0, element("h4", panel.title))
-        missing = "; ".join(series.name for series in undrawn(chart, panel, *scales))
-        text = f"At zero, which this axis cannot show: {missing}." if missing else ""
+        missing = "; ".join(describe(chart, series) for series in undrawn(chart, panel, *scales))
+        text = f"Beyond this axis: {missing}." if missing else ""
         content.append(element("p", text, class_="readout"))
         grid.append(element("div", *content, class_="panel"))
     title = element("h3", chart.title)

@@ -19,6 +19,9 @@ _CLUSTER = {
     "local_size": "ranks per node",
     "latency_us": "latency, µs",
     "bandwidth_gbps": "bandwidth, Gbit/s",
+    "local_latency_us": "latency within a node, µs",
+    "local_bandwidth_gbps": "bandwidth within a node, Gbit/s",
+    "compute_us_per_sample": "computation per sample, µs",
 }
 #: Nothing is loaded, whatever a document brings along; form targets are none.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; form-action 'none'"

@@ -41,7 +41,7 @@ def draw_panel(chart: Chart, panel: Panel, x: Scale, y: Scale, identifier: str) 
 
 
 def undrawn(chart: Chart, panel: Panel, x: Scale, y: Scale) -> list[Series]:
-    """The rows of a panel that have results, but none that the axes can show, such as zero on a logarithmic one."""
+    """The rows of a panel that end where the axes do not reach, such as at zero on a logarithmic one."""
     return [
         series
         for series in panel.series
@@ -77,10 +77,12 @@ def draw_mark(series: Series, x: float, y: float) -> Element:
 
 
 def _draw_series(chart: Chart, series: Series, x: Scale, y: Scale, clip: str) -> Element | None:
-    """Draw what has a place; None if nothing has."""
+    """Draw what has a place; None if nothing has, or the end has none."""
     parts: list[Element] = []
     end = chart.end(series.row)
     up = None if end is None else y.share(end[1])
+    if end is not None and (up is None or not 0 <= up <= 1):
+        return None
     if end is not None and up is not None and series.row.method == "local" and end[0] == 0:
         parts.append(_line(series, _level(up), clip))  # sends nothing, however long it runs
     else:
