@@ -67,9 +67,18 @@ class Chart:
         y = self._y_scale(rows)
         if y is None:
             return None
-        seen = [x for row in rows for x, height in self._known(row) if height >= y.low]
-        ends = [end[0] for row in rows if (end := self.end(row)) is not None]
-        return Scale.over(seen + ends, self.x, may_be_log=self.x is not NUMBER), y
+        across: list[float] = []
+        for row in rows:
+            end = self.end(row)
+            if end is not None and y.reaches(end[1]) and not self.is_level(row):
+                across += [end[0], *(x for x, height in self._known(row) if height >= y.low)]
+        # Levels alone have no place along the axis: any will do.
+        return Scale.over(across or [0.0, 1.0], self.x, may_be_log=self.x is not NUMBER), y
+
+    def is_level(self, row: Row) -> bool:
+        """Whether a row stays at the beginning of the x-axis: it sends nothing, however long it runs."""
+        end = self.end(row)
+        return row.method == "local" and end is not None and end[0] == 0
 
     def _y_scale(self, rows: Sequence[Row]) -> Scale | None:
         """Where the rows of gossip have their place, and the baselines if they do not squeeze these.
@@ -77,10 +86,9 @@ class Chart:
         Replicas that never communicate may be useless, and with all-reduce they differ by rounding alone: a baseline
         that is farther away than the axis is long is left out.
         """
-        values = {
-            method: [value for row in rows if row.method == method for value in self._heights(row)]
-            for method in METHODS
-        }
+        values: dict[str, list[float]] = {method: [] for method in METHODS}
+        for row in rows:
+            values[row.method] += self._heights(row)
         compared = values.pop("gossip") or [value for of_method in values.values() for value in of_method]
         if not compared:
             return None

@@ -78,16 +78,16 @@ def draw_mark(series: Series, x: float, y: float) -> Element:
 
 def _draw_series(chart: Chart, series: Series, x: Scale, y: Scale, clip: str) -> Element | None:
     """Draw what has a place; None if nothing has, or the end has none."""
-    parts: list[Element] = []
     end = chart.end(series.row)
-    up = None if end is None else y.share(end[1])
-    if end is not None and (up is None or not 0 <= up <= 1):
+    if end is None or not y.reaches(end[1]):
         return None
-    if end is not None and up is not None and series.row.method == "local" and end[0] == 0:
-        parts.append(_line(series, _level(up), clip))  # sends nothing, however long it runs
+    up = y.share(end[1]) or 0.0
+    if chart.is_level(series.row):
+        parts = [_line(series, _level(up), clip)]
     else:
-        parts.extend(_lines(chart, series, x, y, clip))
-        if end is not None and up is not None and (across := x.share(end[0])) is not None:
+        parts = list(_lines(chart, series, x, y, clip))
+        across = x.share(end[0])
+        if across is not None:
             parts.extend(_end_mark(series, y, across, up, end))
     if not parts:
         return None
@@ -118,7 +118,7 @@ def _end_mark(
         low, high = y.share(mean - spread), y.share(mean + spread)
         low = 0.0 if low is None else max(low, 0.0)
         if high is not None:
-            yield element("path", class_="spread", d=f"M{place:.1f} {_up(low):.1f}V{_up(high):.1f}")
+            yield element("path", class_="spread", d=f"M{place:.1f} {_up(low):.1f}V{_up(min(high, 1.0)):.1f}")
     yield draw_mark(series, place, _up(up))
     yield element("circle", class_="target-area", cx=place, cy=_up(up), r=11)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from report_documents import TOPOLOGIES, comparison, document, failed_row, heterogeneity, row, value
 
-from gossip.experiments.report import Value, read_document
+from gossip.experiments.report import Value, read_document, write_report
 from gossip.experiments.report.charts import charts
 from gossip.experiments.report.columns import best, columns
 from gossip.experiments.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
@@ -45,6 +47,7 @@ def test_text_of_a_value(quantity: Quantity, number: float, text: str) -> None:
     [
         (FRACTION, 0.97254, 0.0031, "97.25 ± 0.31 %"),
         (FRACTION, 0.97254, None, "97.25 %"),
+        (FRACTION, 0.95, 0.0, "95.00 ± 0.00 %"),
         (BYTES, 38400.0, 0.0, "37.5 KiB"),
         (BYTES, 38400.0, 512.0, "37.5 ± 0.5 KiB"),
         (NUMBER, 210.0, 8.0, "210 ± 8"),
@@ -166,6 +169,21 @@ def test_columns_begin_with_the_metric_and_leave_out_what_nobody_has() -> None:
     ]  # fmt: skip
     same = read_document(document(rows[:1]))
     assert "steps" not in [column.name for column in columns(same.rows, same.metric)]
+
+
+@pytest.mark.parametrize(("accuracy", "is_beyond"), [(0.2, True), (0.96, False)])
+def test_a_baseline_far_away_does_not_squeeze_the_others(accuracy: float, is_beyond: bool, tmp_path: Path) -> None:
+    alone = row("no communication", curves=None)
+    alone["values"]["averaged_accuracy"] = value(accuracy)
+    whole = document([row("ring"), row("torus"), alone])
+    read = read_document(whole)
+    scales = charts(read)[0].scales(read.rows)
+    assert scales is not None
+    assert scales[0].low > 0  # what sends nothing is a level, not a place on the axis
+    assert scales[1].reaches(accuracy) != is_beyond
+    write_report(whole, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert ("Beyond this axis: no communication: 20.00 % at 0 B" in page) == is_beyond
 
 
 def test_end_of_a_row_without_curves_comes_from_its_values() -> None:
