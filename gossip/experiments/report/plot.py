@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from gossip.experiments.report.charts import Chart, segments
 from gossip.experiments.report.markup import Element, element, extend
@@ -125,29 +126,33 @@ def _end_mark(
 
 def _axes(chart: Chart, x: Scale, y: Scale) -> Iterator[Element]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    grid, labels = [], []
-    free_from = 0.0
-    for tick in x.ticks:
-        place, text = _across(x.share(tick) or 0.0), chart.x.tick_text(tick)
-        half = _CHARACTER * len(text) / 2
-        if place - half < free_from or place + half > _WIDTH:
-            continue
-        free_from = place + half + _CHARACTER
-        grid.append(f"M{place:.1f} {_TOP:g}V{bottom:g}")
-        labels.append(_text(text, place, bottom + 16, "tick", "middle"))
-    free_to = _HEIGHT
-    for tick in y.ticks:
-        place, text = _up(y.share(tick) or 0.0), chart.y.tick_text(tick)
-        if place + _LINE / 2 > free_to:
-            continue
-        free_to = place - _LINE / 2
-        grid.append(f"M{_LEFT:g} {place:.1f}H{right:g}")
-        labels.append(_text(text, _LEFT - 7, place + 4, "tick", "end"))
+    across = [(_across(x.share(tick) or 0.0), chart.x.tick_text(tick)) for tick in x.ticks]
+    up = [(_up(y.share(tick) or 0.0), chart.y.tick_text(tick)) for tick in y.ticks]
+    across = _apart([(place, text) for place, text in across if place + _half(text) <= _WIDTH], _half)
+    up = _apart(up, lambda _: _LINE / 2)
+    grid = [f"M{place:.1f} {_TOP:g}V{bottom:g}" for place, _ in across]
+    grid += [f"M{_LEFT:g} {place:.1f}H{right:g}" for place, _ in up]
+    labels = [_text(text, place, bottom + 16, "tick", "middle") for place, text in across]
+    labels += [_text(text, _LEFT - 7, place + 4, "tick", "end") for place, text in up]
     yield element("path", class_="grid", d="".join(grid))
     yield element("path", class_="frame", d=f"M{_LEFT:g} {_TOP:g}V{bottom:g}H{right:g}")
     yield from labels
     yield _text(chart.x_title, (_LEFT + right) / 2, _HEIGHT - 8, "axis-title", "middle")
     yield _text(chart.y_title, 4, 14, "axis-title")
+
+
+def _apart(ticks: list[tuple[float, str]], half: Callable[[str], float]) -> list[tuple[float, str]]:
+    """Leave out every other tick until the names of neighbours, each reaching ``half`` to both sides, do not touch."""
+    while any(
+        abs(place - other) < half(text) + half(following) + _CHARACTER / 2
+        for (place, text), (other, following) in pairwise(ticks)
+    ):
+        ticks = ticks[::2]
+    return ticks
+
+
+def _half(text: str) -> float:
+    return _CHARACTER * len(text) / 2
 
 
 def _text(text: str, x: float, y: float, css_class: str, anchor: str | None = None) -> Element:
