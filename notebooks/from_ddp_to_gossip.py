@@ -100,8 +100,9 @@ def train(**options):
 from functools import partial
 
 import ddp_loop
-import gossip
 import gossip_loop
+
+import gossip
 
 ddp = gossip.launch(ddp_loop.train, world_size=4)
 print(f"DDP: accuracy {ddp[0]:.1%}")
