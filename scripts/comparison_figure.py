@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 BASELINES = {"all-reduce": "-", "no communication": "--"}
 
@@ -41,6 +41,8 @@ def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
     right.set(xscale="log", yscale="log", xlabel="MiB sent per rank", ylabel="relative consensus distance")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle(f"{document['title']}, {world_size} ranks", fontsize=11)
