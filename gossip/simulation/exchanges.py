@@ -195,8 +195,8 @@ def _plan_groups(
     reads_memory: bool,
     present: Mask | None,
 ) -> ExchangePlan | None:
-    none = np.empty(0, dtype=np.int64)
-    groups, turns, rings, senders, receivers = [], [], [], [none], [none]
+    groups, turns, rings = [], [], []
+    edges: list[tuple[int, int]] = []
     for group in all_groups:
         left = group if present is None else tuple(rank for rank in group if present[rank])
         if len(left) < 2:
@@ -207,11 +207,11 @@ def _plan_groups(
         if is_ring:
             rings.append(_ring(left))
         else:
-            senders.append(np.repeat(left, len(left) - 1))
-            receivers.append(np.array([reader for rank in left for reader in left if reader != rank]))
+            edges.extend(itertools.permutations(left, 2))
     if not groups:
         return None
-    messages = _messages(np.concatenate(senders), np.concatenate(receivers), cluster, reads_memory)
+    senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    messages = _messages(senders, receivers, cluster, reads_memory)
     return _plan(Groups(groups, turns, cluster.world_size), Traffic.together([*rings, messages]), cluster)
 
 
