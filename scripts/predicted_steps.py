@@ -19,13 +19,14 @@ import tempfile
 from pathlib import Path
 
 import torch
+from loguru import logger
 
 from gossip.benchmarks import stragglers
 from gossip.benchmarks.lab import Lab, LabUnavailable
 from gossip.benchmarks.networks import bits_per_second
-from gossip.benchmarks.predictions import measure_case, table
+from gossip.benchmarks.predictions import Case, measure_case, table
 
-METHODS = ("local", "ddp", "one_peer_hypercube", "one_peer_exponential", "ring", "complete")
+METHODS = ("local", "ddp", "one_peer_exponential", "ring", "complete")
 
 
 def machine() -> dict[str, str | int | None]:
@@ -55,6 +56,7 @@ def main() -> int | str:
     arguments = parser.parse_args()
     if arguments.world_size < 2 or arguments.steps < 1:
         parser.error("--world-size must be at least 2 and --steps at least 1")
+    logger.remove()
     try:
         rates = [(rate, bits_per_second(rate)) for rate in arguments.rates]
         lab = Lab(arguments.world_size)
@@ -62,7 +64,7 @@ def main() -> int | str:
         parser.error(str(error))
     except LabUnavailable as error:
         return f"no lab: {error}"
-    cases = []
+    cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for straggler in arguments.stragglers:

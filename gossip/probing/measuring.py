@@ -74,8 +74,8 @@ def measure(
     device = next(module.parameters()).device
     links = measure_links(message_bytes, device) if len(steps) > 1 else []
     machines = [str(each) for each in _gather(machine())]
-    local_size = _local_size(machines)
-    cluster = _cluster(links, len(steps), local_size or 1, is_cpu=device.type == "cpu")
+    local_size = local_size_of(machines)
+    cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
     return Measured(cluster, workload_of(steps), local_size is not None, len(links) // 2)
 
 
@@ -118,15 +118,35 @@ def _mean(times: Sequence[Sequence[float]]) -> float:
     return statistics.fmean(itertools.chain.from_iterable(times))
 
 
-def _local_size(machines: Sequence[str]) -> int | None:
-    """Ranks per node; None unless all nodes hold as many, one after the other."""
+def local_size_of(machines: Sequence[str]) -> int | None:
+    """Return the ranks per node; None unless all nodes hold as many, one after the other.
+
+    Parameters
+    ----------
+    machines : sequence of str
+        By rank.
+
+    Examples
+    --------
+    >>> local_size_of("aabb"), local_size_of("abab"), local_size_of("aab")
+    (2, None, None)
+    """
     sizes = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
     in_order = len(sizes) == len(set(machines))
     return sizes[0] if in_order and len(set(sizes)) == 1 else None
 
 
-def _cluster(links: Sequence[Link], world_size: int, local_size: int, *, is_cpu: bool) -> Cluster:
-    """The medians over links. A node's bandwidth is what all its ranks together sent at the same time."""
+def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cpu: bool) -> Cluster:
+    """Return the medians over links. A node's bandwidth is what all its ranks together sent at the same time.
+
+    Parameters
+    ----------
+    links : sequence of Link
+        As every rank measured them.
+    world_size, local_size : int
+    on_cpu : bool
+        Whether parameters are on the CPU, where ranks of a node read each other's memory.
+    """
     across = [link for link in links if link.rank // local_size != link.peer // local_size]
     inside = [link for link in links if link.rank // local_size == link.peer // local_size]
     by_node: dict[tuple[int, int], float] = {}
@@ -140,4 +160,4 @@ def _cluster(links: Sequence[Link], world_size: int, local_size: int, *, is_cpu:
     if inside:
         given["local_latency_us"] = 1e6 * statistics.median(link.latency_s for link in inside)
         given["local_bandwidth_gbps"] = 8e-9 * statistics.median(link.bytes_per_s for link in inside)
-    return Cluster(world_size // local_size, local_size, shares_memory=is_cpu and local_size > 1, **given)
+    return Cluster(world_size // local_size, local_size, shares_memory=on_cpu and local_size > 1, **given)
