@@ -179,7 +179,7 @@ def test_a_step_that_everybody_misses_takes_no_time() -> None:
     np.testing.assert_allclose(run.step_ends_s, [0.35, 0.35, 0.7])
 
 
-@pytest.mark.parametrize("num_pieces", [1, 3])
+@pytest.mark.parametrize("num_pieces", [1, 2, 3, 7])
 def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> None:
     """On a ring every piece of 512 KiB passes the delay on by one edge to each side; everybody else goes on."""
     n, held_up = 16, 2 * num_pieces
