@@ -88,7 +88,8 @@ class GossipSteps:
     workload : Workload
     compression_ratio : float
     combines_before_forward : bool
-        Whether messages are needed where the next forward pass reads the bucket, in place of where it is updated.
+        Whether messages are needed where the next forward pass begins, in place of where the bucket is updated: a
+        bucket of several layers is awaited by the module that holds them all.
     """
 
     def __init__(
@@ -115,10 +116,9 @@ class GossipSteps:
         told, num_buckets = self._workload, len(self._shares)
         clock = clock + draw.delay_s
         waits_s = np.zeros_like(clock)
-        for bucket in reversed(range(num_buckets)):  # the first layers are in the last bucket
-            if self._combines_before_forward:
-                clock = self._combine(bucket, clock, draw, waits_s)
-            clock = clock + told.forward_s * self._shares[bucket] * draw.factor
+        for bucket in range(num_buckets if self._combines_before_forward else 0):
+            clock = self._combine(bucket, clock, draw, waits_s)
+        clock = clock + told.forward_s * draw.factor
         for bucket in range(num_buckets):
             clock = clock + told.backward_s * self._shares[bucket] * draw.factor
             if not self._combines_before_forward:

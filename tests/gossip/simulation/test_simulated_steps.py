@@ -59,6 +59,12 @@ def test_a_pair_whose_messages_take_longer_than_the_computation(name: str) -> No
     np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
 
 
+@pytest.mark.parametrize("name", ["one_peer_exponential", "random_matching", "base"])
+def test_a_thousand_ranks_are_as_fast_as_a_pair(name: str) -> None:
+    run = simulate_time(topologies.build(name, 1024), Cluster(1024, **GIGABIT), Workload(0.01, 0.02, (12_500_000,)), 12)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
+
+
 def test_messages_shorter_than_an_iteration_cost_nothing() -> None:
     workload = Workload(0.1, 0.2, (12_500_000, 12_500_000), update_s=0.01, mix_s=0.02)
     run = simulate_time(topologies.build("one_peer_hypercube", 8), Cluster(8, **GIGABIT), workload, 5)
@@ -67,12 +73,19 @@ def test_messages_shorter_than_an_iteration_cost_nothing() -> None:
     assert run.exposed_wait_s == 0
 
 
-def test_adapt_then_combine_has_only_the_rest_of_the_step_to_hide_in() -> None:
-    """One bucket: it leaves at the end of backward and is needed where forward begins."""
-    workload = Workload(0.1, 0.2, (12_500_000,))
+@pytest.mark.parametrize(
+    ("bucket_bytes", "step_s"),
+    [
+        ((12_500_000,), 0.3 + 0.1),
+        ((12_500_000, 12_500_000), 0.3 + 0.1),  # the first has arrived when the second leaves
+        ((25_000_000, 12_500_000), 0.1 + 0.2 * 2 / 3 + 0.2 + 0.1),  # the first leaves after 2/3 of backward
+    ],
+)
+def test_adapt_then_combine_hides_messages_only_until_forward(bucket_bytes: tuple[int, ...], step_s: float) -> None:
     topology = topologies.build("one_peer_hypercube", 4)
+    workload = Workload(0.1, 0.2, bucket_bytes)
     run = simulate_time(topology, Cluster(4, **GIGABIT), workload, 50, algorithm="adapt_then_combine")
-    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.3 + 0.1)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), step_s)
 
 
 @pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 2 * 4 / 5), ("exponential", 3)])
