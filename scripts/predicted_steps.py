@@ -4,8 +4,8 @@
     sudo python scripts/predicted_steps.py --rates 200mbit --stragglers none --steps 10 --output steps.json
 
 Every worker is a host of its own behind a shaped link (network namespaces: Linux, root, iproute2). Before the methods
-run, compute per step is measured without communication, and latency and bandwidth between pairs: nothing else goes
-into the predictions.
+run, compute per step is measured without communication, latency and bandwidth between pairs, and what computing and
+sending cost each other: nothing else goes into the predictions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measured step times next to what :func:`gossip.simulate_time` predicts from a probe of the same ranks.
 
-The parameters of a prediction come from steps without communication and from messages between pairs
-(:mod:`gossip.probing`), taken before any method runs; nothing is fitted to the step times that are predicted.
+The parameters of a prediction come from steps without communication, from messages between pairs, and from both at
+once (:mod:`gossip.probing`), before any method runs; nothing is fitted to the step times that are predicted.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ class Advice:
             f"{seconds_text(workload.compute_s)} (forward {seconds_text(workload.forward_s)}, backward "
             f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}) with a jitter of "
             f"{100 * workload.jitter:.0f} %; gossip mixes for {seconds_text(workload.mix_s)};",
-            f"{bytes_text(workload.model_bytes)} of parameters in {_count(len(workload.bucket_bytes), 'bucket')}.",
+            f"{bytes_text(workload.model_bytes)} of parameters in {_count(len(workload.bucket_bytes), 'bucket')}; "
+            f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",
         ]
         if cluster.num_nodes > 1:
             lines.append(

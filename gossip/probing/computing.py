@@ -39,15 +39,8 @@ class StepTimes:
     bucket_bytes: tuple[int, ...]
 
 
-def measure_steps(
-    module: nn.Module,
-    loss: Callable[[int], torch.Tensor],
-    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
-    *,
-    num_steps: int,
-    bucket_cap_mb: float,
-) -> StepTimes:
-    """Make plain steps and take their times. Local; call it on all ranks at once, for they may share processors.
+class PlainSteps:
+    """Steps without communication, with what mixing costs. Local.
 
     Parameters
     ----------
@@ -57,31 +50,49 @@ def measure_steps(
         ``(step) -> Tensor``: the forward pass.
     optimizer : callable
         Makes one over a list of parameters.
-    num_steps : int
-        That are measured, after a few that are not.
     bucket_cap_mb : float
         As the wrapper's.
     """
-    buckets = make_buckets(module.named_parameters(), int(bucket_cap_mb * 2**20))
-    device = buckets[0].block.device
-    exchanges = [_PretendedExchange(bucket) for bucket in buckets]
-    updating = optimizer(list(module.parameters()))
-    times: list[tuple[float, ...]] = []
-    for step in range(_NUM_WARM_UP_STEPS + num_steps):
-        clock = [_now(device)]
-        value = loss(step)
-        clock.append(_now(device))
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[int], torch.Tensor],
+        optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+        *,
+        bucket_cap_mb: float,
+    ) -> None:
+        buckets = make_buckets(module.named_parameters(), int(bucket_cap_mb * 2**20))
+        self._device = buckets[0].block.device
+        self._bucket_bytes = tuple(bucket.block.nbytes for bucket in buckets)
+        self._exchanges = [_PretendedExchange(bucket) for bucket in buckets]
+        self._optimizer = optimizer(list(module.parameters()))
+        self._loss = loss
+        self._num_made = 0
+
+    def make(self) -> tuple[float, float, float, float]:
+        """Make one; how long forward, backward, update and mixing took."""
+        step, self._num_made = self._num_made, self._num_made + 1
+        clock = [_now(self._device)]
+        value = self._loss(step)
+        clock.append(_now(self._device))
         value.backward()
-        clock.append(_now(device))
-        updating.step()
-        updating.zero_grad()
-        clock.append(_now(device))
-        for exchange in exchanges:
+        clock.append(_now(self._device))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        clock.append(_now(self._device))
+        for exchange in self._exchanges:
             exchange.mix(step)
-        clock.append(_now(device))
-        times.append(tuple(end - begin for begin, end in itertools.pairwise(clock)))
-    forward_s, backward_s, update_s, mix_s = map(list, zip(*times[_NUM_WARM_UP_STEPS:], strict=True))
-    return StepTimes(forward_s, backward_s, update_s, mix_s, tuple(bucket.block.nbytes for bucket in buckets))
+        clock.append(_now(self._device))
+        forward_s, backward_s, update_s, mix_s = (end - begin for begin, end in itertools.pairwise(clock))
+        return forward_s, backward_s, update_s, mix_s
+
+    def measure(self, num_steps: int) -> StepTimes:
+        """Make a few, and then so many that count. Call it on all ranks at once: they may share processors."""
+        for _ in range(_NUM_WARM_UP_STEPS):
+            self.make()
+        forward_s, backward_s, update_s, mix_s = map(list, zip(*(self.make() for _ in range(num_steps)), strict=True))
+        return StepTimes(forward_s, backward_s, update_s, mix_s, self._bucket_bytes)
 
 
 class _PretendedExchange:

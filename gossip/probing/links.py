@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ _PIECE_NUMEL = 2**17  # of float32: the wrapper's pieces of 512 KiB
 _NUM_UNDER_WAY = 2
 _NUM_SMALL_MESSAGES = 30
 _NUM_LARGE_MESSAGES = 2
+_NUM_CONTENDED_MESSAGES = 4
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -99,6 +101,55 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
     everyone: list[list[Link]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return [link for links in everyone for link in links]
+
+
+def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes: int, device: torch.device) -> float:
+    """What a second of computing takes from the messages beside it, in seconds: the mean over ranks. Collective.
+
+    Pairs exchange large messages twice, once while nobody computes and once while everybody does.
+
+    Parameters
+    ----------
+    make_step : callable
+        Computes for one step.
+    step_s : float
+        How long that takes when nothing is sent.
+    num_bytes : int
+        Of a large message.
+    device : torch.device
+        Where the messages are.
+    """
+    rank = dist.get_rank()
+    peer = next((sum(pair) - rank for pair in matchings(dist.get_world_size())[-1] if rank in pair), None)
+    message = torch.zeros(max(1, num_bytes // 4), device=device)
+    room = torch.empty_like(message)
+    pieces = list(zip(message.split(_PIECE_NUMEL), room.split(_PIECE_NUMEL), strict=True))
+
+    def exchange() -> float:
+        start = time.perf_counter()
+        if peer is not None:
+            _send(pieces * _NUM_CONTENDED_MESSAGES, peer, device)
+        return time.perf_counter() - start
+
+    dist.barrier()
+    if peer is not None:
+        _send(pieces, peer, device)
+    alone_s = exchange()
+    dist.barrier()
+    with ThreadPoolExecutor(1) as thread:
+        start = time.perf_counter()
+        sending = thread.submit(exchange)
+        num_steps = 0
+        while not sending.done():
+            make_step()
+            num_steps += 1
+        computed_s = time.perf_counter() - start
+        together_s = sending.result()
+    steps_meanwhile = num_steps * together_s / computed_s
+    mine = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
+    everyone: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return statistics.fmean(each for each in everyone if each is not None)
 
 
 def _latency_s(peer: int, device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.communication.shared_memory import machine
-from gossip.probing.computing import StepTimes, measure_steps
-from gossip.probing.links import Link, measure_links
+from gossip.probing.computing import PlainSteps, StepTimes
+from gossip.probing.links import Link, measure_contention, measure_links
 from gossip.simulation import Cluster, SlowRank, Workload
 
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this is a straggler
@@ -70,13 +71,20 @@ def measure(
     """
     if dist.is_initialized():
         dist.barrier()
-    steps = _gather(measure_steps(module, loss, optimizer, num_steps=num_steps, bucket_cap_mb=bucket_cap_mb))
+    plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
+    steps = _gather(plain.measure(num_steps))
+    workload = workload_of(steps)
     device = next(module.parameters()).device
-    links = measure_links(message_bytes, device) if len(steps) > 1 else []
+    links: list[Link] = []
+    if len(steps) > 1:
+        links = measure_links(message_bytes, device)
+        step_s = workload.compute_s + workload.mix_s
+        contention = measure_contention(plain.make, step_s, message_bytes, device)
+        workload = dataclasses.replace(workload, contention=contention)
     machines = [str(each) for each in _gather(machine())]
     local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
-    return Measured(cluster, workload_of(steps), local_size is not None, len(links) // 2)
+    return Measured(cluster, workload, local_size is not None, len(links) // 2)
 
 
 def _gather(mine: Any) -> list[Any]:

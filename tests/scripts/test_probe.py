@@ -36,6 +36,7 @@ def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path
     assert content["cluster"]["local_size"] == world_size
     assert content["cluster"]["local_bandwidth_gbps"] > 0
     assert content["workload"]["forward_s"] > 0
+    assert 0 <= content["workload"]["contention"] <= 1
     assert len(content["workload"]["bucket_bytes"]) == 8
     assert ("ring" in {row["method"] for row in content["predictions"]}) == (world_size > 1)
 

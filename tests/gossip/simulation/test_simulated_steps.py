@@ -59,6 +59,26 @@ def test_a_pair_whose_messages_take_longer_than_the_computation(name: str) -> No
     np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
 
 
+@pytest.mark.parametrize(("contention", "step_s"), [(0.0, 0.1), (0.5, 0.1 + 0.5 * 0.03), (1.0, 0.1 + 0.03)])
+def test_computing_holds_up_the_messages_beside_it(contention: float, step_s: float) -> None:
+    topology = topologies.build("one_peer_hypercube", 4)
+    workload = Workload(0.01, 0.02, (12_500_000,), contention=contention)
+    run = simulate_time(topology, Cluster(4, **GIGABIT), workload, 20)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), step_s)
+    hidden = dataclasses.replace(workload, forward_s=0.1, backward_s=0.2)  # there is time enough
+    run = simulate_time(topology, Cluster(4, **GIGABIT), hidden, 20)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.3)
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.5])
+def test_all_reduce_is_held_up_by_backward_but_not_by_waiting(contention: float) -> None:
+    cluster = Cluster(2, **GIGABIT)
+    one = Workload(0.1, 2.0, (12_500_000,), contention=contention)  # it leaves when all is computed
+    assert simulate_time("ddp", cluster, one, 3).step_time_s == pytest.approx(0.1 + 2.0 + 0.1)
+    two = Workload(0.0, 0.1, (25_000_000, 25_000_000), contention=contention)  # the first beside half of backward
+    assert simulate_time("ddp", cluster, two, 3).step_time_s == pytest.approx(0.05 + 0.2 + contention * 0.05 + 0.2)
+
+
 @pytest.mark.parametrize("name", ["one_peer_exponential", "random_matching", "base"])
 def test_a_thousand_ranks_are_as_fast_as_a_pair(name: str) -> None:
     run = simulate_time(topologies.build(name, 1024), Cluster(1024, **GIGABIT), Workload(0.01, 0.02, (12_500_000,)), 12)
@@ -238,6 +258,7 @@ def test_arguments_that_cannot_be_simulated(change: dict[str, Any], error: type[
         (lambda: Workload(0.0, 0.0, (1,), stragglers=SlowRank(0, 2.0)), TypeError),
         (lambda: Workload(0.0, 0.0, (1,), stragglers=(DropOut(0, 0, 1),)), TypeError),
         (lambda: Workload(0.0, 0.0, (1,), jitter=math.inf), ValueError),
+        (lambda: Workload(0.0, 0.0, (1,), contention=1.5), ValueError),
         (lambda: SlowRank(0, 0.0), ValueError),
         (lambda: SlowRank(-1, 2.0), ValueError),
         (lambda: RandomDelays(0.1, probability=1.5), ValueError),
