@@ -5,8 +5,9 @@
     python scripts/probe.py --world-size 4 --parameters-mb 400 --batch-size 256 --output probe.json
 
 Every rank trains an MLP of the given size without communication: compute per step, and jitter. Pairs of ranks exchange
-small and large messages: latency and bandwidth; once more while all compute: what the two cost each other. gossip.simulate_time then predicts a step of all-reduce and of every
-topology that serves the world size. Without torchrun the workers are started on this machine.
+small and large messages: latency and bandwidth; once more while all compute: what the two cost each other.
+gossip.simulate_time then predicts a step of all-reduce and of every topology that serves the world size. Without
+torchrun the workers are started on this machine.
 """
 
 from __future__ import annotations
