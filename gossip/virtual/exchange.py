@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm
 from gossip.buckets import Bucket
 from gossip.communication.world import accumulation_dtype
-from gossip.compression.codec import Codec, Compression, Parcels
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels
 from gossip.compression.memory import all_finite
 from gossip.compression.values import Uncompressed
 from gossip.errors import GossipError
-from gossip.mixing import UsesExchange
+from gossip.mixing import UsesExchange, no_messages_to_see
 from gossip.virtual.products import weighted_differences
 from gossip.virtual.saved import joined
 from gossip.virtual.shards import Shard, stacked_views, written
@@ -93,7 +93,19 @@ class StackedExchange:
         self.drop()
         ranks = range(self._topology.world_size)
         if len(ranks) > 1 and self._compression.messages(self._shards[0].blocks[0][:1]) is None:
-            self.codecs = [[self._compression.codec(each.shape, rank) for rank in ranks] for each in self._buckets]
+            self.codecs = [
+                [
+                    self._compression.codec(BucketShape(bucket.index, block, bucket.shape.views), rank)
+                    for block, rank in zip(self._rows(bucket.index), ranks, strict=True)
+                ]
+                for bucket in self._buckets
+            ]
+            if self._readers and any(codec.sent is None for codecs in self.codecs for codec in codecs):
+                raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
+
+    def _rows(self, index: int) -> list[torch.Tensor]:
+        """Each rank's values in a block."""
+        return [row for shard in self._shards for row in shard.blocks[index]]
 
     def drop(self) -> None:
         """Drop what is in flight."""
@@ -220,6 +232,8 @@ class StackedExchange:
             for shard, sent, difference in zip(self._shards, in_flight.sent, in_flight.differences, strict=True):
                 stacks = [shard.parameters[name] for name in bucket.names]
                 places = [place for place, stack in enumerate(stacks) if id(stack) in held]
+                if not places:
+                    continue
                 ours, mixed = stacked_views(bucket, sent), stacked_views(bucket, sent + difference)
                 optimizer.pre_average_hook(
                     [stacks[place] for place in places],
@@ -233,7 +247,7 @@ class StackedExchange:
         """One round of all ranks' codecs, their messages carried by hand."""
         codecs = self.codecs[index]
         active = [rank for rank in range(len(codecs)) if round_.peers(rank)]
-        values = {rank: shard.blocks[index][row] for shard in self._shards for row, rank in enumerate(shard.ranks)}
+        values = self._rows(index)
         sent = {rank: codecs[rank].encode(values[rank], round_, step) for rank in active}
         rooms = {rank: codecs[rank].rooms() for rank in active}
         num_bytes = _carry(sent, rooms)

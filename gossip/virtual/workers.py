@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,6 +21,7 @@ from gossip.autograd import refuse_compiled_autograd
 from gossip.bucket_optimizer import OptimizerArgument
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import is_averaged
+from gossip.checkpoints.rng import restore_rng_states, rng_states
 from gossip.compression.codec import Compression
 from gossip.compression.memory import all_finite
 from gossip.compression.names import resolve_compression
@@ -41,7 +42,14 @@ from gossip.virtual.saved import (
     write_state,
 )
 from gossip.virtual.shards import Shard, make_shards, rows_of, written
-from gossip.virtual.updates import build_stacked_optimizers, left_alone, row_norms, stack_groups
+from gossip.virtual.updates import (
+    build_stacked_optimizers,
+    check_stacks_held,
+    left_alone,
+    num_held,
+    row_norms,
+    stack_groups,
+)
 from topologies import Topology
 
 
@@ -180,6 +188,7 @@ class VirtualWorkers:
         self.compression.check(self.topology)
         check_parameters(module)
         check_not_wrapped(module)
+        _refuse_sparse_gradients(module)
         chosen = _devices(devices, world_size)
         originals = dict(module.named_parameters())
         if not originals:
@@ -198,6 +207,7 @@ class VirtualWorkers:
             id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in originals.items()
         }
         self._optimizers = build_stacked_optimizers(optimizer, module, self._stacks)
+        self._num_held = num_held(self._optimizers)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
         self._calls = ReplicaCalls(module)
         self._exchange = StackedExchange(
@@ -205,7 +215,7 @@ class VirtualWorkers:
         )
         self._synchronise = True
         self._is_averaged = False
-        self._callback_is_queued = False
+        self._callback_is_queued = self._has_gradients = False
         self._has_samples = torch.zeros(world_size, dtype=torch.bool)
         self._num_bad_steps = torch.zeros(world_size, dtype=torch.int64)
         self._stats: VirtualStats | None = None
@@ -272,6 +282,10 @@ class VirtualWorkers:
         if self._is_averaged:
             return self.module(*args, **kwargs)
         refuse_compiled_autograd()
+        if torch._C._current_graph_task_id() == -1:
+            self._recover()
+        else:  # the whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost
+            self._on_backward()
         inputs = (args, kwargs)
         num_samples = count_samples(inputs, self._dim)
         outputs, device = [], None
@@ -279,11 +293,8 @@ class VirtualWorkers:
             for shard, rows in rows_of(self._shards, part.first, part.stop):
                 ranks = shard.ranks[rows]
                 own, is_split = scatter(inputs, part, ranks, self._dim, shard.device)
-                output = self._run(shard, rows, own, is_split)
-                if torch.is_grad_enabled():
-                    scale = num_samples / part.num_each if self._reduces_by_mean else 1.0
-                    self._watch(output, ranks, scale)
-                outputs.append(output)
+                scale = num_samples / part.num_each if self._reduces_by_mean else 1.0
+                outputs.append(self._run(shard, rows, own, is_split, scale))
                 device = device or shard.device
         assert device is not None
         return gather(outputs, self._dim, device)
@@ -302,36 +313,62 @@ class VirtualWorkers:
                 )
                 num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(own))
                 outputs.append(self._run(shard, slice(0, len(shard.ranks)), own, [False] * num_tensors))
-        return gather(outputs, 0, self._shards[0].device) if len(outputs) > 1 else outputs[0]
+        return gather(outputs, None, self._shards[0].device)
 
-    def _run(self, shard: Shard, rows: slice, inputs: Any, is_split: list[bool]) -> Any:
+    def _run(self, shard: Shard, rows: slice, inputs: Any, is_split: list[bool], scale: float = 1.0) -> Any:
+        ranks = shard.ranks[rows]
         whole = rows == slice(0, len(shard.ranks))
-        parameters: dict[str, torch.Tensor] = {
-            name: each if whole else each[rows] for name, each in shard.parameters.items()
+        parameters = {
+            name: each.view_as(each) if whole else each[rows]  # a view: its hooks see no other call's gradients
+            for name, each in shard.parameters.items()
         }
-        buffers = shard.buffers if whole else {name: each[rows] for name, each in shard.buffers.items()}
-        return self._calls(parameters, buffers, inputs, is_split)
+        buffers = {name: each[rows] for name, each in shard.buffers.items()}
+        if torch.is_grad_enabled():
+            self._watch(parameters.values(), ranks, scale)
+        output = self._calls(ranks, parameters, buffers, inputs, is_split)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._on_backward)
+        return output
 
-    def _watch(self, output: Any, ranks: range, scale: float) -> None:
-        """Let the backward pass from an output begin a step, with gradients of each replica's own mean."""
+    def _recover(self) -> None:
+        """Notice a backward pass that an exception ended."""
+        if self._callback_is_queued:
+            self._callback_is_queued = self._has_gradients = False
+            self._drop_gradients()
+            logger.warning("step {}: the backward pass was ended by an exception; its gradients are dropped", self.step)
+
+    def _watch(self, rows: Iterable[torch.Tensor], ranks: range, scale: float) -> None:
+        """Make the gradients in rows of parameters those of each replica's own mean, and note that there are any."""
 
         def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            if self._synchronise and not self._callback_is_queued:
-                self._callback_is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
+            self._on_backward()
+            self._has_gradients = self._has_gradients or self._synchronise
             self._has_samples[ranks.start : ranks.stop] = True
             return gradient if scale == 1.0 else gradient * scale
 
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(on_gradient)
+        for each in rows:
+            if each.requires_grad:
+                each.register_hook(on_gradient)
+
+    def _on_backward(self, _: torch.Tensor | None = None) -> None:
+        if self._synchronise and not self._callback_is_queued:
+            self._callback_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
 
     def _on_backward_ended(self) -> None:
         self._callback_is_queued = False
-        if any(parameter.grad is not None for parameter in self.parameters()):
-            if self._is_averaged:
-                raise GossipError("a backward pass inside averaged() cannot train the replicas; leave the block first")
-            self._make_step()
+        found, self._has_gradients = self._has_gradients, False
+        if not found or all(parameter.grad is None for parameter in self.parameters()):
+            return  # the inputs' gradients only, or not ours to step
+        if self._is_averaged:
+            self._drop_gradients()
+        self._make_step()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+        self._has_samples.zero_()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -343,13 +380,20 @@ class VirtualWorkers:
             self._synchronise = outer
 
     def idle_step(self) -> None:
-        """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange."""
+        """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange.
+
+        What :meth:`no_sync` accumulated is applied.
+        """
+        self._recover()
         self._make_step()
 
     @torch.no_grad()
     def _make_step(self) -> None:
-        for optimizer in self._optimizers:
-            stack_groups(optimizer, self._stacks)  # of a group that was added meanwhile
+        if self._is_averaged:
+            raise GossipError(
+                f"step {self.step}: inside averaged() the replicas cannot be trained; leave the block first"
+            )
+        self._stack_new_groups()
         refused = self._exchange.combine_()
         skipped = self._update()
         self._exchange.send(self.step)
@@ -359,6 +403,14 @@ class VirtualWorkers:
         self._stats = VirtualStats(self.step, self._exchange.bytes_sent, int(skipped.sum()), int((refused > 0).sum()))
         self._has_samples.zero_()
         self.step += 1
+
+    def _stack_new_groups(self) -> None:
+        """Let groups that were added to the optimizers in mid-training hold stacks too."""
+        if num_held(self._optimizers) != self._num_held:
+            for optimizer in self._optimizers:
+                stack_groups(optimizer, self._stacks)
+            check_stacks_held(self._optimizers, self._stacks)
+            self._num_held = num_held(self._optimizers)
 
     def _update(self) -> torch.Tensor:
         """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n]."""
@@ -398,7 +450,7 @@ class VirtualWorkers:
         if self._clip_grad_norm is not None:
             factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
-                gradient.mul_(factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
+                gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
         spoilt = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
         return spoilt if bool(spoilt.any()) else None
 
@@ -460,17 +512,19 @@ class VirtualWorkers:
     def state_dict(self) -> dict[str, Any]:
         """All that the training needs to go on bit for bit: copies, on the CPU, as plain data and tensors [n, ...].
 
-        Parameters and buffers by the bare module's names, optimizers, what is in flight, what codecs remember, and
-        torch's random numbers.
+        Parameters, buffers and accumulated gradients by the bare module's names, optimizers, what is in flight, what
+        codecs remember, and the random numbers of torch, Python and NumPy.
         """
         return {
             "world_size": self.world_size,
             "step": self.step,
+            "num_bad_steps": self._num_bad_steps.clone(),
+            "has_samples": self._has_samples.clone(),
             "compression": self.compression.describe(),
             **module_state(self._shards),
             "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
             **self._exchange.state_dict(),
-            "rng": torch.get_rng_state(),
+            "rng": rng_states(),
         }
 
     @torch.no_grad()
@@ -491,19 +545,26 @@ class VirtualWorkers:
                 stacks.setdefault(name, []).append(stack)
             for name, values in state[section].items():
                 deal_(stacks[name], resized(values, self.world_size))
+        self._drop_gradients()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, copy.deepcopy(saved), len(self._shards), self.world_size)
         self.step = state["step"]
         self._exchange.forget()
-        left_out = []
-        if state["world_size"] != self.world_size:
+        left_out = restore_rng_states(state["rng"])
+        if state["world_size"] == self.world_size:
+            for name, values in state["gradients"].items():
+                for shard in self._shards:
+                    own = values[shard.ranks.start : shard.ranks.stop]
+                    shard.parameters[name].grad = own.to(shard.device, copy=True)
+            self._has_samples.copy_(state["has_samples"])
+            self._num_bad_steps = state["num_bad_steps"].clone()
+            if state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
+                left_out.append("what was in flight: the compression or the buckets are others")
+        else:
+            self._num_bad_steps.zero_()
             left_out.append(
                 f"the replicas: {state['world_size']} were saved, all {self.world_size} start from their mean"
             )
-        elif state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
-            left_out.append("what was in flight: the compression or the buckets are others")
-        else:
-            torch.set_rng_state(state["rng"])
         if left_out:
             logger.warning("step {} is restored, but not {}", self.step, "; ".join(left_out))
         written(self._shards)
@@ -565,7 +626,19 @@ def _devices(devices: Sequence[torch.device | str] | None, world_size: int) -> l
         )
     if len(devices) > world_size:
         raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
-    return [torch.device(each) for each in devices]
+    try:
+        return [torch.device(each) for each in devices]
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
+
+
+def _refuse_sparse_gradients(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if getattr(each, "sparse", False) is True:
+            raise ValueError(
+                f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; build "
+                "it with sparse=False"
+            )
 
 
 def _check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
