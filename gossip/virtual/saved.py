@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import os
@@ -62,17 +63,23 @@ def module_state(shards: Sequence[Shard]) -> dict[str, Any]:
 
 def optimizer_state(optimizer: Optimizer, num_shards: int) -> dict[str, Any]:
     """As ``optimizer.state_dict()``, with tensors of all ranks, [n, *shape], whatever the devices."""
-    stacks = [stack for group in optimizer.param_groups for stack in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for number in range(0, len(stacks), num_shards):
-        entries = [optimizer.state[stack] for stack in stacks[number : number + num_shards] if stack in optimizer.state]
+    state: dict[int, dict[str, dict[str, Any]]] = {}
+    for number, stacks in enumerate(_held(optimizer, num_shards)):
+        entries = [optimizer.state[stack] for stack in stacks if stack in optimizer.state]
         if entries:
-            state[number // num_shards] = {
-                key: joined([entry[key] for entry in entries]) if has_shape(key, value, stacks[number]) else value
-                for key, value in entries[0].items()
+            stacked = [key for key, value in entries[0].items() if has_shape(key, value, stacks[0])]
+            state[number] = {
+                "stacked": {key: joined([entry[key] for entry in entries]) for key in stacked},
+                "common": {key: value for key, value in entries[0].items() if key not in stacked},
             }
     groups = [{key: value for key, value in group.items() if key not in _OF_STACKS} for group in optimizer.param_groups]
     return {"kind": _kind(optimizer, num_shards), "state": state, "param_groups": groups}
+
+
+def _held(optimizer: Optimizer, num_shards: int) -> list[list[torch.Tensor]]:
+    """The stacks of each parameter that the optimizer holds, in its order."""
+    stacks = [stack for group in optimizer.param_groups for stack in group["params"]]
+    return [stacks[start : start + num_shards] for start in range(0, len(stacks), num_shards)]
 
 
 def _kind(optimizer: Optimizer, num_shards: int) -> str:
@@ -82,18 +89,15 @@ def _kind(optimizer: Optimizer, num_shards: int) -> str:
 
 def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], num_shards: int, world_size: int) -> None:
     """Restore what :func:`optimizer_state` gave; for another number of replicas, the mean."""
-    stacks = [stack for group in optimizer.param_groups for stack in group["params"]]
+    held = _held(optimizer, num_shards)
     optimizer.state.clear()
     for number, entry in saved["state"].items():
-        own = stacks[number * num_shards : (number + 1) * num_shards]
-        for key, value in entry.items():
-            if has_shape(key, value, own[0][:1]):
-                rows = resized(value, world_size).split([len(stack) for stack in own])
-                for stack, each in zip(own, rows, strict=True):
-                    optimizer.state[stack][key] = each.to(stack.device, copy=True).contiguous()
-            else:
-                for stack in own:
-                    optimizer.state[stack][key] = value.clone() if isinstance(value, torch.Tensor) else value
+        for stack in held[number]:
+            optimizer.state[stack].update(copy.deepcopy(entry["common"]))
+        for key, values in entry["stacked"].items():
+            rows = resized(values, world_size).split([len(stack) for stack in held[number]])
+            for stack, own in zip(held[number], rows, strict=True):
+                optimizer.state[stack][key] = own.to(stack.device, copy=True).contiguous()
     for group, constants in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update(constants)
 

@@ -416,6 +416,7 @@ class VirtualWorkers:
         """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n]."""
         skipped = torch.zeros(self.world_size, dtype=torch.bool)
         alone: dict[nn.Parameter, torch.Tensor] = {}
+        self._complete_gradients()
         for shard in self._shards:
             own = slice(shard.ranks.start, shard.ranks.stop)
             idle = ~self._has_samples[own]
@@ -438,6 +439,14 @@ class VirtualWorkers:
         for parameter in self.parameters():
             parameter.grad = None
         return skipped
+
+    def _complete_gradients(self) -> None:
+        """Give a parameter that has a gradient on some device one on all, as if it were one stack."""
+        for name in self._shards[0].parameters if len(self._shards) > 1 else ():
+            stacks = [shard.parameters[name] for shard in self._shards]
+            if any(stack.grad is not None for stack in stacks):
+                for stack in stacks:
+                    stack.grad = torch.zeros_like(stack) if stack.grad is None else stack.grad
 
     def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """Rows whose gradients are not finite, [k]; None if all are."""
@@ -636,8 +645,8 @@ def _refuse_sparse_gradients(module: nn.Module) -> None:
     for name, each in module.named_modules():
         if getattr(each, "sparse", False) is True:
             raise ValueError(
-                f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; build "
-                "it with sparse=False"
+                f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; "
+                "build it with sparse=False"
             )
 
 
