@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,8 +105,13 @@ class ReplicaCalls:
             return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], {name: state[name] for name in buffers}
 
         in_dims = (0, 0, *(0 if each else None for each in is_split))
-        # A checkpoint would compute again, in the backward pass, with the parameters of the bare module.
-        with torch.autograd.graph.disable_saved_tensors_hooks("it uses activation checkpointing"):
+        with (
+            # A checkpoint would compute again, in the backward pass, with the parameters of the bare module.
+            torch.autograd.graph.disable_saved_tensors_hooks("it uses activation checkpointing"),
+            _constant_padding(self._module),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "There is a performance drop")  # still right, and as fast as a loop
             found, state = vmap(call, in_dims, randomness="different")(
                 parameters, buffers, *(leaves[place] for place in places)
             )
@@ -186,6 +193,22 @@ def _others(output: Sequence[Any]) -> dict[int, Any]:
                 "the replicas; return tensors in tuples, lists and dicts"
             )
     return others
+
+
+@contextlib.contextmanager
+def _constant_padding(module: nn.Module) -> Iterator[None]:
+    """Keep gradients from embeddings' padding vectors: vmap does so for the first replica only (torch 2.13)."""
+
+    def detach(embedding: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return torch.where((args[0] == embedding.padding_idx)[..., None], output.detach(), output)
+
+    padded = [each for each in module.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
+    handles = [each.register_forward_hook(detach, prepend=True) for each in padded]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def optimizer_state(optimizer: Optimizer, num_shards: int) -> dict[str, Any]:
     for number, stacks in enumerate(_held(optimizer, num_shards)):
         entries = [optimizer.state[stack] for stack in stacks if stack in optimizer.state]
         if entries:
-            stacked = [key for key, value in entries[0].items() if has_shape(key, value, stacks[0])]
+            stacked = [key for key, value in entries[0].items() if has_shape(value, stacks[0])]
             state[number] = {
                 "stacked": {key: joined([entry[key] for entry in entries]) for key in stacked},
                 "common": {key: value for key, value in entries[0].items() if key not in stacked},

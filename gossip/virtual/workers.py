@@ -524,6 +524,7 @@ class VirtualWorkers:
         Parameters, buffers and accumulated gradients by the bare module's names, optimizers, what is in flight, what
         codecs remember, and the random numbers of torch, Python and NumPy.
         """
+        self._stack_new_groups()
         return {
             "world_size": self.world_size,
             "step": self.step,
@@ -547,6 +548,7 @@ class VirtualWorkers:
         ValueError
             It is a state of another model.
         """
+        self._stack_new_groups()
         check_fits(state, self._shards, self._optimizers)
         for section, found in (("parameters", self.named_parameters()), ("buffers", self.named_buffers())):
             stacks: dict[str, list[torch.Tensor]] = {}
