@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from loguru import logger
@@ -159,8 +159,8 @@ class _Copy:
         self._modules = list(self._module.modules())
         self._homes = [
             (owned, key, tensors[id(each)][0])
-            for module_ in self._modules
-            for owned in (module_._parameters, module_._buffers)
+            for own in self._modules
+            for owned in cast(list[dict[str, Any]], [own._parameters, own._buffers])
             for key, each in owned.items()
             if each is not None
         ]
@@ -173,7 +173,7 @@ class _Copy:
         for owned, key, name in self._homes:
             owned[key] = tensors[name]
         output = self._module(*args, **kwargs)
-        _write_back(buffers, {name: owned[key] for owned, key, name in self._homes if name in buffers})  # type: ignore[misc]
+        _write_back(buffers, {name: owned[key] for owned, key, name in self._homes if name in buffers})
         return output
 
 
@@ -200,7 +200,8 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
     """Keep gradients from embeddings' padding vectors: vmap does so for the first replica only (torch 2.13)."""
 
     def detach(embedding: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return torch.where((args[0] == embedding.padding_idx)[..., None], output.detach(), output)
+        is_padding: torch.Tensor = args[0] == embedding.padding_idx
+        return torch.where(is_padding[..., None], output.detach(), output)
 
     padded = [each for each in module.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
     handles = [each.register_forward_hook(detach, prepend=True) for each in padded]

@@ -148,7 +148,9 @@ def _step_probe(
         constants["lr"] = 0.1  # a schedule may begin at 0, where nothing would be seen
     probe.param_groups = [constants | {"params": list(parameters)}]
     probe.state = defaultdict(dict)
-    known = next((optimizer.state[each] for each in group["params"] if each.numel() and each in optimizer.state), {})
+    known: dict[str, Any] = next(
+        (optimizer.state[each] for each in group["params"] if each.numel() and each in optimizer.state), {}
+    )
     elementwise = _elementwise_keys(optimizer)
     for key, value in known.items():
         for parameter in parameters:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from separate import (
     SGD,
-    Separate,
     TINY_BUCKETS,
+    Separate,
     assert_equal_states,
     assert_same,
     batch,

@@ -224,8 +224,8 @@ def foreign(_: bytes, path: Path) -> None:
 
 
 DAMAGE = {
-    "missing": (lambda content, path: path.unlink(), "cannot be read: No such file"),
-    "empty": (lambda content, path: path.write_bytes(b""), "not what VirtualWorkers.save writes, or was truncated"),
+    "missing": (lambda _, path: path.unlink(), "cannot be read: No such file"),
+    "empty": (lambda _, path: path.write_bytes(b""), "not what VirtualWorkers.save writes, or was truncated"),
     "truncated": (lambda content, path: path.write_bytes(content[:-1]), "or was truncated"),
     "halved": (lambda content, path: path.write_bytes(content[: len(content) // 2]), "or was truncated"),
     "flipped": (
@@ -263,7 +263,7 @@ def test_a_disk_error_leaves_the_old_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, fails, fail)
-        with pytest.raises(CheckpointError, match="could not be saved: .*No space left.*before is intact"):
+        with pytest.raises(CheckpointError, match=r"could not be saved: .*No space left.*before is intact"):
             workers.save(path)
     assert path.read_bytes() == content
     assert os.listdir(path.parent) == ["state"]
@@ -275,7 +275,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(saved: tuple[VirtualWorkers, P
     workers, path = saved
     content = path.read_bytes()
     workers.optimizer.param_groups[0]["note"] = object()
-    with pytest.raises(TypeError, match="'note'.* which a checkpoint cannot hold"):
+    with pytest.raises(TypeError, match=r"'note'.* which a checkpoint cannot hold"):
         workers.save(path)
     assert path.read_bytes() == content
     assert os.listdir(path.parent) == ["state"]

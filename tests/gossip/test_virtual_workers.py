@@ -217,7 +217,7 @@ def test_idle_step_mixes_and_applies_what_was_accumulated() -> None:
     assert_same(workers, separate)
 
 
-def test_a_backward_pass_that_dies_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backward_pass_that_dies_is_forgotten() -> None:
     module = make_module()
     workers, separate = make_workers(module, 3), Separate(module, 3)
 
@@ -307,7 +307,7 @@ def test_outputs_that_hide_tensors_are_refused() -> None:
             return Box(super().forward(input))
 
     workers = make_workers(Boxing(3, 2).double(), 2)
-    with pytest.raises(TypeError, match="a Box with tensors inside.*tuples, lists and dicts"):
+    with pytest.raises(TypeError, match=r"a Box with tensors inside.*tuples, lists and dicts"):
         workers(batch(4))
     assert workers.is_vectorised
 
@@ -470,7 +470,7 @@ def test_messages_that_are_not_finite_are_refused_and_a_spoilt_replica_is_an_err
     with torch.no_grad():
         next(workers.parameters())[2] = math.nan
     train(workers, batch(8))  # the message that is mixed now left before
-    with pytest.raises(GossipError, match="rank 2: step 2, bucket .*its own parameters are spoilt"):
+    with pytest.raises(GossipError, match=r"rank 2: step 2, bucket .*its own parameters are spoilt"):
         train(workers, batch(8))
 
 
@@ -493,12 +493,12 @@ def test_sixteen_bad_steps_in_a_row_are_an_error() -> None:
     workers = make_workers(make_module(), 3)
     spoilt = batch(6)
     spoilt[:2] = math.nan
-    for step in range(10):
+    for _ in range(10):
         train(workers, spoilt)
     train(workers, batch(6))
-    for step in range(15):
+    for _ in range(15):
         train(workers, spoilt)
-    with pytest.raises(GossipError, match="rank 0: step 26: .* 16 steps in a row"):
+    with pytest.raises(GossipError, match=r"rank 0: step 26: .* 16 steps in a row"):
         train(workers, spoilt)
 
 
@@ -596,7 +596,7 @@ def test_a_group_that_is_added_is_trained_from_then_on() -> None:
     ("added", "text"),
     [
         (lambda module: [("0.weight", module[0].weight)], "holds it already"),
-        (lambda module: [("other", nn.Parameter(torch.zeros(2)))], "the module does not have"),
+        (lambda _: [("other", nn.Parameter(torch.zeros(2)))], "the module does not have"),
     ],
 )
 def test_a_group_of_other_parameters_is_refused(added: Callable[[nn.Module], Any], text: str) -> None:
@@ -623,6 +623,7 @@ def test_optimizers_with_a_hook_see_what_was_exchanged() -> None:
 
     class Watching(torch.optim.SGD):
         def pre_average_hook(self, parameters: Any, sent: Any, mixed: Any, round_: Any, round_index: int) -> None:
+            assert round_ is workers.topology.round(round_index)
             seen.append((parameters, [each.clone() for each in sent], [each.clone() for each in mixed], round_index))
 
     def halves(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, ...]:
@@ -638,7 +639,7 @@ def test_optimizers_with_a_hook_see_what_was_exchanged() -> None:
     assert round_index == 0
     assert torch.equal(sent, before)
     torch.testing.assert_close(mixed, torch.tensordot(matrix, before, 1))
-    with pytest.raises(ValueError, match="choco.* cannot serve Watching"):
+    with pytest.raises(ValueError, match=r"choco.* cannot serve Watching"):
         make_workers(make_module(), 3, functools.partial(Watching, lr=0.1), "ring", compression="choco")
 
 
