@@ -200,7 +200,7 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
     """Keep gradients from embeddings' padding vectors: vmap does so for the first replica only (torch 2.13)."""
 
     def detach(embedding: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        is_padding: torch.Tensor = args[0] == embedding.padding_idx
+        is_padding = torch.eq(args[0], cast(int, embedding.padding_idx))
         return torch.where(is_padding[..., None], output.detach(), output)
 
     padded = [each for each in module.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]

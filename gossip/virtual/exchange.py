@@ -64,8 +64,6 @@ class StackedExchange:
         By block.
     codecs : list of list of Codec
         By bucket and rank; empty where messages are values.
-    bytes_sent : float
-        In the newest round, the mean over ranks; a uniform group's as those of a ring all-reduce.
     """
 
     def __init__(
@@ -85,8 +83,18 @@ class StackedExchange:
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
         self.in_flight: list[InFlight | None] = []
         self.codecs: list[list[Codec]] = []
-        self.bytes_sent = 0.0
+        self._codec_bytes = 0.0  # in the newest round, the mean over ranks
+        self._values_sent: list[tuple[Round, bool, int]] = []  # round, whether summed on the wire, bytes of a message
         self.forget()
+
+    @property
+    def bytes_sent(self) -> float:
+        """In the newest round, the mean over ranks; a uniform group's as those of a ring all-reduce."""
+        total = self._codec_bytes
+        for round_, is_summed, num_bytes in self._values_sent:
+            num_messages = round_traffic(round_).sent if is_summed else round_.num_targets()
+            total += float(np.mean(num_messages)) * num_bytes
+        return total
 
     def forget(self) -> None:
         """Drop what is in flight and what codecs remember."""
@@ -114,7 +122,8 @@ class StackedExchange:
     @torch.no_grad()
     def send(self, step: int) -> None:
         """Make all messages of round ``step``; nothing happens in a round in which nobody has a peer."""
-        self.bytes_sent = 0.0
+        self._codec_bytes = 0.0
+        self._values_sent = []
         if self._topology.world_size == 1:
             return
         round_ = self._topology.round(step)
@@ -131,8 +140,7 @@ class StackedExchange:
             sent = [message.clone() for message in messages] if self._readers else None
             self.in_flight[index] = InFlight(step, differences, sent)
             is_summed = messages[0].dtype == blocks[0].dtype  # on the wire, in groups
-            num_messages = round_traffic(round_).sent if is_summed else round_.num_targets()
-            self.bytes_sent += float(np.mean(num_messages)) * messages[0][0].nbytes
+            self._values_sent.append((round_, is_summed, messages[0][0].nbytes))
 
     @torch.no_grad()
     def combine_(self) -> torch.Tensor:
@@ -258,7 +266,7 @@ class StackedExchange:
             num_bytes += _carry(
                 {rank: turn[0] for rank, turn in turns.items()}, {rank: turn[1] for rank, turn in turns.items()}
             )
-        self.bytes_sent += num_bytes / len(codecs)
+        self._codec_bytes += num_bytes / len(codecs)
         differences, messages = [], []
         for shard in self._shards:
             block = shard.blocks[index]

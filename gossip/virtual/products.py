@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -60,24 +62,47 @@ def _from_means(
 def _from_sums(round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A weighted sum of rows for each rank."""
     wide = accumulation_dtype(messages[0].dtype)
-    matrix = round_.sparse().tocsr()
     differences = []
     for shard, message in zip(shards, messages, strict=True):
-        rows = matrix[shard.ranks.start : shard.ranks.stop]
+        rows = _rows_of(round_, shard.ranks)
         if len(shards) == 1:
-            table, places = message.to(wide), rows.indices
+            table = message.to(wide)
         else:
-            sources, places = np.unique(rows.indices, return_inverse=True)
-            table = torch.cat([each.to(message.device, wide) for each in _chosen(sources, shards, messages)])
+            table = torch.cat([each.to(message.device, wide) for each in _chosen(rows.sources, shards, messages)])
         total = functional.embedding_bag(  # a sum of weighted rows of a table
-            torch.from_numpy(places.astype(np.int64)).to(message.device),
+            rows.places.to(message.device),
             table,
-            torch.from_numpy(rows.indptr[:-1].astype(np.int64)).to(message.device),
+            rows.offsets.to(message.device),
             mode="sum",
-            per_sample_weights=torch.from_numpy(rows.data).to(message.device, wide),
+            per_sample_weights=rows.weights.to(message.device, wide),
         )
         differences.append(total.sub_(message))
     return differences
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a mixing matrix: the ranks that they read, and for each weight the place of its rank among those."""
+
+    sources: np.ndarray[tuple[int], np.dtype[np.int64]]
+    places: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor
+
+
+@functools.lru_cache(maxsize=128)
+def _rows_of(round_: Round, ranks: range) -> _Rows:
+    rows = round_.sparse().tocsr()[ranks.start : ranks.stop]
+    if len(ranks) == round_.world_size:
+        sources, places = np.arange(len(ranks)), rows.indices
+    else:
+        sources, places = np.unique(rows.indices, return_inverse=True)
+    return _Rows(
+        sources,
+        torch.from_numpy(places.astype(np.int64)),
+        torch.from_numpy(rows.indptr[:-1].astype(np.int64)),
+        torch.from_numpy(rows.data.astype(np.float64)),
+    )
 
 
 def _chosen(

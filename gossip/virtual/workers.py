@@ -22,6 +22,7 @@ from gossip.bucket_optimizer import OptimizerArgument
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import is_averaged
 from gossip.checkpoints.rng import restore_rng_states, rng_states
+from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import Compression
 from gossip.compression.memory import all_finite
 from gossip.compression.names import resolve_compression
@@ -216,9 +217,9 @@ class VirtualWorkers:
         self._synchronise = True
         self._is_averaged = False
         self._callback_is_queued = self._has_gradients = False
-        self._has_samples = torch.zeros(world_size, dtype=torch.bool)
+        self._scales = torch.zeros(world_size, dtype=torch.float64)  # of each rank's gradients; 0: it has none
         self._num_bad_steps = torch.zeros(world_size, dtype=torch.int64)
-        self._stats: VirtualStats | None = None
+        self._newest: tuple[int, int, int] | None = None  # step, replicas that were skipped, that refused
 
     # ------------------------------------------------------------------ what it is
 
@@ -253,7 +254,10 @@ class VirtualWorkers:
 
     def stats(self) -> VirtualStats | None:
         """What the newest step did; None before the first."""
-        return self._stats
+        if self._newest is None:
+            return None
+        step, num_skipped, num_refused = self._newest
+        return VirtualStats(step, self._exchange.bytes_sent, num_skipped, num_refused)
 
     def train(self, mode: bool = True) -> Self:
         """Put the replicas in training mode."""
@@ -339,17 +343,30 @@ class VirtualWorkers:
             logger.warning("step {}: the backward pass was ended by an exception; its gradients are dropped", self.step)
 
     def _watch(self, rows: Iterable[torch.Tensor], ranks: range, scale: float) -> None:
-        """Make the gradients in rows of parameters those of each replica's own mean, and note that there are any."""
+        """Note that there are gradients in rows of parameters, and what makes them those of each replica's own mean.
+
+        They are scaled when the step is made, in place: here each would take memory for another one.
+        """
+        noted: torch.Tensor | None = None
+        ratios: torch.Tensor | None = None
 
         def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            nonlocal noted, ratios
             self._on_backward()
             self._has_gradients = self._has_gradients or self._synchronise
-            self._has_samples[ranks.start : ranks.stop] = True
-            return gradient if scale == 1.0 else gradient * scale
+            if noted is not self._scales:  # once in a step
+                noted, ratios = self._scales, self._note_scale(ranks, scale)
+            return gradient if ratios is None else gradient * _along_rows(ratios, gradient)
 
         for each in rows:
             if each.requires_grad:
                 each.register_hook(on_gradient)
+
+    def _note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
+        """Keep the scale for those ranks that have none yet; for the others return what makes up the difference."""
+        scales = self._scales[ranks.start : ranks.stop]
+        scales[scales == 0] = scale
+        return None if bool((scales == scale).all()) else scale / scales
 
     def _on_backward(self, _: torch.Tensor | None = None) -> None:
         if self._synchronise and not self._callback_is_queued:
@@ -368,7 +385,7 @@ class VirtualWorkers:
     def _drop_gradients(self) -> None:
         for parameter in self.parameters():
             parameter.grad = None
-        self._has_samples.zero_()
+        self._scales = torch.zeros_like(self._scales)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -400,8 +417,7 @@ class VirtualWorkers:
         if self.algorithm.combines_before_forward:
             refused = refused + self._exchange.combine_()
         self._count_bad_steps(skipped | (refused > 0))
-        self._stats = VirtualStats(self.step, self._exchange.bytes_sent, int(skipped.sum()), int((refused > 0).sum()))
-        self._has_samples.zero_()
+        self._newest = self.step, int(skipped.sum()), int((refused > 0).sum())
         self.step += 1
 
     def _stack_new_groups(self) -> None:
@@ -417,9 +433,10 @@ class VirtualWorkers:
         skipped = torch.zeros(self.world_size, dtype=torch.bool)
         alone: dict[nn.Parameter, torch.Tensor] = {}
         self._complete_gradients()
+        self._scale_gradients()
         for shard in self._shards:
             own = slice(shard.ranks.start, shard.ranks.stop)
-            idle = ~self._has_samples[own]
+            idle = self._scales[own] == 0
             clips_all = self._clip_grad_norm is not None and not self._clips_buckets
             names = [list(shard.parameters)] if clips_all else [list(bucket.names) for bucket in self._buckets]
             for some in names:
@@ -436,8 +453,7 @@ class VirtualWorkers:
         with left_alone(self._optimizers, alone):
             for optimizer in self._optimizers:
                 optimizer.step()
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._drop_gradients()
         return skipped
 
     def _complete_gradients(self) -> None:
@@ -447,6 +463,16 @@ class VirtualWorkers:
             if any(stack.grad is not None for stack in stacks):
                 for stack in stacks:
                     stack.grad = torch.zeros_like(stack) if stack.grad is None else stack.grad
+
+    def _scale_gradients(self) -> None:
+        for shard in self._shards:
+            scales = self._scales[shard.ranks.start : shard.ranks.stop]
+            gradients = [each.grad for each in shard.parameters.values() if each.grad is not None]
+            if gradients and bool((scales == scales[0]).all()):
+                torch._foreach_mul_(gradients, float(scales[0]))
+                continue
+            for gradient in gradients:
+                gradient.mul_(_along_rows(scales, gradient))
 
     def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """Rows whose gradients are not finite, [k]; None if all are."""
@@ -459,7 +485,7 @@ class VirtualWorkers:
         if self._clip_grad_norm is not None:
             factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
-                gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
+                gradient.mul_(_along_rows(factors, gradient))
         spoilt = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
         return spoilt if bool(spoilt.any()) else None
 
@@ -529,7 +555,7 @@ class VirtualWorkers:
             "world_size": self.world_size,
             "step": self.step,
             "num_bad_steps": self._num_bad_steps.clone(),
-            "has_samples": self._has_samples.clone(),
+            "scales": self._scales.clone(),
             "compression": self.compression.describe(),
             **module_state(self._shards),
             "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
@@ -567,7 +593,7 @@ class VirtualWorkers:
                 for shard in self._shards:
                     own = values[shard.ranks.start : shard.ranks.stop]
                     shard.parameters[name].grad = own.to(shard.device, copy=True)
-            self._has_samples.copy_(state["has_samples"])
+            self._scales = state["scales"].clone()
             self._num_bad_steps = state["num_bad_steps"].clone()
             if state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
                 left_out.append("what was in flight: the compression or the buckets are others")
@@ -601,6 +627,12 @@ class VirtualWorkers:
             It is of another model.
         """
         self.load_state_dict(read_state(Path(path)))
+
+
+def _along_rows(factors: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """One factor for each row, [k, 1 ...], in the dtype of accumulation."""
+    wide = factors.to(gradient.device, accumulation_dtype(gradient.dtype))
+    return wide.view(-1, *[1] * (gradient.dim() - 1))
 
 
 def _mean(stacks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -210,16 +210,13 @@ def test_communication_has_a_stream_of_its_own() -> None:
 
 
 @needs_a_gpu
-@pytest.mark.parametrize("compression", [None, "bf16", "int8", "choco"])
-@pytest.mark.parametrize("topology", ["complete", "ring"])
-def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str, compression: str | None) -> None:
+@pytest.mark.parametrize("topology", ["complete", "ring", "one_peer_exponential"])
+def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str) -> None:
     found = []
     for devices in (["cpu"], ["cuda:0"], ["cuda:0", "cuda:0"], ["cpu", "cuda:0"]):
         torch.manual_seed(0)
         module = NormalisedNet().double()
-        workers = VirtualWorkers(
-            module, 9, SGD, topology, compression=compression, bucket_cap_mb=TINY_BUCKETS, devices=devices
-        )
+        workers = VirtualWorkers(module, 9, SGD, topology, bucket_cap_mb=TINY_BUCKETS, devices=devices)
         for step in range(4):
             inputs = torch.randn(31, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
             workers(inputs.to(devices[0])).square().mean().backward()
@@ -228,7 +225,7 @@ def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str, compression
         assert workers.is_vectorised
     for other in found[1:]:
         for name, values in found[0].items():
-            torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(other[name], values, rtol=1e-6, atol=1e-6)
 
 
 @needs_a_gpu
