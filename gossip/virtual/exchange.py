@@ -19,7 +19,7 @@ from gossip.compression.memory import all_finite
 from gossip.compression.values import Uncompressed
 from gossip.errors import GossipError
 from gossip.mixing import UsesExchange, no_messages_to_see
-from gossip.virtual.products import weighted_differences
+from gossip.virtual.products import KnownRows, weighted_differences
 from gossip.virtual.saved import joined
 from gossip.virtual.shards import Shard, stacked_views, written
 from topologies import Round, Topology
@@ -83,6 +83,7 @@ class StackedExchange:
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
         self.in_flight: list[InFlight | None] = []
         self.codecs: list[list[Codec]] = []
+        self._known_rows: KnownRows = {}
         self._codec_bytes = 0.0  # in the newest round, the mean over ranks
         self._values_sent: list[tuple[Round, bool, int]] = []  # round, whether summed on the wire, bytes of a message
         self.forget()
@@ -136,7 +137,7 @@ class StackedExchange:
             compression = self._compression if index < len(self._buckets) else Uncompressed()
             blocks = [shard.blocks[index] for shard in self._shards]
             messages = [_values(compression, block) for block in blocks]
-            differences = weighted_differences(round_, self._shards, messages)
+            differences = weighted_differences(round_, self._shards, messages, self._known_rows)
             sent = [message.clone() for message in messages] if self._readers else None
             self.in_flight[index] = InFlight(step, differences, sent)
             is_summed = messages[0].dtype == blocks[0].dtype  # on the wire, in groups

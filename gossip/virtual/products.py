@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,25 @@ from topologies import Round
 _GROUPS_FROM = 8
 """In uniform groups of so many ranks, one mean per group is less work than a weighted sum per rank."""
 _CHUNK_ROWS = 64
+_MAX_KNOWN = 128
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a mixing matrix: the ranks that they read, and for each weight the place of its rank among those."""
+
+    sources: np.ndarray[tuple[int], np.dtype[np.int64]]
+    places: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor
+
+
+KnownRows = dict[tuple[int, range], tuple[Round, Rows]]
+"""By round and ranks. By the round's id: to compare two rounds takes as long as to make the rows."""
 
 
 def weighted_differences(
-    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], known: KnownRows
 ) -> list[torch.Tensor]:
     r"""By shard: :math:`\sum_j W_{ij} m_j - m_i` of each rank i there, [k, numel], in the dtype of accumulation.
 
@@ -30,11 +44,13 @@ def weighted_differences(
     shards : sequence of Shard
     messages : sequence of Tensor, [k, numel]
         Those of each shard's ranks, on its device.
+    known : dict
+        Rows of earlier rounds, kept for the next time.
     """
     groups = round_.uniform_groups
     if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
         return _from_means(groups, shards, messages)
-    return _from_sums(round_, shards, messages)
+    return _from_sums(round_, shards, messages, known)
 
 
 def _from_means(
@@ -59,12 +75,14 @@ def _from_means(
     ]
 
 
-def _from_sums(round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _from_sums(
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], known: KnownRows
+) -> list[torch.Tensor]:
     """A weighted sum of rows for each rank."""
     wide = accumulation_dtype(messages[0].dtype)
     differences = []
     for shard, message in zip(shards, messages, strict=True):
-        rows = _rows_of(round_, shard.ranks)
+        rows = _rows_of(round_, shard.ranks, known)
         if len(shards) == 1:
             table = message.to(wide)
         else:
@@ -80,29 +98,24 @@ def _from_sums(round_: Round, shards: Sequence[Shard], messages: Sequence[torch.
     return differences
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of a mixing matrix: the ranks that they read, and for each weight the place of its rank among those."""
-
-    sources: np.ndarray[tuple[int], np.dtype[np.int64]]
-    places: torch.Tensor
-    offsets: torch.Tensor
-    weights: torch.Tensor
-
-
-@functools.lru_cache(maxsize=128)
-def _rows_of(round_: Round, ranks: range) -> _Rows:
+def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
+    if (id(round_), ranks) in known:
+        return known[id(round_), ranks][1]
     rows = round_.sparse().tocsr()[ranks.start : ranks.stop]
     if len(ranks) == round_.world_size:
         sources, places = np.arange(len(ranks)), rows.indices
     else:
         sources, places = np.unique(rows.indices, return_inverse=True)
-    return _Rows(
+    made = Rows(
         sources,
         torch.from_numpy(places.astype(np.int64)),
         torch.from_numpy(rows.indptr[:-1].astype(np.int64)),
         torch.from_numpy(rows.data.astype(np.float64)),
     )
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[id(round_), ranks] = round_, made  # with the round, so that its id stays its own
+    return made
 
 
 def _chosen(
