@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,9 @@ class ReplicaCalls:
     ----------
     module : Module
         One replica. Whether it and its parts are in training mode is looked up in every call.
+    on_gradient : callable
+        ``(name, rank)``: called, where replicas run one after the other, when a backward pass reaches a parameter of
+        one of them. With vmap it reaches those of all alike.
 
     Attributes
     ----------
@@ -37,8 +41,9 @@ class ReplicaCalls:
         Whether calls are made by vmap.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, on_gradient: Callable[[str, int], None]) -> None:
         self._module = module
+        self._on_gradient = on_gradient
         self._copies: dict[int, _Copy] = {}
         self.is_vectorised = True
 
@@ -129,6 +134,9 @@ class ReplicaCalls:
         found: list[list[Any]] = []
         spec_out: Any = None
         for number, rank in enumerate(ranks):
+            for name, each in rows.items():
+                if each[number].requires_grad:
+                    each[number].register_hook(functools.partial(self._on_row, name, rank))
             split = iter(is_split)
             mine = [leaf[number] if isinstance(leaf, torch.Tensor) and next(split) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(mine, spec)
@@ -144,6 +152,10 @@ class ReplicaCalls:
             torch.stack(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*found, strict=True)
         ]
         return tree_unflatten(stacked, spec_out)
+
+    def _on_row(self, name: str, rank: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # as it is for rows that were left out, if there are others
+            self._on_gradient(name, rank)
 
 
 class _Copy:

@@ -210,7 +210,8 @@ class VirtualWorkers:
         self._optimizers = build_stacked_optimizers(optimizer, module, self._stacks)
         self._num_held = num_held(self._optimizers)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
-        self._calls = ReplicaCalls(module)
+        self._calls = ReplicaCalls(module, self._note_reached)
+        self._reached: dict[str, torch.Tensor] = {}  # of parameters of replicas that ran one by one: which ranks', [n]
         self._exchange = StackedExchange(
             self._shards, self._buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
@@ -368,6 +369,14 @@ class VirtualWorkers:
         scales[scales == 0] = scale
         return None if bool((scales == scale).all()) else scale / scales
 
+    def _note_reached(self, name: str, rank: int) -> None:
+        if name not in self._reached:
+            has_gradient = any(shard.parameters[name].grad is not None for shard in self._shards)
+            self._reached[name] = (
+                (self._scales != 0) if has_gradient else torch.zeros(self.world_size, dtype=torch.bool)
+            )
+        self._reached[name][rank] = True
+
     def _on_backward(self, _: torch.Tensor | None = None) -> None:
         if self._synchronise and not self._callback_is_queued:
             self._callback_is_queued = True
@@ -386,6 +395,7 @@ class VirtualWorkers:
         for parameter in self.parameters():
             parameter.grad = None
         self._scales = torch.zeros_like(self._scales)
+        self._reached = {}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -443,8 +453,10 @@ class VirtualWorkers:
                 parameters = [shard.parameters[name] for name in some if shard.parameters[name].grad is not None]
                 spoilt = self._measure_and_clip(parameters)
                 left = idle if spoilt is None else idle | spoilt.cpu()
-                if bool(left.any()):
-                    alone.update(dict.fromkeys(parameters, left.to(shard.device)))
+                for name in some:
+                    own_left = left | ~self._reached[name][own] if name in self._reached else left
+                    if shard.parameters[name].grad is not None and bool(own_left.any()):
+                        alone[shard.parameters[name]] = own_left.to(shard.device)
                 if spoilt is not None:
                     skipped[own] |= spoilt.cpu()
         if bool(skipped.any()):

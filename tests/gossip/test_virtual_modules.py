@@ -69,6 +69,18 @@ class Branching(Replacing):
         return output + nn.functional.dropout(output, 0.5, self.training)
 
 
+class Routing(nn.Module):
+    """Each replica uses the one or the other layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.first(inputs) if inputs.sum().item() > 0 else self.second(inputs)
+        return output
+
+
 class Checkpointing(nn.Module):
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -120,6 +132,7 @@ ONE_BY_ONE = {
     "batch norm with plain means": (lambda: nn.BatchNorm1d(3, momentum=None), vectors),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), vectors),
     "data-dependent control flow": (lambda: Branching().eval(), vectors),
+    "a layer that some replicas leave out": (Routing, vectors),
     "checkpoint": (lambda: Checkpointing(use_reentrant=False), vectors),
     "reentrant checkpoint": (lambda: Checkpointing(use_reentrant=True), vectors),
 }
