@@ -29,6 +29,13 @@ from gossip.compression.names import resolve_compression
 from gossip.engine import MAX_NON_FINITE_STEPS
 from gossip.errors import GossipError
 from gossip.places import check_not_wrapped
+from gossip.virtual.arguments import (
+    check_choice,
+    check_integer,
+    make_module,
+    refuse_sparse_gradients,
+    resolve_devices,
+)
 from gossip.virtual.batches import count_samples, divide, gather, scatter
 from gossip.virtual.calls import ReplicaCalls
 from gossip.virtual.exchange import StackedExchange
@@ -42,7 +49,7 @@ from gossip.virtual.saved import (
     resized,
     write_state,
 )
-from gossip.virtual.shards import Shard, make_shards, rows_of, written
+from gossip.virtual.shards import Shard, load_into, make_shards, mean_of, rows_of, written
 from gossip.virtual.updates import (
     build_stacked_optimizers,
     check_stacks_held,
@@ -128,7 +135,8 @@ class VirtualWorkers:
         Number of steps made; also the index of the next round.
     is_vectorised : bool
         Whether the replicas run at once. A module that ``torch.func.vmap`` cannot take is run replica by replica, which
-        a warning says.
+        a warning says: each by a copy of ``module``, so that what its forward passes keep in attributes is its own, and
+        attributes that are set on ``module`` later are not seen, but for ``training``.
 
     Raises
     ------
@@ -139,9 +147,11 @@ class VirtualWorkers:
     -----
     The step is made at the end of the outermost ``backward()`` outside :meth:`no_sync`. A replica that got no sample
     since the last step, or whose gradients are not finite, is not updated, but mixed. Counters of an optimizer (Adam's
-    ``step``) are common to all replicas.
+    ``step``) are common to all replicas. Gradients of stacked parameters are scaled to each replica's own mean when the
+    step is made; those of inputs are the loss's.
 
     Memory besides activations: parameters, gradients, the optimizer's state, and one message, each n times the model.
+    Fused optimizer kernels, which do not see the gaps between stacked parameters, are replaced, which a warning says.
 
     Examples
     --------
@@ -174,23 +184,23 @@ class VirtualWorkers:
         loss_reduction: Literal["mean", "sum"] = "mean",
         devices: Sequence[torch.device | str] | None = None,
     ) -> None:
-        _check_integer("world_size", world_size, 1)
-        _check_integer("dim", dim, 0)
-        _check_choice("clip", clip, ("global", "bucket"))
-        _check_choice("buffers", buffers, ("local", "average"))
-        _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_integer("world_size", world_size, 1)
+        check_integer("dim", dim, 0)
+        check_choice("clip", clip, ("global", "bucket"))
+        check_choice("buffers", buffers, ("local", "average"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
         if clip_grad_norm is not None:
             check_positive("clip_grad_norm", clip_grad_norm, "norm")
-        module = _made(module)
+        module = make_module(module)
         self.topology = resolve_topology(topology, world_size)
         self.algorithm = resolve_algorithm(algorithm)
         self.compression = resolve_compression(compression)
         self.compression.check(self.topology)
         check_parameters(module)
         check_not_wrapped(module)
-        _refuse_sparse_gradients(module)
-        chosen = _devices(devices, world_size)
+        refuse_sparse_gradients(module)
+        chosen = resolve_devices(devices, world_size)
         originals = dict(module.named_parameters())
         if not originals:
             raise ValueError(f"module {type(module).__name__} has no parameters: there is nothing to train or to mix")
@@ -247,10 +257,10 @@ class VirtualWorkers:
 
     def replica(self, rank: int) -> nn.Module:
         """A copy of the bare module with the values of one rank's replica."""
-        _check_integer("rank", rank, 0, self.world_size - 1)
+        check_integer("rank", rank, 0, self.world_size - 1)
         ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
         copied = copy.deepcopy(self.module)
-        _load(copied, (shard,), lambda stacks: stacks[0][rows.start])
+        load_into(copied, (shard,), lambda stacks: stacks[0][rows.start])
         return copied
 
     def stats(self) -> VirtualStats | None:
@@ -517,7 +527,7 @@ class VirtualWorkers:
         square, mean_square = 0.0, 0.0
         for name in self._shards[0].parameters:
             stacks = [shard.parameters[name].detach() for shard in self._shards]
-            mean = _mean(stacks)
+            mean = mean_of(stacks)
             mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
             for stack in stacks:
                 square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
@@ -551,7 +561,7 @@ class VirtualWorkers:
             self._is_averaged = outer
 
     def _load_mean(self) -> None:
-        _load(self.module, self._shards, lambda stacks: _mean(stacks) if is_averaged(stacks[0]) else stacks[0][0])
+        load_into(self.module, self._shards, lambda stacks: mean_of(stacks) if is_averaged(stacks[0]) else stacks[0][0])
 
     # ------------------------------------------------------------------ saving
 
@@ -645,65 +655,3 @@ def _along_rows(factors: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """One factor for each row, [k, 1 ...], in the dtype of accumulation."""
     wide = factors.to(gradient.device, accumulation_dtype(gradient.dtype))
     return wide.view(-1, *[1] * (gradient.dim() - 1))
-
-
-def _mean(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Over all rows of all shards, on the first one's device."""
-    wide = torch.promote_types(stacks[0].dtype, torch.float32)
-    if len(stacks) == 1:
-        return stacks[0].mean(0, dtype=wide).to(stacks[0].dtype)
-    total = torch.stack([stack.sum(0, dtype=wide).to(stacks[0].device) for stack in stacks]).sum(0)
-    return (total / sum(map(len, stacks))).to(stacks[0].dtype)
-
-
-@torch.no_grad()
-def _load(module: nn.Module, shards: Sequence[Shard], choose: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
-    """Write into a bare module what ``choose`` makes of the stacks of each parameter and buffer."""
-    for name, parameter in module.named_parameters():
-        parameter.copy_(choose([shard.parameters[name].detach() for shard in shards]))
-    for name, buffer in module.named_buffers():
-        buffer.copy_(choose([shard.buffers[name] for shard in shards]))
-
-
-def _made(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    made = module if isinstance(module, nn.Module) or not callable(module) else module()
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module or a function that makes one, got {type(made).__name__}")
-    return made
-
-
-def _devices(devices: Sequence[torch.device | str] | None, world_size: int) -> list[torch.device]:
-    if devices is None:
-        return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        raise ValueError(
-            f'devices must be a sequence of at least one device, such as ["cuda:0", "cuda:1"], got {devices!r}'
-        )
-    if len(devices) > world_size:
-        raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
-    try:
-        return [torch.device(each) for each in devices]
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
-
-
-def _refuse_sparse_gradients(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if getattr(each, "sparse", False) is True:
-            raise ValueError(
-                f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; "
-                "build it with sparse=False"
-            )
-
-
-def _check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"{name} must be {allowed}, got {value}")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
