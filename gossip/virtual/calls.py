@@ -45,6 +45,14 @@ class ReplicaCalls:
         self._module = module
         self._on_gradient = on_gradient
         self._copies: dict[int, _Copy] = {}
+        names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._places = {
+            f"{prefix}.{key}" if prefix else key: names[id(each)]
+            for prefix, owner in module.named_modules()
+            for owned in (owner._parameters, owner._buffers)
+            for key, each in owned.items()
+            if each is not None
+        }
         self.is_vectorised = True
 
     def __call__(
@@ -104,8 +112,11 @@ class ReplicaCalls:
             for place, tensor in zip(places, tensors, strict=True):
                 mine[place] = tensor
             args, kwargs = tree_unflatten(mine, spec)
-            state = own | own_buffers  # one mapping: only into such a one are buffers put that the module replaced
-            output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs))
+            known = own | own_buffers
+            # One mapping: only into such a one are buffers put that the module replaced. With each place once: of a
+            # module that stands in two places functional_call would not put back what was there.
+            state = {name: known[first] for name, first in self._places.items()}
+            output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs, tie_weights=False))
             others.update(_others(output))
             return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], {name: state[name] for name in buffers}
 

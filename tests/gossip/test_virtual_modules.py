@@ -69,6 +69,19 @@ class Branching(Replacing):
         return output + nn.functional.dropout(output, 0.5, self.training)
 
 
+class Repeating(nn.Module):
+    """One layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.second = self.first
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(inputs))
+        return output
+
+
 class Routing(nn.Module):
     """Each replica uses the one or the other layer."""
 
@@ -124,6 +137,7 @@ VECTORISED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], torch.
     "transformer layer": (lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True), texts),
     "SmallCNN": (lambda: SmallCNN((3, 4, 4), 5, channels=(4, 6)), images),
     "CharTransformer": (lambda: CharTransformer((4,), 5, width=8, depth=2, num_heads=2, tied_head=True), indices),
+    "one layer in two places": (Repeating, vectors),
     "replaced buffers": (Replacing, vectors),
 }
 ONE_BY_ONE = {
