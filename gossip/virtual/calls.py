@@ -82,7 +82,9 @@ class ReplicaCalls:
         attributes = [(each, dict(vars(each))) for each in self._module.modules()]
         random_state = torch.get_rng_state()
         try:
-            return self._vectorised(parameters, buffers, inputs, is_split)
+            outputs = self._vectorised(parameters, buffers, inputs, is_split)
+            _forget_tensors(attributes)
+            return outputs
         except Exception as error:
             with torch.no_grad():
                 for name, values in saved.items():
@@ -233,6 +235,15 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Remove tensors that modules put into attributes (``self.hidden = ...``): those of a vmap mean nothing outside."""
+    for each, before in attributes:
+        for key, value in list(vars(each).items()):
+            if isinstance(value, torch.Tensor) and before.get(key) is not value:
+                vars(each).pop(key)
+                vars(each).update({key: before[key]} if key in before else {})
 
 
 @torch.no_grad()

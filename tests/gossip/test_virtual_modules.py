@@ -354,3 +354,25 @@ def test_what_vmap_does_slowly_is_still_right() -> None:
         train(workers, indices(6, step))
         separate.train(indices(6, step))
     assert_same(workers, separate)
+
+
+class KeepsHidden(nn.Module):
+    """Keeps what it computed last, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.linear(inputs)
+        return self.hidden.tanh()
+
+
+def test_tensors_kept_in_attributes_do_not_outlive_the_call() -> None:
+    workers = VirtualWorkers(KeepsHidden(), 3, None, "ring", devices=["cpu"])
+    for _ in range(2):
+        workers(torch.ones(6, 3))
+    assert workers.is_vectorised
+    replica = workers.replica(2)
+    torch.testing.assert_close(replica(torch.ones(1, 3)), workers.every(torch.ones(1, 3))[2])
