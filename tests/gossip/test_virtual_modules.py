@@ -12,6 +12,7 @@ from separate import Separate, assert_same, batch, make_workers, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gossip import VirtualWorkers
 from gossip.experiments.models import CharTransformer, SmallCNN
 
 
