@@ -5,17 +5,20 @@
 
 Both train the digits' MLP (64-64-10) by SGD with momentum and mix after every step. The loop's modules live in rows of
 one tensor, so that its mixing is one sparse product too; its small operations run on one thread, which is faster than
-several. Steps alternate; printed are medians over the repetitions.
+several. Each way has a process of its own, and they take turns; printed are medians over all steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -26,7 +29,8 @@ from gossip.virtual.products import KnownRows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
 
-NUM_WARM_UP = 2
+NUM_TURNS = 3
+NUM_WARM_UP = 2  # steps at the beginning of each turn
 OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -69,34 +73,74 @@ class Loop:
         self.step += 1
 
 
+class Virtual:
+    """The same training by virtual workers."""
+
+    def __init__(self, world_size: int, topology: Topology, device: torch.device) -> None:
+        self.workers = VirtualWorkers(make_module(), world_size, OPTIMIZER, topology, devices=[device])
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """One step of all."""
+        functional.cross_entropy(self.workers(inputs), targets).backward()
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The replicas' parameters, [n, numel]."""
+        return torch.cat([each.detach().flatten(1) for each in self.workers.parameters()], 1)
+
+
+class Trainee:
+    """Trains in one way; lives in a process of its own."""
+
+    def __init__(self, kind: type[Virtual] | type[Loop], world_size: int, arguments: argparse.Namespace) -> None:
+        if kind is Loop:
+            torch.set_num_threads(1)
+        self.device = torch.device(arguments.device)
+        self.way = kind(world_size, topologies.build(arguments.topology, world_size), self.device)
+        torch.manual_seed(1)
+        self.inputs = torch.randn(world_size * arguments.batch_size, 64, device=self.device)
+        self.targets = torch.randint(10, (len(self.inputs),), device=self.device)
+
+    def steps(self, number: int) -> list[float]:
+        """Seconds of so many steps."""
+        times = []
+        for _ in range(number):
+            start = time.perf_counter()
+            self.way(self.inputs, self.targets)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return times
+
+
+def _work(pipe: Connection, *arguments: Any) -> None:
+    trainee = Trainee(*arguments)
+    while (number := pipe.recv()) is not None:
+        pipe.send((trainee.steps(number), trainee.way.block.cpu().numpy()))
+
+
 def measure(world_size: int, arguments: argparse.Namespace) -> tuple[float, float | None]:
     """Median seconds of a step: of the virtual workers, and of the loop unless it is left out."""
-    device = torch.device(arguments.device)
-    topology = topologies.build(arguments.topology, world_size)
-    workers = VirtualWorkers(make_module(), world_size, OPTIMIZER, topology, devices=[device])
-    inputs = torch.randn(world_size * arguments.batch_size, 64, device=device)
-    targets = torch.randint(10, (len(inputs),), device=device)
-    num_threads = torch.get_num_threads()
-    ways: list[tuple[int, Callable[[], None]]] = [
-        (num_threads, lambda: functional.cross_entropy(workers(inputs), targets).backward())
-    ]
-    loop = Loop(world_size, topology, device) if world_size <= arguments.loop_up_to else None
-    if loop is not None:
-        ways.append((1, lambda: loop(inputs, targets)))
-    times: list[list[float]] = [[] for _ in ways]
-    for _ in range(NUM_WARM_UP + arguments.repetitions):
-        for own, (threads, way) in zip(times, ways, strict=True):
-            torch.set_num_threads(threads)
-            start = time.perf_counter()
-            way()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            own.append(time.perf_counter() - start)
-    torch.set_num_threads(num_threads)
-    if loop is not None:  # the same training: else there is nothing to compare
-        rows = torch.cat([each.detach().flatten(1) for each in workers.parameters()], 1)
-        assert torch.allclose(rows, loop.block, atol=1e-3), "the two ways have trained apart"
-    medians = [statistics.median(own[NUM_WARM_UP:]) for own in times]
+    kinds: list[type[Virtual] | type[Loop]] = [Virtual, Loop] if world_size <= arguments.loop_up_to else [Virtual]
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for kind in kinds:
+        ours, theirs = context.Pipe()
+        context.Process(target=_work, args=(theirs, kind, world_size, arguments), daemon=True).start()
+        pipes.append(ours)
+    times: list[list[float]] = [[] for _ in kinds]
+    for turn in range(1 + NUM_TURNS):
+        blocks = []
+        for own, pipe in zip(times, pipes, strict=True):
+            pipe.send(NUM_WARM_UP + (arguments.repetitions if turn > 0 else 0))
+            seconds, block = pipe.recv()
+            own += seconds[NUM_WARM_UP:]
+            blocks.append(block)
+        if turn == 0:  # the same training: else there is nothing to compare
+            assert all(np.allclose(block, blocks[0], atol=1e-4) for block in blocks), "the two ways have trained apart"
+    for pipe in pipes:
+        pipe.send(None)
+    medians = [statistics.median(own) for own in times]
     return medians[0], medians[1] if len(medians) > 1 else None
 
 
@@ -107,7 +151,7 @@ def main() -> None:
     parser.add_argument("--topology", default="one_peer_exponential")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per worker")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=5, help="steps in each turn")
     parser.add_argument("--loop-up-to", type=int, default=1024, help="workers; with more, the loop is left out")
     arguments = parser.parse_args()
     if min(arguments.repetitions, arguments.batch_size, *arguments.world_sizes) < 1:
