@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-EXPECTED = ["[array([[1.", "equal bit for bit: True", "exact after"]
+EXPECTED = ["[array([[1.", "equal bit for bit: True", "1024 replicas", "ms a step", "exact after"]
 
 
 @pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)))
