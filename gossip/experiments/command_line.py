@@ -96,6 +96,8 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
     import hydra
     from omegaconf import OmegaConf
 
+    from gossip.experiments.sweeps import sweeper
+
     errors: list[Exception] = []
 
     def task(config: Any) -> None:
@@ -104,6 +106,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
         except Exception as error:  # hydra would print lines of its own about it
             errors.append(error)
 
+    sweeper.register()
     OmegaConf.register_new_resolver("gossip.run_folder", resuming.folder_to_use, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
     hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
@@ -140,7 +143,7 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
         return
     if in_sweep:
         accuracy, time_s = percent(summary["averaged_test_accuracy"]), summary["wall_time_s"]
-        logger.info("job {}: test accuracy of the average {} after {:.1f} s", settings.job.num, accuracy, time_s)
+        logger.info("job {}: test accuracy of the average {} after {:.1f} s", folder.name, accuracy, time_s)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         print_run(summary, folder)
 

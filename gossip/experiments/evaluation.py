@@ -20,6 +20,10 @@ class Evaluation:
     loss: float
     accuracy: float
 
+    def named(self, name: str) -> dict[str, float]:
+        """For a record, whose keys begin with ``name``."""
+        return {f"{name}_loss": self.loss, f"{name}_accuracy": self.accuracy}
+
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
     """Of logits [..., num_classes] and targets [...]: images and text alike."""

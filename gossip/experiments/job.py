@@ -103,7 +103,8 @@ def _run_in_folder(
         if world.rank == 0:
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
-            run_folder.draw_figures(folder, world_size=summary["world_size"], topology=topology)
+            if config["figures"]:
+                run_folder.draw_figures(folder, world_size=summary["world_size"], topology=topology)
             run_folder.write_summary(folder, summary)
     except BaseException as error:
         why = reason(error)
