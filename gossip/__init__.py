@@ -33,6 +33,13 @@ from gossip.errors import LaunchError as LaunchError
 from gossip.errors import ManifestError as ManifestError
 from gossip.launcher import launch as launch
 from gossip.mixing import UsesExchange as UsesExchange
+from gossip.simulation import Cluster as Cluster
+from gossip.simulation import DropOut as DropOut
+from gossip.simulation import RandomDelays as RandomDelays
+from gossip.simulation import SimulatedRun as SimulatedRun
+from gossip.simulation import SlowRank as SlowRank
+from gossip.simulation import Workload as Workload
+from gossip.simulation import simulate_time as simulate_time
 from gossip.stats import StepStats as StepStats
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
@@ -46,10 +53,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Choco",
+    "Cluster",
     "Codec",
     "Compression",
     "DebugTransport",
     "DistributedTransport",
+    "DropOut",
     "Exchange",
     "ExchangeError",
     "GossipDataParallel",
@@ -58,14 +67,19 @@ __all__ = [
     "ManifestError",
     "ModuloQuantization",
     "PowerGossip",
+    "RandomDelays",
+    "SimulatedRun",
+    "SlowRank",
     "StepStats",
     "Transport",
     "Uncompressed",
     "UsesExchange",
+    "Workload",
     "World",
     "export",
     "launch",
     "load",
     "save",
+    "simulate_time",
 ]
 __version__ = "0.1.0"

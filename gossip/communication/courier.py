@@ -36,7 +36,7 @@ Talk = Iterator[Works | None]
 
 #: Something is posted when fewer bytes than this, both ways together, are under way. Enough to keep a fast link busy,
 #: and too little to fill the queues between two hosts, whose losses cost more than the pauses.
-_WINDOW_BYTES = 2**21
+WINDOW_BYTES = 2**21
 
 
 class Courier:
@@ -54,7 +54,7 @@ class Courier:
     def __init__(self, name: str) -> None:
         self._to_post: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         posted: _Posted = queue.SimpleQueue()
-        window = _Window(_WINDOW_BYTES)
+        window = _Window(WINDOW_BYTES)
         self._threads = [
             threading.Thread(target=_post, args=(self._to_post, posted, window), name=f"{name}-post", daemon=True),
             threading.Thread(target=_wait, args=(posted, window), name=f"{name}-wait", daemon=True),

@@ -25,9 +25,9 @@ _MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's me
 _NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 #: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
-_MIN_LARGE_BYTES = 2**16
+MIN_LARGE_BYTES = 2**16
 #: Messages are cut into pieces of this size, of which a few are under way at a time.
-_PIECE_BYTES = 2**19
+PIECE_BYTES = 2**19
 
 
 class Arrival(NamedTuple):
@@ -121,7 +121,7 @@ class DistributedTransport:
         self._world = world
         self._topology = topology
         most = _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK
-        self._shared = dict.fromkeys(_shared_groups(topology, most) if sums_on_wire else ())
+        self._shared = dict.fromkeys(shared_groups(topology, most) if sums_on_wire else ())
         if not world.can_split:  # the group that was given is the only one there is
             self._shared = {ranks: None for ranks in self._shared if len(ranks) == world.world_size}
         for ranks in self._shared:
@@ -134,7 +134,7 @@ class DistributedTransport:
         """Let the codec of a bucket make its messages where peers on this machine can read them. Local."""
         if isinstance(codec, ValuesCodec) and self._mailroom.local:
             message = codec.message
-            if message.is_cpu and message.nbytes >= _MIN_LARGE_BYTES:
+            if message.is_cpu and message.nbytes >= MIN_LARGE_BYTES:
                 self._mailboxes[bucket] = Mailbox(self._world, message, bucket)
                 codec.take = self._mailboxes[bucket].take
 
@@ -155,7 +155,7 @@ class DistributedTransport:
                 ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
         listed = ", ".join(ways)
         number, others = self.num_communicators, len(self._mailroom.local)
-        size = f"{_MIN_LARGE_BYTES // 2**10} KiB"
+        size = f"{MIN_LARGE_BYTES // 2**10} KiB"
         return (
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
             f"{self._world.rank}; rounds {listed}"
@@ -185,7 +185,7 @@ class DistributedTransport:
 
     def _is_summed(self, codec: ValuesCodec, ranks: Sequence[int], bucket: int) -> bool:
         """Whether a group's messages are added on the wire: whole values, enough of them, and not read in memory."""
-        is_large = codec.is_exact and codec.message.nbytes >= _MIN_LARGE_BYTES
+        is_large = codec.is_exact and codec.message.nbytes >= MIN_LARGE_BYTES
         return is_large and not (bucket in self._mailboxes and self._mailroom.are_local(ranks))
 
     def _start_all_reduce(
@@ -317,14 +317,14 @@ class DistributedExchange:
 def _pieces(parcels: Parcels) -> Iterator[Parcels]:
     """Messages piece by piece, cut alike by all ranks; on a device, where the host does not look at them, whole."""
     cut = {
-        peer: message.split(_PIECE_BYTES // message.element_size()) if message.is_cpu else (message,)
+        peer: message.split(PIECE_BYTES // message.element_size()) if message.is_cpu else (message,)
         for peer, message in parcels.items()
     }
     for number in range(max(map(len, cut.values()), default=0)):
         yield {peer: pieces[number] for peer, pieces in cut.items() if number < len(pieces)}
 
 
-def _shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:
+def shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:
     """The groups of three and more ranks that get a communicator, in order of their first round."""
     groups: dict[tuple[int, ...], None] = {}
     for phase in topology.phases:

@@ -12,7 +12,7 @@ import pytest
 from gossip.communication import courier as module
 from gossip.communication.courier import Courier, Operation, Talk
 
-MANY_BYTES = module._WINDOW_BYTES // 2
+MANY_BYTES = module.WINDOW_BYTES // 2
 TIMEOUT = timedelta(seconds=30)
 
 

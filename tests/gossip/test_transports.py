@@ -13,7 +13,7 @@ from messages import received, start
 
 import topologies
 from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
-from gossip.communication.transports import _shared_groups
+from gossip.communication.transports import shared_groups
 from topologies import Round, Topology
 
 WORLD_SIZE = 4
@@ -170,35 +170,35 @@ def test_receives_are_posted_before_sends() -> None:
 
 
 def test_communicators_are_made_once_for_all_rounds_of_the_period() -> None:
-    groups = _shared_groups(topologies.build("hyper_cuboid", 9, factors=(3, 3)))
+    groups = shared_groups(topologies.build("hyper_cuboid", 9, factors=(3, 3)))
     assert len(groups) == len(set(groups)) == 6
-    assert _shared_groups(topologies.build("one_peer_hypercube", 8)) == []
-    assert _shared_groups(topologies.build("ring", 8)) == []
-    assert _shared_groups(topologies.build("random_matching", 8)) == []
+    assert shared_groups(topologies.build("one_peer_hypercube", 8)) == []
+    assert shared_groups(topologies.build("ring", 8)) == []
+    assert shared_groups(topologies.build("random_matching", 8)) == []
 
 
 def test_communicators_of_a_warm_up_are_made_as_well() -> None:
     cuboid = topologies.build("hyper_cuboid", 9, factors=(3, 3))
-    everyone, threes = tuple(range(9)), _shared_groups(cuboid)
+    everyone, threes = tuple(range(9)), shared_groups(cuboid)
     complete, matching, ring = (topologies.build(name, 9) for name in ("complete", "random_matching", "ring"))
-    assert _shared_groups(complete.then(ring, after=10**9)) == [everyone]
-    assert _shared_groups(complete.then(matching, after=100)) == [everyone]
-    assert _shared_groups(matching.then(complete, after=10**9)) == [everyone]
-    assert _shared_groups(complete.then(cuboid.every(10**9), after=5)) == [everyone, *threes]
-    assert _shared_groups(cuboid.then(complete, after=5)) == [*threes, everyone]
-    assert _shared_groups(cuboid.then(ring, after=1)) == threes[:3]
-    assert _shared_groups(cuboid.every(5).then(ring, after=4)) == []
+    assert shared_groups(complete.then(ring, after=10**9)) == [everyone]
+    assert shared_groups(complete.then(matching, after=100)) == [everyone]
+    assert shared_groups(matching.then(complete, after=10**9)) == [everyone]
+    assert shared_groups(complete.then(cuboid.every(10**9), after=5)) == [everyone, *threes]
+    assert shared_groups(cuboid.then(complete, after=5)) == [*threes, everyone]
+    assert shared_groups(cuboid.then(ring, after=1)) == threes[:3]
+    assert shared_groups(cuboid.every(5).then(ring, after=4)) == []
 
 
 def test_phases_that_need_many_communicators_go_point_to_point_alone() -> None:
     threes = [topologies.Round.from_groups(40, [(0, hop, hop + 20)]) for hop in range(1, 18)]
     everyone = topologies.build("complete", 40)
     few, many = Topology.from_rounds(threes[:15]), Topology.from_rounds(threes[:16])
-    assert len(_shared_groups(everyone.then(few, after=3))) == 16
-    assert _shared_groups(everyone.then(many, after=3)) == [tuple(range(40))]
-    assert len(_shared_groups(many.then(everyone, after=16))) == 16
-    assert len(_shared_groups(many.then(everyone, after=15))) == 16
-    assert _shared_groups(Topology.from_rounds(threes).then(everyone, after=17)) == [tuple(range(40))]
+    assert len(shared_groups(everyone.then(few, after=3))) == 16
+    assert shared_groups(everyone.then(many, after=3)) == [tuple(range(40))]
+    assert len(shared_groups(many.then(everyone, after=16))) == 16
+    assert len(shared_groups(many.then(everyone, after=15))) == 16
+    assert shared_groups(Topology.from_rounds(threes).then(everyone, after=17)) == [tuple(range(40))]
 
 
 def bytes_of_each_step() -> dict[str, list[int]]:
@@ -231,5 +231,5 @@ def test_identity_rounds_send_nothing() -> None:
 def test_schedules_that_need_many_communicators_go_point_to_point() -> None:
     rounds = [Round.from_groups(40, [(0, hop, hop + 20)]) for hop in range(1, 18)]
     few, many = Topology.from_rounds(rounds[:16]), Topology.from_rounds(rounds)
-    assert len(_shared_groups(few)) == 16
-    assert _shared_groups(many) == []
+    assert len(shared_groups(few)) == 16
+    assert shared_groups(many) == []

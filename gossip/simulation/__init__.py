@@ -1,0 +1,19 @@
+"""How long the steps of a run take on a cluster that is only described: all-reduce and every topology, in no time."""
+
+from gossip.simulation.cluster import Cluster as Cluster
+from gossip.simulation.simulate import SimulatedRun as SimulatedRun
+from gossip.simulation.simulate import simulate_time as simulate_time
+from gossip.simulation.workload import DropOut as DropOut
+from gossip.simulation.workload import RandomDelays as RandomDelays
+from gossip.simulation.workload import SlowRank as SlowRank
+from gossip.simulation.workload import Workload as Workload
+
+__all__ = [
+    "Cluster",
+    "DropOut",
+    "RandomDelays",
+    "SimulatedRun",
+    "SlowRank",
+    "Workload",
+    "simulate_time",
+]

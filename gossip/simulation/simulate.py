@@ -1,0 +1,142 @@
+"""A run, step by step, on clocks that are only computed: one per rank, in arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gossip.algorithms import resolve_algorithm
+from gossip.simulation.checks import check_amount
+from gossip.simulation.cluster import Cluster
+from gossip.simulation.methods import AllReduceSteps, GossipSteps, LocalSteps, Steps
+from gossip.simulation.workload import Workload, draw_steps
+from topologies import Topology
+from topologies.storage import FloatArray
+from topologies.validation import check_integer
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedRun:
+    """What a simulated run took, in seconds.
+
+    Attributes
+    ----------
+    step_time_s : float
+        Mean over steps and ranks.
+    exposed_wait_s : float
+        For how long a rank stands still in a step, waiting for others: mean over steps and ranks.
+    total_time_s : float
+        Until the last rank has ended the last step.
+    step_ends_s : array, [num_steps]
+        When each step ended, mean over the ranks that took part in it.
+    """
+
+    step_time_s: float
+    exposed_wait_s: float
+    total_time_s: float
+    step_ends_s: FloatArray
+
+
+def simulate_time(
+    method: Topology | str,
+    cluster: Cluster,
+    workload: Workload,
+    num_steps: int = 1000,
+    *,
+    algorithm: str = "adapt_while_communicating",
+    compression_ratio: float = 1.0,
+    seed: int = 0,
+) -> SimulatedRun:
+    """Return how long a run would take on a cluster. Needs no process group; local.
+
+    Each rank has a clock. Gossip updates bucket after bucket in backward: it waits for the bucket's messages of the
+    round before, mixes, updates and posts the new values, exactly as :class:`gossip.GossipDataParallel` does; DDP
+    posts a bucket's all-reduce when its gradients are there, waits for all of them at the end of backward, and
+    updates. A rank's exchanges follow each other in the order of its buckets; how long one takes, and who waits for
+    whom, is in :mod:`gossip.simulation.exchanges`.
+
+    Parameters
+    ----------
+    method : Topology or str
+        A topology for as many ranks as the cluster has; "ddp", ring all-reduce of gradients; or "none", no exchange.
+    cluster : Cluster
+    workload : Workload
+    num_steps : int
+    algorithm : str
+        "adapt_while_communicating" or "adapt_then_combine"; of gossip.
+    compression_ratio : float
+        How many times smaller than ``workload.bucket_bytes`` the messages are.
+    seed : int
+        Of jitter and delays; they are the same for every method.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is out of range, or the topology is for another number of ranks.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> cluster = Cluster(8, latency_us=0, bandwidth_gbps=1)
+    >>> workload = Workload(0.1, 0.2, (25_000_000,) * 4)
+    >>> round(simulate_time("ddp", cluster, workload, 10).step_time_s, 2)
+    1.45
+    >>> round(simulate_time(topologies.build("one_peer_exponential", 8), cluster, workload).step_time_s, 2)
+    0.95
+    """
+    num_steps = check_integer("num_steps", num_steps, minimum=1)
+    if not isinstance(cluster, Cluster):
+        raise TypeError(f"cluster must be a gossip.Cluster, got {cluster!r} ({type(cluster).__name__})")
+    if not isinstance(workload, Workload):
+        raise TypeError(f"workload must be a gossip.Workload, got {workload!r} ({type(workload).__name__})")
+    workload.check_ranks(cluster.world_size)
+    ratio = check_amount("compression_ratio", compression_ratio, positive=True)
+    combines_before_forward = resolve_algorithm(algorithm).combines_before_forward
+    return _run(_steps(method, cluster, workload, ratio, combines_before_forward), workload, cluster, num_steps, seed)
+
+
+def _steps(
+    method: Topology | str, cluster: Cluster, workload: Workload, ratio: float, combines_before_forward: bool
+) -> Steps:
+    kinds: dict[str, Callable[[], Steps]] = {
+        "ddp": lambda: AllReduceSteps(cluster, workload, ratio),
+        "none": lambda: LocalSteps(workload),
+    }
+    if isinstance(method, Topology):
+        if method.world_size != cluster.world_size:
+            raise ValueError(
+                f"method is a topology for {method.world_size} ranks, the cluster has {cluster.num_nodes} x "
+                f"{cluster.local_size} = {cluster.world_size}; build it for {cluster.world_size}"
+            )
+        return GossipSteps(method, cluster, workload, ratio, combines_before_forward)
+    if method not in kinds:
+        raise ValueError(
+            f"method must be a topology, 'ddp' or 'none', got {method!r}; build a topology with "
+            f"topologies.build(name, {cluster.world_size})"
+        )
+    return kinds[method]()
+
+
+def _run(steps: Steps, workload: Workload, cluster: Cluster, num_steps: int, seed: int) -> SimulatedRun:
+    clock = np.zeros(cluster.world_size)
+    step_ends_s = np.empty(num_steps)
+    waited_s = 0.0
+    num_made = 0
+    for step, draw in enumerate(draw_steps(workload, cluster.world_size, num_steps, seed)):
+        after, waits_s = steps.make(step, clock, draw)
+        present = np.ones(len(clock), dtype=np.bool_) if draw.present is None else draw.present
+        if present.any():
+            waited_s += float(waits_s[present].sum())
+            num_made += int(present.sum())
+            step_ends_s[step] = after[present].mean()
+            clock = np.where(present, after, max(after[present].max(), 0.0))
+        else:
+            step_ends_s[step] = clock.mean()
+    return SimulatedRun(
+        step_time_s=float(step_ends_s[-1]) / num_steps,
+        exposed_wait_s=waited_s / max(1, num_made),
+        total_time_s=float(clock.max()),
+        step_ends_s=step_ends_s,
+    )

@@ -1,0 +1,223 @@
+"""Simulated runs whose times can be written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import topologies
+from gossip import Cluster, DropOut, RandomDelays, SlowRank, Workload, simulate_time
+from topologies import Topology
+
+FREE = {"latency_us": 0.0, "bandwidth_gbps": math.inf, "local_latency_us": 0.0, "local_bandwidth_gbps": math.inf}
+GIGABIT = {**FREE, "bandwidth_gbps": 1.0}
+SIZES = (1, 2, 3, 5, 8)
+NAMES = ("ring", "one_peer_exponential", "complete", "base", "random_matching")
+PLAIN = Workload(0.1, 0.2, (40_000_000, 10_000_000), update_s=0.05)
+
+
+def _method(name: str, n: int) -> str | Topology:
+    return name if name in ("ddp", "none") else topologies.build(name, n)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", ["ddp", "none", "ring", "one_peer_exponential", "complete", "base"])
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+def test_a_network_that_costs_nothing_leaves_the_computation(n: int, name: str, algorithm: str) -> None:
+    run = simulate_time(_method(name, n), Cluster(n, **FREE), PLAIN, 7, algorithm=algorithm)
+    np.testing.assert_allclose(run.step_ends_s, 0.35 * np.arange(1, 8))
+    assert run.step_time_s == pytest.approx(0.35)
+    assert run.total_time_s == pytest.approx(7 * 0.35)
+    assert run.exposed_wait_s == pytest.approx(0)
+
+
+@pytest.mark.parametrize("n", [2, 4, 5, 8])
+def test_ddp_pays_for_a_ring_all_reduce(n: int) -> None:
+    workload = Workload(0.0, 0.0, (25_000_000,))
+    run = simulate_time("ddp", Cluster(n, **{**GIGABIT, "latency_us": 50.0}), workload, 4)
+    turns = 2 * (n - 1) if n > 2 else 1
+    messages = 2 * (n - 1) / n
+    assert run.step_time_s == pytest.approx(messages * 0.2 + turns * 50e-6)
+    assert run.exposed_wait_s == pytest.approx(run.step_time_s)
+
+
+def test_ddp_hides_all_but_the_last_bucket_beside_backward() -> None:
+    workload = Workload(1.0, 4.0, (12_500_000,) * 4)
+    run = simulate_time("ddp", Cluster(2, **GIGABIT), workload, 3)
+    assert run.step_time_s == pytest.approx(1.0 + 4.0 + 0.1)
+
+
+@pytest.mark.parametrize("name", ["one_peer_hypercube", "one_peer_exponential", "base"])
+def test_a_pair_whose_messages_take_longer_than_the_computation(name: str) -> None:
+    """One bucket of S bytes: it leaves when it is updated, and is needed there a step later."""
+    workload = Workload(0.01, 0.02, (12_500_000,))
+    run = simulate_time(topologies.build(name, 8), Cluster(8, **GIGABIT), workload, 100)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
+
+
+def test_messages_shorter_than_an_iteration_cost_nothing() -> None:
+    workload = Workload(0.1, 0.2, (12_500_000, 12_500_000), update_s=0.01, mix_s=0.02)
+    run = simulate_time(topologies.build("one_peer_hypercube", 8), Cluster(8, **GIGABIT), workload, 5)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 + 0.2 + 0.01 + 0.02)
+    assert run.step_ends_s[0] == pytest.approx(0.31)  # nothing to mix yet
+    assert run.exposed_wait_s == 0
+
+
+def test_adapt_then_combine_has_only_the_rest_of_the_step_to_hide_in() -> None:
+    """One bucket: it leaves at the end of backward and is needed where forward begins."""
+    workload = Workload(0.1, 0.2, (12_500_000,))
+    topology = topologies.build("one_peer_hypercube", 4)
+    run = simulate_time(topology, Cluster(4, **GIGABIT), workload, 50, algorithm="adapt_then_combine")
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.3 + 0.1)
+
+
+@pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 2 * 4 / 5), ("exponential", 3)])
+def test_several_peers_share_the_link(name: str, messages: float) -> None:
+    n = 8 if name == "exponential" else 5
+    workload = Workload(0.0, 0.0, (12_500_000,))
+    run = simulate_time(topologies.build(name, n), Cluster(n, **GIGABIT), workload, 20)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 * messages)
+
+
+def test_small_messages_of_a_group_go_to_each_member() -> None:
+    run = simulate_time(topologies.build("complete", 5), Cluster(5, **GIGABIT), Workload(0.0, 0.0, (60_000,)), 20)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 4 * 60_000 * 8e-9)
+
+
+def test_ranks_of_a_node_share_its_link() -> None:
+    """Both ranks of a node send to the other node in round 0, to each other in round 1, which is free."""
+    topology = topologies.build("one_peer_hypercube", 4)
+    across = [t for t in range(2) if topology.round(t).neighbours(0).get(2)]
+    assert len(across) == 1
+    run = simulate_time(topology, Cluster(2, 2, **GIGABIT), Workload(0.0, 0.0, (12_500_000,)), 21)
+    assert run.total_time_s == pytest.approx(10 * 0.2)
+
+
+def test_compressed_messages_are_smaller_and_not_summed_on_the_wire() -> None:
+    workload = Workload(0.0, 0.0, (12_500_000,))
+    complete, pairs = topologies.build("complete", 5), topologies.build("one_peer_exponential", 4)
+    four = simulate_time(complete, Cluster(5, **GIGABIT), workload, 20, compression_ratio=4.0)
+    np.testing.assert_allclose(np.diff(four.step_ends_s), 4 * 0.1 / 4)
+    one = simulate_time(pairs, Cluster(4, **GIGABIT), workload, 20, compression_ratio=4.0)
+    np.testing.assert_allclose(np.diff(one.step_ends_s), 0.1 / 4)
+
+
+def test_local_steps_send_in_every_third_round_only() -> None:
+    topology = topologies.build("one_peer_hypercube", 4).every(3)
+    run = simulate_time(topology, Cluster(4, **GIGABIT), Workload(0.0, 0.01, (12_500_000,)), 30)
+    steps = np.diff(run.step_ends_s)
+    assert sorted(steps.round(6).tolist()) == [0.01] * 20 + [0.1] * 9
+
+
+@pytest.mark.parametrize("name", ["ddp", "one_peer_exponential", "ring", "random_matching"])
+def test_everybody_goes_at_the_pace_of_a_slow_rank(name: str) -> None:
+    """Max-plus: the slowest rank's factor is everybody's in the long run, and all-reduce's at once."""
+    workload = dataclasses.replace(PLAIN, stragglers=(SlowRank(3, 2.5),))
+    run = simulate_time(_method(name, 8), Cluster(8, **FREE), workload, 200)
+    assert np.diff(run.step_ends_s)[-50:].mean() == pytest.approx(2.5 * 0.35, rel=0.01)
+    if name == "ddp":  # only its own update, the last thing that a rank does, keeps nobody
+        np.testing.assert_allclose(np.diff(run.step_ends_s), 2.5 * 0.35)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_delays_cost_gossip_less_than_all_reduce(name: str) -> None:
+    workload = dataclasses.replace(PLAIN, stragglers=(RandomDelays(0.2, probability=0.1),), jitter=0.1)
+    cluster = Cluster(16, **FREE)
+    gossip, ddp, alone = (
+        simulate_time(method, cluster, workload, 300, seed=1).step_time_s
+        for method in (_method(name, 16), "ddp", "none")
+    )
+    assert alone < gossip
+    assert gossip < ddp if name != "complete" else gossip <= ddp
+
+
+def test_random_delays_have_their_mean() -> None:
+    workload = Workload(0.1, 0.2, (1,), jitter=0.3, stragglers=(RandomDelays(0.2, probability=0.25),))
+    run = simulate_time("none", Cluster(50), workload, 400)
+    assert run.step_time_s == pytest.approx(0.3 + 0.05, rel=0.02)
+
+
+def test_a_seed_draws_the_same_for_every_method() -> None:
+    workload = dataclasses.replace(PLAIN, jitter=0.2, stragglers=(RandomDelays(0.1),))
+    runs = [simulate_time("none", Cluster(4), workload, 30, seed=seed) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(runs[0].step_ends_s, runs[1].step_ends_s)
+    assert not np.array_equal(runs[0].step_ends_s, runs[2].step_ends_s)
+    gossip = simulate_time(Topology.from_rounds([topologies.Round.identity(4)]), Cluster(4), workload, 30)
+    np.testing.assert_allclose(gossip.step_ends_s, runs[0].step_ends_s)
+
+
+@pytest.mark.parametrize("name", ["ddp", "one_peer_hypercube", "ring", "complete"])
+def test_nobody_waits_for_a_rank_that_has_dropped_out(name: str) -> None:
+    slow = (SlowRank(1, 10.0),)
+    workload = dataclasses.replace(PLAIN, stragglers=slow, drop_outs=(DropOut(1, 2, 6),))
+    run = simulate_time(_method(name, 4), Cluster(4, **FREE), workload, 12)
+    steps = np.diff(run.step_ends_s)
+    assert steps[4:7] == pytest.approx(0.35)
+    assert steps[8:].max() > 1.0  # it is back
+
+
+def test_a_step_that_everybody_misses_takes_no_time() -> None:
+    workload = dataclasses.replace(PLAIN, drop_outs=(DropOut(0, 1, 2), DropOut(1, 1, 1)))
+    run = simulate_time("ddp", Cluster(2, **FREE), workload, 3)
+    np.testing.assert_allclose(run.step_ends_s, [0.35, 0.35, 0.7])
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> None:
+    """On a ring every piece of 512 KiB passes the delay on by one edge to each side; everybody else goes on."""
+    n, held_up = 16, 2 * num_pieces
+    workload = Workload(1.0, 0.0, (num_pieces * 2**19,), stragglers=(SlowRank(3, 4.0),))
+    ends = simulate_time(topologies.build("ring", n), Cluster(n, **FREE), workload, 2).step_ends_s
+    assert ends[0] == pytest.approx((4.0 + (n - 1) * 1.0) / n)
+    assert ends[1] == pytest.approx((8.0 + held_up * 4.0 + (n - 1 - held_up) * 2.0) / n)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"method": "ring"}, ValueError, "method must be a topology, 'ddp' or 'none', got 'ring'"),
+        ({"method": topologies.build("ring", 5)}, ValueError, "5 ranks, the cluster has 4 x 1 = 4"),
+        ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
+        ({"compression_ratio": 0.0}, ValueError, "compression_ratio must be positive"),
+        ({"algorithm": "newest"}, ValueError, "newest"),
+        ({"cluster": 4}, TypeError, "cluster must be"),
+        ({"workload": 4}, TypeError, "workload must be"),
+        ({"workload": Workload(1, 1, (1,), stragglers=(SlowRank(4, 2.0),))}, ValueError, "stragglers names rank 4"),
+        ({"workload": Workload(1, 1, (1,), drop_outs=(DropOut(7, 0, 1),))}, ValueError, "drop_outs names rank 7"),
+    ],
+)
+def test_arguments_that_cannot_be_simulated(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    arguments: dict[str, Any] = {"method": "ddp", "cluster": Cluster(4), "workload": PLAIN, **change}
+    with pytest.raises(error, match=text):
+        simulate_time(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Cluster(0), ValueError),
+        (lambda: Cluster(2, 1.5), TypeError),
+        (lambda: Cluster(2, bandwidth_gbps=0.0), ValueError),
+        (lambda: Cluster(2, latency_us=-1.0), ValueError),
+        (lambda: Cluster(2, latency_us=math.nan), ValueError),
+        (lambda: Cluster(2, latency_us="fast"), TypeError),
+        (lambda: Workload(-1.0, 0.0, (1,)), ValueError),
+        (lambda: Workload(0.0, 0.0, ()), ValueError),
+        (lambda: Workload(0.0, 0.0, (0,)), ValueError),
+        (lambda: Workload(0.0, 0.0, 25_000_000), TypeError),
+        (lambda: Workload(0.0, 0.0, (1,), stragglers=SlowRank(0, 2.0)), TypeError),
+        (lambda: Workload(0.0, 0.0, (1,), stragglers=(DropOut(0, 0, 1),)), TypeError),
+        (lambda: Workload(0.0, 0.0, (1,), jitter=math.inf), ValueError),
+        (lambda: SlowRank(0, 0.0), ValueError),
+        (lambda: SlowRank(-1, 2.0), ValueError),
+        (lambda: RandomDelays(0.1, probability=1.5), ValueError),
+        (lambda: DropOut(0, 0, 0), ValueError),
+    ],
+)
+def test_descriptions_that_mean_nothing(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
