@@ -15,13 +15,13 @@ def print_rows(document: Mapping[str, Any], folder: Path) -> None:
     from rich.table import Table
 
     metric = document["metric"]
-    target = "" if metric["target"] is None else f"\n{metric['target']:g}"
+    target = "target" if metric["target"] is None else f"{metric['target']:g}"
     table = Table(title=f"{document['title']}: mean and standard deviation over seeds")
     for column in ("", "ranks", "partition", "algorithm", "compression", "seeds"):
         table.add_column(column)
     columns = _columns(metric["name"])
     for heading, _, _ in columns:
-        table.add_column(f"{heading}{target}" if heading.endswith(" to") else heading, justify="right")
+        table.add_column(heading.format(target=target), justify="right")
     for row in document["rows"]:
         table.add_row(
             row["label"],
@@ -49,9 +49,9 @@ def _columns(metric: str) -> list[tuple[str, str, Callable[[float], str]]]:
         ("local\nworst", f"{local}_worst", value),
         ("relative\nconsensus distance", "consensus_distance_relative", "{:.2g}".format),
         ("sent per\nrank and step", "bytes_per_step", size),
-        ("rounds\nto", "rounds_to_target", "{:.0f}".format),
-        ("bytes\nto", "bytes_to_target", size),
-        ("predicted time\nto", "predicted_time_to_target_s", "{:.3g} s".format),
+        ("rounds\nto {target}", "rounds_to_target", "{:.0f}".format),
+        ("bytes\nto {target}", "bytes_to_target", size),
+        ("predicted\ntime to {target}", "predicted_time_to_target_s", "{:.3g} s".format),
     ]
 
 

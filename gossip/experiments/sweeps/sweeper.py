@@ -7,6 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
@@ -39,9 +40,6 @@ class GridSweeper(Sweeper):
         From keys to values separated by commas; the command line has the last word.
     """
 
-    # Hydra makes only plugins that are of this package.
-    __module__ = "hydra_plugins.gossip_training"
-
     def __init__(self, max_batch_size: int | None = None, params: Mapping[str, str] | None = None) -> None:
         self._params = dict(params or {})
 
@@ -61,6 +59,7 @@ class GridSweeper(Sweeper):
             What the command line says cannot be run, or the sweep's folder is in use.
         """
         configure_logging(rank=0)
+        HydraConfig.instance().set_config(self._config)  # for ${hydra:...} in the folder's name
         folder = Path(self._config.hydra.sweep.dir)
         plan = make_plan(self._axes(arguments), self._compose)
         check_described(plan)
@@ -142,5 +141,8 @@ def finish(plan: Plan, folder: Path) -> list[dict[str, Any]]:
 
 
 def register() -> None:
-    """Make the sweeper known to hydra, for ``hydra.sweeper._target_``."""
-    Plugins.instance().register(GridSweeper)
+    """Make the sweeper known to hydra as ``hydra.sweeper._target_=hydra_plugins.gossip_training.GridSweeper``.
+
+    Hydra makes only plugins that are named as of this package, which none but installed distributions can add to.
+    """
+    Plugins.instance().class_name_to_class["hydra_plugins.gossip_training.GridSweeper"] = GridSweeper
