@@ -98,6 +98,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         partition(data.train_labels, settings.world_size, seed=settings.seed, **partition_config),
         batch_size=settings.batch_size,
         seed=settings.seed,
+        repeats=settings.steps is not None,
     )
     model = _factory(config["model"], "model")
     return Experiment(

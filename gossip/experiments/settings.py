@@ -60,7 +60,7 @@ class Settings:
         How many checkpoints stay.
     epochs : int
     steps : int or None
-        Of the whole run, instead of ``epochs``.
+        Of the whole run, instead of ``epochs``; each rank then repeats its own samples.
     batch_size : int
         Samples per rank and step.
     evaluate_every_epochs : int

@@ -141,7 +141,7 @@ def make_job(overrides: Sequence[str], config: Mapping[str, Any], choices: Mappi
 
 
 def check_distinct(jobs: Sequence[Job]) -> None:
-    """Raise if two runs would share a folder.
+    """Raise if two runs would do the same.
 
     Raises
     ------
@@ -150,12 +150,12 @@ def check_distinct(jobs: Sequence[Job]) -> None:
     """
     seen: dict[str, Job] = {}
     for job in jobs:
-        if job.name in seen:
+        other = seen.setdefault(fingerprint(job.config), job)
+        if other is not job:
             raise ConfigurationError(
-                f"two runs of the sweep are the same: {' '.join(seen[job.name].overrides)} and "
-                f"{' '.join(job.overrides)}; leave out one of the values"
+                f"two runs of the sweep are the same: {' '.join(other.overrides)} and {' '.join(job.overrides)}; leave "
+                "out one of the values"
             )
-        seen[job.name] = job
 
 
 def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
