@@ -1,0 +1,135 @@
+"""Which charts the page has, and what of a row is drawn in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gossip.experiments.report.document import Document, Metric, Row
+from gossip.experiments.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
+from gossip.experiments.report.scales import Scale
+from gossip.experiments.report.series import Panel
+
+Point = tuple[float | None, float | None]
+
+#: The share of a run that is left out when the lower end of the accuracy is looked for: all start near chance.
+_START = 0.5
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Two of the curves against each other, with the result at the end.
+
+    Attributes
+    ----------
+    identifier, title
+        Of its section.
+    x_title, y_title, x, y
+        The axes.
+    x_curve, y_curve
+        Names in :class:`Curves`.
+    y_value
+        The name of the value that stands at the end of a curve, with its spread; None: the curve's last point.
+    target
+        A level to be reached.
+    """
+
+    identifier: str
+    title: str
+    x_title: str
+    y_title: str
+    x: Quantity
+    y: Quantity
+    x_curve: str
+    y_curve: str
+    y_value: str | None = None
+    target: float | None = None
+    higher_is_better: bool = False
+
+    def line(self, row: Row) -> list[Point]:
+        """The curve of a row."""
+        if row.curves is None:
+            return []
+        return list(zip(getattr(row.curves, self.x_curve), getattr(row.curves, self.y_curve), strict=True))
+
+    def end(self, row: Row) -> tuple[float, float, float | None] | None:
+        """Where a row ends: x, y and the spread of y; None where it is not known."""
+        known = [(x, y) for x, y in self.line(row) if x is not None and y is not None]
+        if self.y_value is None or row.values.get(self.y_value) is None:
+            return (*known[-1], None) if known else None
+        value = row.values[self.y_value]
+        x = known[-1][0] if known else _end_of(self.x_curve, row)
+        return None if x is None or value is None else (x, value.mean, value.spread)
+
+    def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
+        """The axes on which all rows have their place; None if there is nothing to draw."""
+        ends = [end for end in map(self.end, rows) if end is not None]
+        lines = [[(x, y) for x, y in self.line(row) if x is not None and y is not None] for row in rows]
+        start = _START if self.higher_is_better else 0.0
+        up = [y for line in lines for _, y in line[math.floor(start * len(line)) :]]
+        up += [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
+        if not up:
+            return None
+        if self.target is not None:
+            up.append(self.target)
+        y_scale = Scale.over(up, self.y, may_be_log=self.y is not FRACTION)
+        seen = [x for line in lines for x, y in line if y >= y_scale.low] + [x for x, _, _ in ends]
+        return Scale.over(seen, self.x, may_be_log=self.x is not NUMBER), y_scale
+
+
+def charts(document: Document) -> list[Chart]:
+    """The charts of a page, whether or not there is anything to draw in them."""
+    metric = document.metric
+    return [
+        _of_metric(metric, "bytes", "against bytes", "sent per rank", BYTES),
+        _of_metric(metric, "time", "against predicted time", "predicted time", SECONDS),
+        Chart(
+            "consensus", "Consensus during training", "steps", "relative consensus distance", NUMBER, NUMBER,
+            "step", "consensus",
+        ),
+    ]  # fmt: skip
+
+
+def drawable(chart: Chart, panels: Sequence[Panel]) -> tuple[Scale, Scale] | None:
+    """The scales that all panels of a chart share."""
+    return chart.scales([series.row for panel in panels for series in panel.series])
+
+
+def segments(line: Sequence[Point], x: Scale, y: Scale) -> Iterator[list[tuple[float, float]]]:
+    """The drawable parts of a curve, in shares of both axes: it is interrupted where a value is missing."""
+    segment: list[tuple[float, float]] = []
+    for across, up in line:
+        place = (x.share(across) if across is not None else None, y.share(up) if up is not None else None)
+        if place[0] is not None and place[1] is not None:
+            segment.append((place[0], place[1]))
+        elif segment:
+            yield segment
+            segment = []
+    if segment:
+        yield segment
+
+
+def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Quantity) -> Chart:
+    name = metric.name
+    return Chart(
+        identifier,
+        f"{name.capitalize()} {against}",
+        x_title,
+        f"{name} of the averaged model",
+        x,
+        FRACTION if name == "accuracy" else NUMBER,
+        {"bytes": "bytes", "time": "time_s"}[identifier],
+        "metric",
+        f"averaged_{name}",
+        metric.target,
+        metric.higher_is_better,
+    )
+
+
+def _end_of(x_curve: str, row: Row) -> float | None:
+    """Where on the x-axis a row ends, by its values."""
+    if x_curve == "time_s":
+        return row.mean("predicted_total_time_s")
+    per_step, steps = row.mean("bytes_per_step"), row.mean("steps")
+    return None if per_step is None or steps is None else per_step * steps

@@ -1,0 +1,167 @@
+"""A headless Chromium that a test drives through its debugging pipe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ANSWER_TIMEOUT_S = 60.0
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_KEYS = {"Enter": (13, "\r"), " ": (32, " "), "Tab": (9, ""), "ArrowRight": (39, ""), "ArrowLeft": (37, "")}
+
+
+def executable() -> str | None:
+    """Where a browser is, None if there is none."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+@contextmanager
+def chromium(folder: Path) -> Iterator[Browser]:
+    """Start a browser with one page; its profile stands in ``folder``."""
+    program = executable()
+    assert program is not None
+    to_browser, commands = os.pipe()
+    answers, from_browser = os.pipe()
+    # The browser reads from descriptor 3 and writes to 4.
+    script = f'exec 3<&{to_browser} 4>&{from_browser}; exec "$@"'
+    arguments = [
+        program, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions",
+        "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+        "--force-color-profile=srgb", f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        ["bash", "-c", script, "bash", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        pass_fds=(to_browser, from_browser), start_new_session=True,
+    )  # fmt: skip
+    os.close(to_browser)
+    os.close(from_browser)
+    try:
+        browser = Browser(commands, answers)
+        yield browser
+        browser.call("Browser.close", of_page=False)
+        process.wait(ANSWER_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(commands)
+        os.close(answers)
+
+
+class Browser:
+    """One page.
+
+    Attributes
+    ----------
+    complaints
+        What the page has logged as an error or a warning, uncaught exceptions, and what it tried to load and could not.
+    requests
+        Addresses that the page has asked for, but for the ones within it.
+    """
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self._commands, self._answers = commands, answers
+        self._received = b""
+        self._number = 0
+        self._session: str | None = None
+        self._loaded = False
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        pages = self.call("Target.getTargets", of_page=False)["targetInfos"]
+        page = next(target["targetId"] for target in pages if target["type"] == "page")
+        attached = self.call("Target.attachToTarget", of_page=False, targetId=page, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, *, of_page: bool = True, **parameters: Any) -> dict[str, Any]:
+        """Send a command of the Chrome DevTools protocol and return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if of_page:
+            message["sessionId"] = self._session
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._commands, data) :]
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+
+    def open(self, path: Path, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        """Load a page, as wide as told; complaints and requests begin anew."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.complaints, self.requests, self._loaded = [], [], False
+        self.call("Page.navigate", url=path.as_uri())
+        while not self._loaded:
+            self._receive()
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of an expression in the page, as plain data; a promise is awaited."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """Press and release a key, as a person would."""
+        code, text = _KEYS[key]
+        about = {"key": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def type(self, text: str) -> None:
+        """Type into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def click(self, selector: str) -> None:
+        """Click with the pointer on the middle of the first element that fits."""
+        x, y = self.evaluate(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', "
+            "inline: 'center'}); const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def screenshot(self, path: Path) -> None:
+        """Save a picture of the whole page."""
+        height = self.evaluate("document.documentElement.scrollHeight")
+        width = self.evaluate("innerWidth")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        picture = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(picture["data"]))
+
+    def _receive(self) -> dict[str, Any]:
+        """The next message, after what it says about the page was noted."""
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._answers], [], [], ANSWER_TIMEOUT_S)
+            assert ready, f"the browser said nothing for {ANSWER_TIMEOUT_S:g} s"
+            data = os.read(self._answers, 1 << 20)
+            assert data, "the browser has ended"
+            self._received += data
+        line, _, self._received = self._received.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        about = message.get("params", {})
+        match message.get("method"):
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Runtime.exceptionThrown":
+                self.complaints.append(str(about["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if about["type"] in ("error", "warning", "assert"):
+                self.complaints.append(str(about["args"]))
+            case "Log.entryAdded" if about["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(about["entry"]["text"])
+            case "Network.requestWillBeSent" if not about["request"]["url"].startswith("data:"):
+                self.requests.append(about["request"]["url"])
+        return message
