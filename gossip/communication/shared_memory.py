@@ -124,7 +124,7 @@ class Mailroom:
             secret = secrets.token_hex(8)
             if fd is not None:
                 os.write(fd, secret.encode())
-            mine = [_machine() if fd is not None else None, os.getpid(), fd, secret]
+            mine = [machine() if fd is not None else None, os.getpid(), fd, secret]
             everyone = _gather(world, mine)
             seen = [
                 rank
@@ -169,7 +169,7 @@ def _gather(world: World, content: Any) -> list[Any]:
     return [json.loads(data) for data in world.gather_bytes(json.dumps(content).encode(), "finding neighbours")]
 
 
-def _machine() -> list[str | int]:
+def machine() -> list[str | int]:
     """Equal in two processes that can have memory in common, and between which nobody has put a network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return [boot, os.getuid(), *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))]

@@ -27,6 +27,9 @@ class Cluster:
         Gigabits per second of a node's link, each way; ``math.inf`` for a network that costs nothing.
     local_latency_us, local_bandwidth_gbps : float
         The same between two ranks of one node; the bandwidth is each rank's own.
+    shares_memory : bool
+        Whether ranks of a node read each other's parameters where they lie, as gossip does on a CPU: values from
+        64 KiB on, uncompressed. Gradients are sent all the same.
 
     Raises
     ------
@@ -46,6 +49,7 @@ class Cluster:
     bandwidth_gbps: float = 10.0
     local_latency_us: float = 5.0
     local_bandwidth_gbps: float = 100.0
+    shares_memory: bool = False
 
     def __post_init__(self) -> None:
         check_integer("num_nodes", self.num_nodes, minimum=1)

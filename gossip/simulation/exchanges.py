@@ -154,7 +154,12 @@ class Neighbourhoods:
 
 
 def plan_exchange(
-    round_: Round, cluster: Cluster, *, all_reduces: Collection[tuple[int, ...]] = (), present: Mask | None = None
+    round_: Round,
+    cluster: Cluster,
+    *,
+    all_reduces: Collection[tuple[int, ...]] = (),
+    reads_memory: bool = False,
+    present: Mask | None = None,
 ) -> ExchangePlan | None:
     """Return the plan of a round, None if nothing is sent.
 
@@ -164,20 +169,22 @@ def plan_exchange(
     cluster : Cluster
     all_reduces : collection of tuple of int
         The uniform groups that exchange by ring all-reduce in the order of their ranks; all else goes point to point.
+    reads_memory : bool
+        Whether messages between two ranks of a node are not sent, but read where they lie.
     present : array of bool, [n], optional
         The ranks that take part; an edge to another is left out.
     """
     if round_.is_identity:
         return None
     if round_.uniform_groups is not None:
-        return _plan_groups(round_.uniform_groups, cluster, all_reduces, present)
+        return _plan_groups(round_.uniform_groups, cluster, all_reduces, reads_memory, present)
     receivers, senders, _ = round_.edges()
     if present is not None:
         kept = present[senders] & present[receivers]
         receivers, senders = receivers[kept], senders[kept]
     if not len(senders):
         return None
-    traffic = Traffic(senders, receivers, np.ones(len(senders)))
+    traffic = _messages(senders, receivers, cluster, reads_memory)
     return _plan(Neighbourhoods(senders, receivers, cluster.world_size), traffic, cluster)
 
 
@@ -185,9 +192,11 @@ def _plan_groups(
     all_groups: Sequence[tuple[int, ...]],
     cluster: Cluster,
     all_reduces: Collection[tuple[int, ...]],
+    reads_memory: bool,
     present: Mask | None,
 ) -> ExchangePlan | None:
-    groups, turns, parts, pairs = [], [], [], []
+    none = np.empty(0, dtype=np.int64)
+    groups, turns, rings, senders, receivers = [], [], [], [none], [none]
     for group in all_groups:
         left = group if present is None else tuple(rank for rank in group if present[rank])
         if len(left) < 2:
@@ -195,15 +204,15 @@ def _plan_groups(
         groups.append(left)
         is_ring = len(left) > 2 and group in all_reduces
         turns.append(2 * (len(left) - 1) if is_ring else 1)
-        if len(left) == 2:
-            pairs.append(left)
+        if is_ring:
+            rings.append(_ring(left))
         else:
-            parts.append(_ring(left) if is_ring else _all_pairs(left))
+            senders.append(np.repeat(left, len(left) - 1))
+            receivers.append(np.array([reader for rank in left for reader in left if reader != rank]))
     if not groups:
         return None
-    both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    parts.append(Traffic(both.ravel(), both[:, ::-1].ravel(), np.ones(both.size)))
-    return _plan(Groups(groups, turns, cluster.world_size), Traffic.together(parts), cluster)
+    messages = _messages(np.concatenate(senders), np.concatenate(receivers), cluster, reads_memory)
+    return _plan(Groups(groups, turns, cluster.world_size), Traffic.together([*rings, messages]), cluster)
 
 
 def _ring(group: tuple[int, ...]) -> Traffic:
@@ -212,12 +221,12 @@ def _ring(group: tuple[int, ...]) -> Traffic:
     return Traffic(np.array(group), np.roll(group, -1), np.full(size, 2.0 * (size - 1) / size))
 
 
-def _all_pairs(group: tuple[int, ...]) -> Traffic:
-    """Each to each."""
-    size = len(group)
-    others = ~np.eye(size, dtype=np.bool_)
-    senders = np.repeat(group, size - 1)
-    return Traffic(senders, np.tile(group, (size, 1))[others], np.ones(len(senders)))
+def _messages(senders: IntArray, receivers: IntArray, cluster: Cluster, reads_memory: bool) -> Traffic:
+    """Each as a whole from one rank to another."""
+    amounts = np.ones(len(senders))
+    if reads_memory:
+        amounts[senders // cluster.local_size == receivers // cluster.local_size] = 0.0
+    return Traffic(senders, receivers, amounts)
 
 
 def _plan(coupling: Groups | Neighbourhoods, traffic: Traffic, cluster: Cluster) -> ExchangePlan:

@@ -147,27 +147,35 @@ class GossipSteps:
 
     def _plan(self, step: int, num_bytes: float, present: Mask | None) -> ExchangePlan | None:
         is_large = num_bytes >= MIN_LARGE_BYTES
-        all_reduces = self._all_reduces if is_large else ()
         if present is not None:
-            return plan_exchange(self._topology.round(step), self._cluster, all_reduces=all_reduces, present=present)
+            return self._make_plan(step, is_large, present)
         number, period = step, self._topology.period
         if period is not None and step >= self._topology.warmup:
             number = self._topology.warmup + (step - self._topology.warmup) % period
         if (number, is_large) not in self._plans:
             if period is None:
                 self._plans.clear()  # no round comes back
-            round_ = self._topology.round(step)
-            self._plans[number, is_large] = plan_exchange(round_, self._cluster, all_reduces=all_reduces)
+            self._plans[number, is_large] = self._make_plan(step, is_large, None)
         return self._plans[number, is_large]
+
+    def _make_plan(self, step: int, is_large: bool, present: Mask | None) -> ExchangePlan | None:
+        return plan_exchange(
+            self._topology.round(step),
+            self._cluster,
+            all_reduces=self._all_reduces if is_large else (),
+            reads_memory=is_large and self._cluster.shares_memory and self._ratio == 1.0,
+            present=present,
+        )
 
 
 def _groups_on_wire(topology: Topology, cluster: Cluster, compression_ratio: float) -> Collection[tuple[int, ...]]:
     """The groups that all-reduce: what :class:`gossip.DistributedTransport` does on gloo.
 
-    Compressed messages are not added on the wire, and ranks of one node read each other's memory instead.
+    Compressed messages are not added on the wire, and ranks that can read each other's memory do that instead.
     """
     if compression_ratio != 1.0:
         return frozenset()
-    return frozenset(
-        group for group in shared_groups(topology) if group[0] // cluster.local_size != group[-1] // cluster.local_size
-    )
+    groups = shared_groups(topology)
+    if cluster.shares_memory:
+        groups = [group for group in groups if group[0] // cluster.local_size != group[-1] // cluster.local_size]
+    return frozenset(groups)

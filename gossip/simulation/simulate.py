@@ -82,9 +82,9 @@ def simulate_time(
     >>> cluster = Cluster(8, latency_us=0, bandwidth_gbps=1)
     >>> workload = Workload(0.1, 0.2, (25_000_000,) * 4)
     >>> round(simulate_time("ddp", cluster, workload, 10).step_time_s, 2)
-    1.45
+    1.55
     >>> round(simulate_time(topologies.build("one_peer_exponential", 8), cluster, workload).step_time_s, 2)
-    0.95
+    0.8
     """
     num_steps = check_integer("num_steps", num_steps, minimum=1)
     if not isinstance(cluster, Cluster):

@@ -107,8 +107,8 @@ def test_a_peer_that_does_not_read_is_named() -> None:
 def pretend_to_be_elsewhere() -> tuple[int, int]:
     """Rank 0 in another network, as in a container of its own."""
     if dist.get_rank() == 0:
-        machine = shared_memory._machine()
-        shared_memory._machine = lambda: [*machine[:2], 0, *machine[3:]]
+        machine = shared_memory.machine()
+        shared_memory.machine = lambda: [*machine[:2], 0, *machine[3:]]
     world = World(timedelta(seconds=60))
     transport = DistributedTransport(world, topologies.build("complete", 3))
     local = transport._mailroom.local

@@ -97,6 +97,19 @@ def test_ranks_of_a_node_share_its_link() -> None:
     assert run.total_time_s == pytest.approx(10 * 0.2)
 
 
+def test_memory_that_ranks_share_costs_nothing_but_for_all_reduce_of_gradients() -> None:
+    cluster = Cluster(1, 4, **{**FREE, "local_bandwidth_gbps": 1.0})
+    sharing = dataclasses.replace(cluster, shares_memory=True)
+    workload = Workload(0.0, 0.0, (12_500_000,))
+    for name, messages in (("one_peer_hypercube", 1.0), ("ring", 2.0), ("complete", 1.5)):
+        sent, read = (simulate_time(_method(name, 4), each, workload, 5) for each in (cluster, sharing))
+        np.testing.assert_allclose(np.diff(sent.step_ends_s), 0.1 * messages)
+        assert read.total_time_s == 0.0
+    assert simulate_time("ddp", sharing, workload, 5).step_time_s == pytest.approx(0.15)
+    small = Workload(0.0, 0.0, (2**16 - 1,))
+    assert simulate_time(_method("ring", 4), sharing, small, 5).total_time_s > 0
+
+
 def test_compressed_messages_are_smaller_and_not_summed_on_the_wire() -> None:
     workload = Workload(0.0, 0.0, (12_500_000,))
     complete, pairs = topologies.build("complete", 5), topologies.build("one_peer_exponential", 4)
