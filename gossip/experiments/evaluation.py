@@ -46,9 +46,7 @@ def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Te
 
 
 @torch.no_grad()
-def evaluate_replicas(
-    workers: gossip.VirtualWorkers, inputs: torch.Tensor, targets: torch.Tensor
-) -> list[Evaluation]:
+def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
     """Evaluate every replica on all samples, all replicas at once. Local."""
     was_training = workers.module.training
     workers.module.eval()

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-
 TOGETHER_FILE = "workers.jsonl"
 """The records of a run whose ranks are all in one process: means over them."""
 

@@ -107,7 +107,7 @@ class Settings:
     num_threads: int | None
 
     def evaluates_after(self, steps: int, *, epochs: int | None) -> bool:
-        """Whether to evaluate after so many steps; ``epochs`` is how many epochs ended with the last one, if one did."""
+        """Whether to evaluate after so many steps; ``epochs`` is how many ended with the last one, None amid one."""
         return (epochs is not None and every(self.evaluate_every_epochs, epochs)) or every(
             self.evaluate_every_steps, steps
         )

@@ -169,7 +169,9 @@ def _finish(
     workers.global_avg()
     after = workers.consensus_distance()
     average = evaluate(workers.module, data.test_inputs, data.test_targets)
-    mean = Evaluation(*(sum(values) / len(local) for values in zip(*((e.loss, e.accuracy) for e in local), strict=True)))
+    mean = Evaluation(
+        *(sum(values) / len(local) for values in zip(*((e.loss, e.accuracy) for e in local), strict=True))
+    )
     last |= mean.named("test") | average.named("averaged_test")
     last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
     reports = []

@@ -112,7 +112,9 @@ def fingerprint(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def make_job(overrides: Sequence[str], config: Mapping[str, Any], choices: Mapping[str, str], other: Sequence[str]) -> Job:
+def make_job(
+    overrides: Sequence[str], config: Mapping[str, Any], choices: Mapping[str, str], other: Sequence[str]
+) -> Job:
     """Describe a run.
 
     Parameters

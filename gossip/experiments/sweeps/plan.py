@@ -12,7 +12,16 @@ from gossip.experiments.settings import Settings
 from gossip.experiments.sweeps import grid
 from gossip.experiments.sweeps.jobs import Job, check_distinct, make_job
 
-_TOLD_APART = ("topology", "method", "launch.world_size", "data.partition", "algorithm", "compression", "engine", "seed")
+_TOLD_APART = (
+    "topology",
+    "method",
+    "launch.world_size",
+    "data.partition",
+    "algorithm",
+    "compression",
+    "engine",
+    "seed",
+)
 """Axes for which a row has fields of its own."""
 
 Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]

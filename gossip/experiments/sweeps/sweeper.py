@@ -7,6 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -34,14 +35,12 @@ class GridSweeper(Sweeper):
 
     Parameters
     ----------
-    max_batch_size : None
-        Of hydra's own sweeper; the launchers decide how many run at once.
     params : mapping or None
         From keys to values separated by commas; the command line has the last word.
     """
 
-    def __init__(self, max_batch_size: int | None = None, params: Mapping[str, str] | None = None) -> None:
-        self._params = dict(params or {})
+    def __init__(self, params: Mapping[str, str]) -> None:
+        self._params = dict(params)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra calls this once."""
@@ -109,14 +108,15 @@ class GridSweeper(Sweeper):
         """For each key its overrides, one by one."""
         parser = OverridesParser.create(config_loader=self._context.config_loader)
         axes: dict[str, list[str]] = {}
-        for override in parser.parse_overrides([f"{key}={value}" for key, value in self._params.items()] + arguments):
+        params = [f"{key}={value}" for key, value in self._params.items()]
+        for override in parser.parse_overrides([*params, *arguments]):
             key = override.get_key_element()
             if override.is_discrete_sweep():
                 axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
             elif override.is_sweep_override():
                 raise ConfigurationError(f"{override.input_line} is no list of values; write {key}=value,value")
             else:
-                axes[key] = [override.input_line]
+                axes[key] = [str(override.input_line)]
         return axes
 
     def _compose(self, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -141,8 +141,10 @@ def finish(plan: Plan, folder: Path) -> list[dict[str, Any]]:
 
 
 def register() -> None:
-    """Make the sweeper known to hydra as ``hydra.sweeper._target_=hydra_plugins.gossip_training.GridSweeper``.
+    """Make the sweeper known to hydra, as ``hydra/sweeper=grid``.
 
-    Hydra makes only plugins that are named as of this package, which none but installed distributions can add to.
+    Hydra makes only plugins whose name is of its package ``hydra_plugins``, which a repository cannot add modules to.
     """
-    Plugins.instance().class_name_to_class["hydra_plugins.gossip_training.GridSweeper"] = GridSweeper
+    name = "hydra_plugins.gossip_training.GridSweeper"
+    Plugins.instance().class_name_to_class[name] = GridSweeper
+    ConfigStore.instance().store(group="hydra/sweeper", name="grid", node={"_target_": name, "params": {}})
