@@ -41,6 +41,7 @@ from gossip.simulation import SlowRank as SlowRank
 from gossip.simulation import Workload as Workload
 from gossip.simulation import simulate_time as simulate_time
 from gossip.stats import StepStats as StepStats
+from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "Transport",
     "Uncompressed",
     "UsesExchange",
+    "VirtualWorkers",
     "Workload",
     "World",
     "export",

@@ -79,11 +79,11 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
         raise ValueError(f'clip must be "global" or "bucket", got {arguments.clip!r}')
     if arguments.buffers not in ("local", "average"):
         raise ValueError(f'buffers must be "local" or "average", got {arguments.buffers!r}')
-    _check_positive("bucket_cap_mb", arguments.bucket_cap_mb, "number of MiB")
+    check_positive("bucket_cap_mb", arguments.bucket_cap_mb, "number of MiB")
     if not math.isfinite(arguments.bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb must be finite, got {arguments.bucket_cap_mb}; sys.maxsize is as good as inf")
     if arguments.clip_grad_norm is not None:
-        _check_positive("clip_grad_norm", arguments.clip_grad_norm, "norm")
+        check_positive("clip_grad_norm", arguments.clip_grad_norm, "norm")
         if not arguments.step_in_backward:
             raise ValueError(
                 f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
@@ -126,7 +126,8 @@ def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
     return topology
 
 
-def _check_positive(name: str, value: object, what: str) -> None:
+def check_positive(name: str, value: object, what: str) -> None:
+    """Refuse what is no positive number; ``what`` it is, for the error."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a {what}, got {value!r}")
     if not value > 0:

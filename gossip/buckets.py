@@ -88,7 +88,7 @@ class Bucket:
                 parameter.data = parameter.data.clone()
 
     @cached_property
-    def _padding(self) -> list[slice]:
+    def padding(self) -> list[slice]:
         """Where the block holds no value of a parameter."""
         is_padding = torch.ones(self.block.numel() + 2, dtype=torch.int8)
         is_padding[0] = is_padding[-1] = 0
@@ -104,7 +104,7 @@ class Bucket:
         What lies between the parameters is set to zero again: a compression may have made something of it, and it is in
         no checkpoint.
         """
-        for gap in self._padding:
+        for gap in self.padding:
             self.block[gap] = 0
         torch.autograd.graph.increment_version(self.parameters)
 

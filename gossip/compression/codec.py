@@ -43,6 +43,23 @@ class Compression(ABC):
     def codec(self, bucket: BucketShape, rank: int) -> Codec:
         """The state of one bucket at one rank. Local."""
 
+    def messages(self, values: torch.Tensor) -> torch.Tensor | None:
+        """The messages of several replicas at once, where a message is the values themselves in some dtype.
+
+        Parameters
+        ----------
+        values : Tensor, [..., numel]
+            Leading dimensions are replicas.
+
+        Returns
+        -------
+        Tensor, [..., numel], or None
+            What :meth:`Codec.encode` makes of each; ``values`` itself if that is what is sent. None where a message is
+            something else: then every replica needs a codec of its own.
+        """
+        del values
+        return None
+
     @abstractmethod
     def describe(self) -> str:
         """Name and constants, to be compared between ranks and logged."""

@@ -17,6 +17,9 @@ class Uncompressed(Compression):
     def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
         return ValuesCodec(bucket, rank, bucket.dtype)
 
+    def messages(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
     def describe(self) -> str:
         return "none"
 
@@ -44,6 +47,10 @@ class Cast(Compression):
     def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
         return ValuesCodec(bucket, rank, self.dtype)
 
+    def messages(self, values: torch.Tensor) -> torch.Tensor:
+        largest = _largest(self.dtype, values.dtype)
+        return (values if largest is None else _within(values, largest)).to(self.dtype)
+
     def describe(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp16"
 
@@ -66,7 +73,7 @@ class ValuesCodec(Codec):
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self.is_exact = dtype == bucket.dtype
-        self._largest = torch.finfo(dtype).max if dtype == torch.float16 != bucket.dtype else None
+        self._largest = _largest(dtype, bucket.dtype)
         self._weights: dict[int, float] = {}
         self._rows = self.message.new_empty((0, bucket.numel))
         self._difference: torch.Tensor | None = None
@@ -126,6 +133,11 @@ class ValuesCodec(Codec):
         """As :meth:`decode`, of the weighted sum of the messages, which lies in the accumulator."""
         for part in chunks(self.message.numel(), self.message.device):
             yield part, mean[part].sub_(self.message[part])
+
+
+def _largest(dtype: torch.dtype, of: torch.dtype) -> float | None:
+    """Beyond what ``dtype`` ends, where values of another one may be larger."""
+    return torch.finfo(dtype).max if dtype == torch.float16 != of else None
 
 
 def _within(values: torch.Tensor, largest: float) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""One batch for all replicas: split along a dimension, and what they make of it put together again, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring ranks that get equally many samples.
+
+    Attributes
+    ----------
+    first, stop : int
+        The ranks.
+    begin : int
+        The place of their first sample in the batch.
+    num_each : int
+        Samples of each.
+    """
+
+    first: int
+    stop: int
+    begin: int
+    num_each: int
+
+
+def divide(num_samples: int, world_size: int) -> tuple[Part, ...]:
+    """Deal samples to ranks in order: as many to each, the remainder one each to the first ones.
+
+    With fewer samples than ranks the last ranks get none, and are in no part.
+
+    Examples
+    --------
+    >>> divide(5, 3)
+    (Part(first=0, stop=2, begin=0, num_each=2), Part(first=2, stop=3, begin=4, num_each=1))
+    """
+    each, rest = divmod(num_samples, world_size)
+    parts = (Part(0, rest, 0, each + 1), Part(rest, world_size, rest * (each + 1), each))
+    return tuple(part for part in parts if part.stop > part.first and part.num_each > 0)
+
+
+def count_samples(inputs: Any, dim: int) -> int:
+    """The length along ``dim`` of all tensors within ``inputs`` that have it.
+
+    Raises
+    ------
+    ValueError
+        They differ; or there is none, or no sample in them.
+    """
+    lengths = {leaf.shape[dim] for leaf in _splittable(inputs, dim)}
+    if not lengths:
+        raise ValueError(
+            f"the inputs have no tensor with a dimension dim={dim} to split over the replicas; pass a batch, or "
+            "construct VirtualWorkers with another dim"
+        )
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the inputs' tensors have different lengths {sorted(lengths)} along dim={dim}, and cannot be split alike "
+            "over the replicas; give all of them one batch dimension (expand what is the same for all samples)"
+        )
+    (length,) = lengths
+    if length == 0:
+        raise ValueError(f"the inputs have no sample: length 0 along dim={dim}; pass at least one")
+    return length
+
+
+def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.device) -> tuple[Any, list[bool]]:
+    """What some of the ranks of a part see: tensors [k, ...] with ``num_each`` samples along ``dim`` of the rest.
+
+    Tensors without that dimension, and what is no tensor, go to all of them as they are.
+
+    Returns
+    -------
+    inputs, is_split
+        The latter for each tensor leaf: whether it has the leading dimension of replicas.
+    """
+    begin = part.begin + (ranks.start - part.first) * part.num_each
+    length = len(ranks) * part.num_each
+    is_split: list[bool] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_split.append(_is_splittable(leaf, dim))
+        if not is_split[-1]:
+            return leaf.to(device)
+        own = leaf.narrow(dim, begin, length).to(device)
+        return own.unflatten(dim, (len(ranks), part.num_each)).movedim(dim, 0)
+
+    return tree_map(take, inputs), is_split
+
+
+def gather(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
+    """Put together what groups of replicas gave, [k, ...] each: along ``dim`` of the rest, else one entry a replica."""
+
+    def join(*leaves: Any) -> Any:
+        if not isinstance(leaves[0], torch.Tensor):
+            return leaves[0]
+        rows = [leaf.to(device) for leaf in leaves]
+        if rows[0].dim() <= dim + 1:
+            return torch.cat(rows)
+        return torch.cat([row.movedim(0, dim).flatten(dim, dim + 1) for row in rows], dim)
+
+    return tree_map(join, *outputs)
+
+
+def _splittable(inputs: Any, dim: int) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and _is_splittable(leaf, dim))
+
+
+def _is_splittable(leaf: torch.Tensor, dim: int) -> bool:
+    return leaf.dim() > dim

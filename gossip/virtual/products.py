@@ -1,0 +1,89 @@
+"""What each replica is to add after a round, for messages that are values: W m - m without a dense W."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from gossip.communication.world import accumulation_dtype
+from gossip.virtual.shards import Shard
+from topologies import Round
+
+_GROUPS_FROM = 8
+"""In uniform groups of so many ranks, one mean per group is less work than a weighted sum per rank."""
+_CHUNK_ROWS = 64
+
+
+def weighted_differences(
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    r"""By shard: :math:`\sum_j W_{ij} m_j - m_i` of each rank i there, [k, numel], in the dtype of accumulation.
+
+    Parameters
+    ----------
+    round_ : Round
+    shards : sequence of Shard
+    messages : sequence of Tensor, [k, numel]
+        Those of each shard's ranks, on its device.
+    """
+    groups = round_.uniform_groups
+    if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
+        return _from_means(groups, shards, messages)
+    return _from_sums(round_, shards, messages)
+
+
+def _from_means(
+    groups: Sequence[Sequence[int]], shards: Sequence[Shard], messages: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Uniform groups: each rank gets its group's mean, which is summed in float64."""
+    wide = accumulation_dtype(messages[0].dtype)
+    group_of = torch.empty(sum(map(len, groups)), dtype=torch.int64)
+    for number, group in enumerate(groups):
+        group_of[list(group)] = number
+    device = messages[0].device
+    means = torch.zeros((len(groups), messages[0].shape[1]), dtype=torch.float64, device=device)
+    for shard, message in zip(shards, messages, strict=True):
+        own = group_of[shard.ranks.start : shard.ranks.stop].to(device)
+        for rows, numbers in zip(message.split(_CHUNK_ROWS), own.split(_CHUNK_ROWS), strict=True):
+            means.index_add_(0, numbers, rows.to(device, torch.float64))
+    means /= torch.tensor([len(group) for group in groups], dtype=torch.float64, device=device)[:, None]
+    narrow = means.to(wide)
+    return [
+        narrow.to(message.device)[group_of[shard.ranks.start : shard.ranks.stop].to(message.device)].sub_(message)
+        for shard, message in zip(shards, messages, strict=True)
+    ]
+
+
+def _from_sums(round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A weighted sum of rows for each rank."""
+    wide = accumulation_dtype(messages[0].dtype)
+    matrix = round_.sparse().tocsr()
+    differences = []
+    for shard, message in zip(shards, messages, strict=True):
+        rows = matrix[shard.ranks.start : shard.ranks.stop]
+        if len(shards) == 1:
+            table, places = message.to(wide), rows.indices
+        else:
+            sources, places = np.unique(rows.indices, return_inverse=True)
+            table = torch.cat([each.to(message.device, wide) for each in _chosen(sources, shards, messages)])
+        total = functional.embedding_bag(  # a sum of weighted rows of a table
+            torch.from_numpy(places.astype(np.int64)).to(message.device),
+            table,
+            torch.from_numpy(rows.indptr[:-1].astype(np.int64)).to(message.device),
+            mode="sum",
+            per_sample_weights=torch.from_numpy(rows.data).to(message.device, wide),
+        )
+        differences.append(total.sub_(message))
+    return differences
+
+
+def _chosen(
+    sources: np.ndarray[tuple[int], np.dtype[np.int64]], shards: Sequence[Shard], messages: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """The messages of some ranks, in their order, shard by shard."""
+    for shard, message in zip(shards, messages, strict=True):
+        here = sources[(sources >= shard.ranks.start) & (sources < shard.ranks.stop)] - shard.ranks.start
+        yield message[torch.from_numpy(here.astype(np.int64)).to(message.device)]

@@ -1,0 +1,155 @@
+"""The user's optimizers over the stacked parameters, and the rows that they leave alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.bucket_optimizer import OptimizerArgument, build_optimizers
+from gossip.communication.world import accumulation_dtype
+
+Stacks = Mapping[int, Sequence[nn.Parameter]]
+"""By the id of each of the module's parameters, its stacks: one per device."""
+_ELSEWHERE = {"capturable": False, "fused": None, "foreach": None}
+"""Of a group's constants, those that choose an implementation: the default one runs anywhere."""
+
+
+def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, stacks: Stacks) -> tuple[Optimizer, ...]:
+    """The optimizers that were given, or that the factory makes, with stacks in the place of ``module``'s parameters.
+
+    They are made over the module's own parameters: a factory that looks at names and shapes groups them as ever.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`gossip.bucket_optimizer.build_optimizers`; or one of them does not update element by element.
+    """
+    optimizers = build_optimizers(optimizer, module, by_bucket=True)
+    for each in optimizers:
+        _check_elementwise(each)
+        stack_groups(each, stacks)
+    return optimizers
+
+
+def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
+    """Put stacks in the place of the module's parameters, wherever those stand in the optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [stack for parameter in group["params"] for stack in stacks.get(id(parameter), (parameter,))]
+    for parameter in [each for each in optimizer.state if id(each) in stacks]:
+        entry = optimizer.state.pop(parameter)
+        for stack in stacks[id(parameter)]:
+            optimizer.state[stack] = {
+                key: value.to(stack.device).expand(stack.shape).clone()
+                if _has_shape(value, parameter)
+                else copy.copy(value)
+                for key, value in entry.items()
+            }
+
+
+def _has_shape(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Let it update two small matrices, stacked and apart: replicas must not see each other through their optimizer.
+
+    Raises
+    ------
+    ValueError
+        The two differ.
+    """
+    source = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, 2, 3, 3, generator=source, dtype=torch.float64).unbind()
+    for group in optimizer.param_groups:
+        apart = [nn.Parameter(row.clone()) for row in values]
+        together = nn.Parameter(values.clone())
+        try:
+            _step_probe(optimizer, group, apart, [gradient.unbind() for gradient in gradients])
+            _step_probe(optimizer, group, [together], [[gradient] for gradient in gradients])
+        except Exception as error:
+            raise ValueError(f"{_refusal(optimizer)} ({' '.join(str(error).split())})") from error
+        if not torch.allclose(torch.stack([each.detach() for each in apart]), together.detach()):
+            raise ValueError(_refusal(optimizer))
+
+
+def _refusal(optimizer: Optimizer) -> str:
+    return (
+        f"optimizer {type(optimizer).__name__} updates a parameter as a whole, so that stacked replicas would see each "
+        "other; choose one that updates element by element, such as SGD, Adam or AdamW, or train in processes "
+        "(GossipDataParallel)"
+    )
+
+
+def _step_probe(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    """Steps of an optimizer of the same kind and constants over ``parameters``."""
+    probe: Any = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    constants = group | {key: value for key, value in _ELSEWHERE.items() if key in group}
+    if "lr" in group:
+        constants["lr"] = 0.1  # a schedule may begin at 0, where nothing would be seen
+    probe.param_groups = [constants | {"params": list(parameters)}]
+    probe.state = defaultdict(dict)
+    first: nn.Parameter | None = next(iter(group["params"]), None)
+    known = {} if first is None else optimizer.state.get(first, {})
+    for key, value in known.items():
+        for parameter in parameters:
+            seen = (
+                value.flatten()[0].double().expand(parameter.shape).clone()
+                if first is not None and _has_shape(value, first)
+                else copy.copy(value)
+            )
+            probe.state[parameter][key] = seen
+    step: Any = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    for each in gradients:
+        for parameter, gradient in zip(parameters, each, strict=True):
+            parameter.grad = gradient.clone()
+        step(probe)
+
+
+def row_norms(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+    """Euclidean norm of the gradients of each row, over all of ``parameters``, [k]; None without gradients."""
+    norms = [
+        torch.linalg.vector_norm(each.grad.flatten(1), dim=1, dtype=accumulation_dtype(each.dtype))
+        for each in parameters
+        if each.grad is not None
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms else None
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def left_alone(optimizers: Sequence[Optimizer], rows: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Steps within the block leave some rows of some parameters, and of what the optimizers know of them, as they are.
+
+    Parameters
+    ----------
+    optimizers : sequence of Optimizer
+    rows : mapping of Parameter to Tensor, [k], bool
+        Which; their gradients are set to zero.
+    """
+    saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for parameter, which in rows.items():
+        states = [each.state[parameter] for each in optimizers if parameter in each.state]
+        values = [value for state in states for value in state.values() if _has_shape(value, parameter)]
+        saved += [(value, which, value[which]) for value in (parameter.detach(), *values)]
+        parameter[which] = 0  # with weight decay a state that is new is then zero too
+        if parameter.grad is not None:
+            parameter.grad[which] = 0
+    try:
+        yield
+    finally:
+        for value, which, before in saved:
+            value[which] = before

@@ -1,0 +1,581 @@
+"""Many replicas trained in one process, as a cluster of so many ranks would train them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from loguru import logger
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.arguments import check_positive, resolve_topology
+from gossip.autograd import refuse_compiled_autograd
+from gossip.bucket_optimizer import OptimizerArgument
+from gossip.buckets import check_parameters, make_buckets
+from gossip.buffers import is_averaged
+from gossip.compression.codec import Compression
+from gossip.compression.memory import all_finite
+from gossip.compression.names import resolve_compression
+from gossip.engine import MAX_NON_FINITE_STEPS
+from gossip.errors import GossipError
+from gossip.places import check_not_wrapped
+from gossip.virtual.batches import count_samples, divide, gather, scatter
+from gossip.virtual.calls import ReplicaCalls
+from gossip.virtual.exchange import StackedExchange
+from gossip.virtual.saved import (
+    check_fits,
+    deal_,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+    read_state,
+    resized,
+    write_state,
+)
+from gossip.virtual.shards import Shard, make_shards, rows_of, written
+from gossip.virtual.updates import build_stacked_optimizers, left_alone, row_norms, stack_groups
+from topologies import Topology
+
+
+@dataclass(frozen=True)
+class VirtualStats:
+    """What one step of all replicas did.
+
+    Attributes
+    ----------
+    step : int
+        Counted from 0.
+    bytes_sent : float
+        What a rank of a cluster would send for the round that was launched in this step: the mean over ranks.
+    num_skipped : int
+        Replicas that were not updated, or in part, because their gradients were not finite.
+    num_refused : int
+        Replicas that did not mix, or in part, because a message was not finite.
+    """
+
+    step: int
+    bytes_sent: float
+    num_skipped: int
+    num_refused: int
+
+
+class VirtualWorkers:
+    r"""Train ``world_size`` replicas in one process; mix them after every step, as :class:`gossip.GossipDataParallel`.
+
+    All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
+    optimizer, and one product W X per bucket. Topology, algorithm and compression are those of a distributed run, and
+    so are the results, up to rounding: replica i here is rank i there.
+
+    Parameters
+    ----------
+    module : Module or callable
+        One replica, or a function without arguments that makes it. All replicas start from it. It becomes
+        ``workers.module``.
+    world_size : int
+        Number of replicas, n.
+    optimizer : callable, Optimizer, sequence of Optimizer, or None
+        As for :class:`gossip.GossipDataParallel`: over ``module``'s parameters; it then gets the stacked ones. It must
+        update element by element (SGD, Adam, AdamW ...).
+    topology : str or Topology
+    algorithm : str or Algorithm
+    compression : str or Compression, optional
+    clip_grad_norm : float, optional
+        Each replica's gradients are scaled down to this Euclidean norm before the update.
+    clip : str
+        "global": the norm of all gradients of a replica; "bucket": of those in each bucket.
+    buffers : str
+        "local": float buffers stay each replica's own; "average": they are mixed like parameters.
+    bucket_cap_mb : float
+        Size of a replica's bucket in MiB; as in the distributed run that is to be reproduced, where it matters
+        (``clip="bucket"``, compression).
+    dim : int
+        The dimension along which a batch is split over the replicas.
+    loss_reduction : str
+        "mean": the loss that ``backward()`` is called on is a mean over the samples of the whole batch; each replica
+        then gets the gradient of the mean over its own samples. "sum": it is a sum over samples, or over replicas'
+        own losses; gradients are taken as they are.
+    devices : sequence of torch.device or str, optional
+        The replicas are dealt to them evenly, in order. By default the first GPU if there is one, else the CPU.
+
+    Attributes
+    ----------
+    module : Module
+        One bare model. It holds the initial values, and after :meth:`averaged` and :meth:`global_avg` the mean.
+    optimizer : Optimizer, tuple of Optimizer, or None
+        Over the stacked parameters: for schedulers.
+    algorithm : Algorithm
+    compression : Compression
+    topology : Topology
+    world_size : int
+    step : int
+        Number of steps made; also the index of the next round.
+    is_vectorised : bool
+        Whether the replicas run at once. A module that ``torch.func.vmap`` cannot take is run replica by replica, which
+        a warning says.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument, or a parameter of the module, cannot be used; the text says why.
+
+    Notes
+    -----
+    The step is made at the end of the outermost ``backward()`` outside :meth:`no_sync`. A replica that got no sample
+    since the last step, or whose gradients are not finite, is not updated, but mixed. Counters of an optimizer (Adam's
+    ``step``) are common to all replicas.
+
+    Memory besides activations: parameters, gradients, the optimizer's state, and one message, each n times the model.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> workers = VirtualWorkers(nn.Linear(3, 1), 8, partial(torch.optim.SGD, lr=0.1), topology="ring", devices=["cpu"])
+    >>> inputs, targets = torch.ones(32, 3), torch.ones(32, 1)
+    >>> nn.functional.mse_loss(workers(inputs), targets).backward()
+    >>> workers.step
+    1
+
+    References
+    ----------
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[[], nn.Module],
+        world_size: int,
+        optimizer: OptimizerArgument,
+        topology: str | Topology = "one_peer_exponential",
+        *,
+        algorithm: str | Algorithm = "adapt_while_communicating",
+        compression: str | Compression | None = None,
+        clip_grad_norm: float | None = None,
+        clip: Literal["global", "bucket"] = "global",
+        buffers: Literal["local", "average"] = "local",
+        bucket_cap_mb: float = 25.0,
+        dim: int = 0,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        devices: Sequence[torch.device | str] | None = None,
+    ) -> None:
+        _check_integer("world_size", world_size, 1)
+        _check_integer("dim", dim, 0)
+        _check_choice("clip", clip, ("global", "bucket"))
+        _check_choice("buffers", buffers, ("local", "average"))
+        _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
+        if clip_grad_norm is not None:
+            check_positive("clip_grad_norm", clip_grad_norm, "norm")
+        module = _made(module)
+        self.topology = resolve_topology(topology, world_size)
+        self.algorithm = resolve_algorithm(algorithm)
+        self.compression = resolve_compression(compression)
+        self.compression.check(self.topology)
+        check_parameters(module)
+        check_not_wrapped(module)
+        chosen = _devices(devices, world_size)
+        originals = dict(module.named_parameters())
+        if not originals:
+            raise ValueError(f"module {type(module).__name__} has no parameters: there is nothing to train or to mix")
+
+        self.module = module.to(chosen[0])
+        self.world_size = world_size
+        self.step = 0
+        self._dim = dim
+        self._reduces_by_mean = loss_reduction == "mean"
+        self._clip_grad_norm = clip_grad_norm
+        self._clips_buckets = clip == "bucket"
+        self._buckets = make_buckets(module.named_parameters(), int(min(bucket_cap_mb, 2**40) * 2**20))
+        self._shards = make_shards(module, self._buckets, world_size, chosen, mixes_buffers=buffers == "average")
+        self._stacks = {
+            id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in originals.items()
+        }
+        self._optimizers = build_stacked_optimizers(optimizer, module, self._stacks)
+        self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
+        self._calls = ReplicaCalls(module)
+        self._exchange = StackedExchange(
+            self._shards, self._buckets, self._optimizers, self.topology, self.algorithm, self.compression
+        )
+        self._synchronise = True
+        self._is_averaged = False
+        self._callback_is_queued = False
+        self._has_samples = torch.zeros(world_size, dtype=torch.bool)
+        self._num_bad_steps = torch.zeros(world_size, dtype=torch.int64)
+        self._stats: VirtualStats | None = None
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def is_vectorised(self) -> bool:
+        """Whether the replicas run at once, or one after the other."""
+        return self._calls.is_vectorised
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The stacked parameters, [n, *shape]; with several devices one stack of [k, *shape] for each."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As :meth:`parameters`, with the bare module's names; with several devices a name comes once for each."""
+        for name in self._shards[0].parameters:
+            for shard in self._shards:
+                yield name, shard.parameters[name]
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stacked buffers, as :meth:`named_parameters`."""
+        for name in self._shards[0].buffers:
+            for shard in self._shards:
+                yield name, shard.buffers[name]
+
+    def replica(self, rank: int) -> nn.Module:
+        """A copy of the bare module with the values of one rank's replica."""
+        _check_integer("rank", rank, 0, self.world_size - 1)
+        ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
+        copied = copy.deepcopy(self.module)
+        _load(copied, (shard,), lambda stacks: stacks[0][rows.start])
+        return copied
+
+    def stats(self) -> VirtualStats | None:
+        """What the newest step did; None before the first."""
+        return self._stats
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the replicas in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the replicas in evaluation mode."""
+        return self.train(False)
+
+    # ------------------------------------------------------------------ training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Split a batch over the replicas, and put together what they make of it, in order.
+
+        All tensors within the arguments that have the dimension ``dim`` are split along it: as many samples to each
+        replica, the remainder one each to the first ones; with fewer samples than replicas the last ones get none. What
+        else there is goes to all. Tensors in the output are joined along ``dim``, those without it to one entry per
+        replica that had samples. Within :meth:`averaged` the averaged model gets the whole batch.
+
+        Raises
+        ------
+        ValueError
+            There is no batch to split.
+        """
+        if self._is_averaged:
+            return self.module(*args, **kwargs)
+        refuse_compiled_autograd()
+        inputs = (args, kwargs)
+        num_samples = count_samples(inputs, self._dim)
+        outputs, device = [], None
+        for part in divide(num_samples, self.world_size):
+            for shard, rows in rows_of(self._shards, part.first, part.stop):
+                ranks = shard.ranks[rows]
+                own, is_split = scatter(inputs, part, ranks, self._dim, shard.device)
+                output = self._run(shard, rows, own, is_split)
+                if torch.is_grad_enabled():
+                    scale = num_samples / part.num_each if self._reduces_by_mean else 1.0
+                    self._watch(output, ranks, scale)
+                outputs.append(output)
+                device = device or shard.device
+        assert device is not None
+        return gather(outputs, self._dim, device)
+
+    def every(self, *args: Any, **kwargs: Any) -> Any:
+        """What each replica makes of the same inputs: the output's tensors, [n, ...]. Without gradients.
+
+        For evaluating the local replicas.
+        """
+        outputs = []
+        with torch.no_grad():
+            for shard in self._shards:
+                own = tree_map(
+                    lambda leaf, device=shard.device: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
+                    (args, kwargs),
+                )
+                num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(own))
+                outputs.append(self._run(shard, slice(0, len(shard.ranks)), own, [False] * num_tensors))
+        return gather(outputs, 0, self._shards[0].device) if len(outputs) > 1 else outputs[0]
+
+    def _run(self, shard: Shard, rows: slice, inputs: Any, is_split: list[bool]) -> Any:
+        whole = rows == slice(0, len(shard.ranks))
+        parameters: dict[str, torch.Tensor] = {
+            name: each if whole else each[rows] for name, each in shard.parameters.items()
+        }
+        buffers = shard.buffers if whole else {name: each[rows] for name, each in shard.buffers.items()}
+        return self._calls(parameters, buffers, inputs, is_split)
+
+    def _watch(self, output: Any, ranks: range, scale: float) -> None:
+        """Let the backward pass from an output begin a step, with gradients of each replica's own mean."""
+
+        def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            if self._synchronise and not self._callback_is_queued:
+                self._callback_is_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
+            self._has_samples[ranks.start : ranks.stop] = True
+            return gradient if scale == 1.0 else gradient * scale
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(on_gradient)
+
+    def _on_backward_ended(self) -> None:
+        self._callback_is_queued = False
+        if any(parameter.grad is not None for parameter in self.parameters()):
+            if self._is_averaged:
+                raise GossipError("a backward pass inside averaged() cannot train the replicas; leave the block first")
+            self._make_step()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, backward passes only accumulate gradients; the first one outside makes one step of all."""
+        outer, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = outer
+
+    def idle_step(self) -> None:
+        """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange."""
+        self._make_step()
+
+    @torch.no_grad()
+    def _make_step(self) -> None:
+        for optimizer in self._optimizers:
+            stack_groups(optimizer, self._stacks)  # of a group that was added meanwhile
+        refused = self._exchange.combine_()
+        skipped = self._update()
+        self._exchange.send(self.step)
+        if self.algorithm.combines_before_forward:
+            refused = refused + self._exchange.combine_()
+        self._count_bad_steps(skipped | (refused > 0))
+        self._stats = VirtualStats(self.step, self._exchange.bytes_sent, int(skipped.sum()), int((refused > 0).sum()))
+        self._has_samples.zero_()
+        self.step += 1
+
+    def _update(self) -> torch.Tensor:
+        """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n]."""
+        skipped = torch.zeros(self.world_size, dtype=torch.bool)
+        alone: dict[nn.Parameter, torch.Tensor] = {}
+        for shard in self._shards:
+            own = slice(shard.ranks.start, shard.ranks.stop)
+            idle = ~self._has_samples[own]
+            clips_all = self._clip_grad_norm is not None and not self._clips_buckets
+            names = [list(shard.parameters)] if clips_all else [list(bucket.names) for bucket in self._buckets]
+            for some in names:
+                parameters = [shard.parameters[name] for name in some if shard.parameters[name].grad is not None]
+                spoilt = self._measure_and_clip(parameters)
+                left = idle if spoilt is None else idle | spoilt.cpu()
+                if bool(left.any()):
+                    alone.update(dict.fromkeys(parameters, left.to(shard.device)))
+                if spoilt is not None:
+                    skipped[own] |= spoilt.cpu()
+        if bool(skipped.any()):
+            ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
+            logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", self.step, ranks)
+        with left_alone(self._optimizers, alone):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        for parameter in self.parameters():
+            parameter.grad = None
+        return skipped
+
+    def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """Rows whose gradients are not finite, [k]; None if all are."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._clip_grad_norm is None and all(map(all_finite, gradients)):
+            return None
+        norms = row_norms(parameters)
+        if norms is None:
+            return None
+        if self._clip_grad_norm is not None:
+            factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
+        spoilt = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
+        return spoilt if bool(spoilt.any()) else None
+
+    def _count_bad_steps(self, is_bad: torch.Tensor) -> None:
+        self._num_bad_steps = torch.where(is_bad, self._num_bad_steps + 1, 0)
+        if int(self._num_bad_steps.max()) >= MAX_NON_FINITE_STEPS:
+            raise GossipError(
+                f"rank {int(self._num_bad_steps.argmax())}: step {self.step}: gradients or messages were not finite in "
+                f"{MAX_NON_FINITE_STEPS} steps in a row; start again with a smaller learning rate"
+            )
+
+    # ------------------------------------------------------------------ averaging
+
+    @torch.no_grad()
+    def consensus_distance(self) -> tuple[float, float]:
+        """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
+        square, mean_square = 0.0, 0.0
+        for name in self._shards[0].parameters:
+            stacks = [shard.parameters[name].detach() for shard in self._shards]
+            mean = _mean(stacks)
+            mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
+            for stack in stacks:
+                square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
+        distance = math.sqrt(square / self.world_size)
+        return distance, distance / math.sqrt(mean_square) if mean_square else 0.0
+
+    @torch.no_grad()
+    def global_avg(self) -> None:
+        """Replace every replica by the mean; integer buffers by rank 0's. What is in flight is dropped."""
+        self._exchange.drop()
+        self._load_mean()
+        values = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        for name, stack in (*self.named_parameters(), *self.named_buffers()):
+            stack.copy_(values[name].to(stack.device).expand_as(stack))
+        written(self._shards)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Within the block ``module`` holds the mean of the replicas, and calls go to it; training is not touched.
+
+        Yields
+        ------
+        Module
+            ``workers.module``.
+        """
+        self._load_mean()
+        outer, self._is_averaged = self._is_averaged, True
+        try:
+            yield self.module
+        finally:
+            self._is_averaged = outer
+
+    def _load_mean(self) -> None:
+        _load(self.module, self._shards, lambda stacks: _mean(stacks) if is_averaged(stacks[0]) else stacks[0][0])
+
+    # ------------------------------------------------------------------ saving
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """All that the training needs to go on bit for bit: copies, on the CPU, as plain data and tensors [n, ...].
+
+        Parameters and buffers by the bare module's names, optimizers, what is in flight, what codecs remember, and
+        torch's random numbers.
+        """
+        return {
+            "world_size": self.world_size,
+            "step": self.step,
+            "compression": self.compression.describe(),
+            **module_state(self._shards),
+            "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
+            **self._exchange.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, on whatever devices; with another number of replicas from the mean of those saved.
+
+        Then, or with another compression or other buckets, what was in flight is left out, which a warning says.
+
+        Raises
+        ------
+        ValueError
+            It is a state of another model.
+        """
+        check_fits(state, self._shards, self._optimizers)
+        for section, found in (("parameters", self.named_parameters()), ("buffers", self.named_buffers())):
+            stacks: dict[str, list[torch.Tensor]] = {}
+            for name, stack in found:
+                stacks.setdefault(name, []).append(stack)
+            for name, values in state[section].items():
+                deal_(stacks[name], resized(values, self.world_size))
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            load_optimizer_state(optimizer, copy.deepcopy(saved), len(self._shards), self.world_size)
+        self.step = state["step"]
+        self._exchange.forget()
+        left_out = []
+        if state["world_size"] != self.world_size:
+            left_out.append(
+                f"the replicas: {state['world_size']} were saved, all {self.world_size} start from their mean"
+            )
+        elif state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
+            left_out.append("what was in flight: the compression or the buckets are others")
+        else:
+            torch.set_rng_state(state["rng"])
+        if left_out:
+            logger.warning("step {} is restored, but not {}", self.step, "; ".join(left_out))
+        written(self._shards)
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`state_dict` into one file, hashed and by one rename: it is whole, or the old one stays.
+
+        Raises
+        ------
+        CheckpointError
+            It cannot be written.
+        """
+        write_state(self.state_dict(), Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Read what :meth:`save` wrote, and :meth:`load_state_dict`.
+
+        Raises
+        ------
+        CheckpointError
+            The file is missing, damaged, or something else.
+        ValueError
+            It is of another model.
+        """
+        self.load_state_dict(read_state(Path(path)))
+
+
+def _mean(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Over all rows of all shards, on the first one's device."""
+    wide = torch.promote_types(stacks[0].dtype, torch.float32)
+    if len(stacks) == 1:
+        return stacks[0].mean(0, dtype=wide).to(stacks[0].dtype)
+    total = torch.stack([stack.sum(0, dtype=wide).to(stacks[0].device) for stack in stacks]).sum(0)
+    return (total / sum(map(len, stacks))).to(stacks[0].dtype)
+
+
+@torch.no_grad()
+def _load(module: nn.Module, shards: Sequence[Shard], choose: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+    """Write into a bare module what ``choose`` makes of the stacks of each parameter and buffer."""
+    for name, parameter in module.named_parameters():
+        parameter.copy_(choose([shard.parameters[name].detach() for shard in shards]))
+    for name, buffer in module.named_buffers():
+        buffer.copy_(choose([shard.buffers[name] for shard in shards]))
+
+
+def _made(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    made = module if isinstance(module, nn.Module) or not callable(module) else module()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module or a function that makes one, got {type(made).__name__}")
+    return made
+
+
+def _devices(devices: Sequence[torch.device | str] | None, world_size: int) -> list[torch.device]:
+    if devices is None:
+        return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise ValueError(
+            f'devices must be a sequence of at least one device, such as ["cuda:0", "cuda:1"], got {devices!r}'
+        )
+    if len(devices) > world_size:
+        raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
+    return [torch.device(each) for each in devices]
+
+
+def _check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        raise ValueError(f"{name} must be {allowed}, got {value}")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
