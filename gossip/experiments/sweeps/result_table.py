@@ -29,7 +29,7 @@ def print_rows(document: Mapping[str, Any], folder: Path) -> None:
             row["partition"],
             row["algorithm"] or "",
             row["compression"] or "",
-            str(len(row["seeds"])),
+            f"{len(row['seeds']) - row['num_failed']}" + (f" of {len(row['seeds'])}" if row["num_failed"] else ""),
             *(_cell(row["values"].get(name), shown) for _, name, shown in columns),
         )
     print_table(table)
