@@ -100,8 +100,12 @@ def _run_in_folder(
             logger.info("run folder: {}", folder)
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
-        run = train if dist.is_initialized() else _RUNS[experiment.settings.engine]
-        summary = run(config, str(folder))
+        if dist.is_initialized():
+            summary = train(config, str(folder))
+        elif experiment.settings.engine == "virtual":
+            summary = train_virtual(experiment, folder)
+        else:
+            summary = _launch(config, str(folder))
         summary["overrides"] = list(overrides)
         summary["wall_time_s"] += time.perf_counter() - started_at
         if world.rank == 0:
@@ -146,9 +150,6 @@ def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     )
     summary: dict[str, Any] = summaries[0]
     return summary
-
-
-_RUNS = {"processes": _launch, "virtual": train_virtual}
 
 
 def _is_in_one_process(config: Mapping[str, Any]) -> bool:

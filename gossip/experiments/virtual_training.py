@@ -13,7 +13,7 @@ from loguru import logger
 
 import gossip
 from gossip.checkpoints.exporting import write_module
-from gossip.experiments.build import Experiment, build
+from gossip.experiments.build import Experiment
 from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_replicas
 from gossip.experiments.loggers import Logger
 from gossip.experiments.progress import ProgressBar
@@ -24,14 +24,14 @@ from gossip.experiments.training import MODEL_FILE
 from topologies import Round, Topology
 
 
-def train_virtual(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def train_virtual(experiment: Experiment, folder: Path) -> dict[str, Any]:
     """Train all replicas; leave records that are means over them, and the averaged model, in ``folder``. Local.
 
     Parameters
     ----------
-    config : mapping
-        Resolved and plain; ``launch.world_size`` is the number of replicas.
-    folder : str
+    experiment : Experiment
+        Its world size is the number of replicas.
+    folder : Path
         Of the run; it exists.
 
     Returns
@@ -39,15 +39,14 @@ def train_virtual(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     dict
         The summary, as of :func:`gossip.experiments.training.train`.
     """
-    experiment = build(config)
     settings = experiment.settings
     with _threads(settings.num_threads), contextlib.ExitStack() as stack:
         torch.manual_seed(settings.seed)
         workers = make_workers(experiment)
         logger.info("{} replicas in one process, {} steps", settings.world_size, experiment.total_steps)
-        loggers: list[Logger] = [JsonlWriter(Path(folder) / TOGETHER_FILE)]
+        loggers: list[Logger] = [JsonlWriter(folder / TOGETHER_FILE)]
         if experiment.make_logger is not None:
-            loggers.append(experiment.make_logger(str(Path(folder) / "tensorboard" / "workers")))
+            loggers.append(experiment.make_logger(str(folder / "tensorboard" / "workers")))
         for each in loggers:
             stack.callback(each.close)
         bar = stack.enter_context(ProgressBar(experiment.total_steps, visible=True))
@@ -61,7 +60,7 @@ def train_virtual(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         summary = _finish(experiment, workers, report, last)
         summary["wall_time_s"] = 0.0
         _log(loggers, last)
-        write_module(workers.module, Path(folder) / MODEL_FILE)
+        write_module(workers.module, folder / MODEL_FILE)
     return summary
 
 

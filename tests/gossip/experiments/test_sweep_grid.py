@@ -54,12 +54,12 @@ def test_grid_of_baselines_alone_has_both_once(methods: str) -> None:
 
 
 def test_plan_leaves_out_what_is_not_served_and_says_why() -> None:
-    plan = make_plan(axes(topology="hypercube,ring", launch__world_size="4,6", seed="0,1"), compose)
+    plan = make_plan(axes(topology="hypercube,ring", launch__world_size="4,6"), compose)
     (line,) = plan.left_out
     assert line.startswith("hypercube on 6 ranks is left out: ")
     assert "power of two" in line
     labels = [(job.setting.label, job.setting.world_size, job.seed) for job in plan.jobs]
-    assert len(labels) == len(set(labels)) == 2 * (1 + 2) + 2 * 2 * 2
+    assert len(labels) == len(set(labels)) == (1 + 2) + 2 * 2
     assert ("hypercube", 6, 0) not in labels
 
 
@@ -82,9 +82,9 @@ def test_plan_served_settings_have_no_reason() -> None:
 
 
 def test_plan_runs_have_folders_of_their_own() -> None:
-    plan = make_plan(axes(topology="ring,star", optimizer__lr="0.1,0.2", seed="0,1"), compose)
+    plan = make_plan(axes(topology="ring,star", optimizer__lr="0.1,0.2"), compose)
     names = [job.name for job in plan.jobs]
-    assert len(set(names)) == len(names) == 2 * 2 * 2 + 2 * 2 * 2
+    assert len(set(names)) == len(names) == 2 * 2 + 2 * 2
     assert {job.setting.label for job in plan.jobs if job.setting.method == "ddp"} == {
         "all-reduce, optimizer.lr=0.1",
         "all-reduce, optimizer.lr=0.2",

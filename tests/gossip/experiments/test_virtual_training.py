@@ -29,7 +29,6 @@ def run(folder: Path, *overrides: str) -> dict[str, Any]:
         ("topology=one_peer_exponential",),
         ("topology=star", "algorithm=adapt_then_combine", "clip_grad_norm=0.5"),
         ("method=ddp", "clip_grad_norm=0.5"),
-        ("method=local",),
     ],
     ids=lambda method: "_".join(method),
 )
@@ -38,7 +37,18 @@ def test_virtual_run_is_that_of_processes(tmp_path: Path, method: tuple[str, ...
     virtual = run(tmp_path / "virtual", *method, "engine=virtual", "launch.world_size=4")
     assert virtual.keys() == processes.keys()
     assert (processes["engine"], virtual["engine"]) == ("processes", "virtual")
-    same = ("steps", "epochs", "method", "topology", "algorithm", "compression", "clipping", "seed", "world_size", "data")
+    same = (
+        "steps",
+        "epochs",
+        "method",
+        "topology",
+        "algorithm",
+        "compression",
+        "clipping",
+        "seed",
+        "world_size",
+        "data",
+    )
     assert {key: virtual[key] for key in same} == {key: processes[key] for key in same}
     assert virtual["bytes_sent_per_step"] == pytest.approx(processes["bytes_sent_per_step"], rel=1e-6)
     for key in ("averaged_test_loss", "local_test_loss_mean", "local_test_loss_worst"):
