@@ -80,21 +80,44 @@ class Shards:
         first : int
             How many batches of the epoch are left out, because they have been trained on.
         """
-        if self.repeats:
-            for batch in range(first, self.steps_per_epoch):
-                chosen = self._repeated(rank, epoch * self.steps_per_epoch + batch)
-                yield inputs[chosen], targets[chosen]
-            return
-        order = torch.from_numpy(_order(self.seed, rank, epoch, len(inputs)))
-        for chosen in order[: self.steps_per_epoch * self.batch_size].split(self.batch_size)[first:]:
+        for places in self._places(rank, epoch, first):
+            chosen = torch.from_numpy(places)
             yield inputs[chosen], targets[chosen]
 
-    def _repeated(self, rank: int, step: int) -> torch.Tensor:
+    def batches_of_all(
+        self, inputs: torch.Tensor, targets: torch.Tensor, *, epoch: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each step of an epoch the batches of all ranks, one after the other in the order of the ranks.
+
+        Parameters
+        ----------
+        inputs, targets : Tensor, [N, ...]
+            All samples.
+        epoch : int
+        """
+        for places in zip(*(self._places(rank, epoch) for rank in range(len(self.indices))), strict=True):
+            of_ranks = [own[some] for own, some in zip(self.indices, places, strict=True)]
+            chosen = torch.from_numpy(np.concatenate(of_ranks))
+            yield inputs[chosen], targets[chosen]
+
+    def _places(self, rank: int, epoch: int, first: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+        """Which of a rank's samples are in each batch of an epoch."""
+        size = len(self.indices[rank])
+        for batch in range(first, self.steps_per_epoch):
+            if self.repeats:
+                yield self._repeated(rank, epoch * self.steps_per_epoch + batch)
+            else:
+                yield _order(self.seed, rank, epoch, size)[batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _repeated(self, rank: int, step: int) -> npt.NDArray[np.int64]:
         """Which of a rank's samples a step takes: each pass over them is in an order of its own."""
         size = len(self.indices[rank])
-        passes, places = np.divmod(np.arange(step * self.batch_size, (step + 1) * self.batch_size), size)
-        orders = (_order(self.seed, rank, number, size)[places[passes == number]] for number in np.unique(passes))
-        return torch.from_numpy(np.concatenate(list(orders)))
+        samples = range(step * self.batch_size, (step + 1) * self.batch_size)
+        pieces = []
+        for number in range(samples.start // size, (samples.stop - 1) // size + 1):
+            order = _order(self.seed, rank, number, size)
+            pieces.append(order[max(0, samples.start - number * size) : samples.stop - number * size])
+        return np.concatenate(pieces)
 
 
 @functools.lru_cache(maxsize=4096)  # a pass takes many steps, and the ranks of a process take turns

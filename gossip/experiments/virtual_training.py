@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def train_virtual(experiment: Experiment, folder: Path) -> dict[str, Any]:
         The summary, as of :func:`gossip.experiments.training.train`.
     """
     settings = experiment.settings
-    with _threads(settings.num_threads), contextlib.ExitStack() as stack:
+    with _threads(settings.num_threads), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's, of attention
         torch.manual_seed(settings.seed)
         workers = make_workers(experiment)
         logger.info("{} replicas in one process, {} steps", settings.world_size, experiment.total_steps)
@@ -98,11 +100,12 @@ def _average_gradients(parameter: torch.Tensor) -> None:
 
 def _steps(experiment: Experiment, workers: gossip.VirtualWorkers) -> Iterator[dict[str, Any]]:
     """Make all steps; yield the record of each, the last one without its evaluation."""
-    settings, shards = experiment.settings, experiment.shards
+    settings, shards, data = experiment.settings, experiment.shards, experiment.data
     scheduler = experiment.make_scheduler(workers.optimizer, experiment.total_steps)
     step = 0
     for epoch in range(experiment.num_epochs):
-        for batch, (inputs, targets) in enumerate(_batches(experiment, epoch), start=1):
+        batches = shards.batches_of_all(data.train_inputs, data.train_targets, epoch=epoch)
+        for batch, (inputs, targets) in enumerate(batches, start=1):
             start = time.perf_counter()
             outputs = workers(inputs)
             loss = cross_entropy(outputs, targets)
@@ -133,17 +136,6 @@ def _steps(experiment: Experiment, workers: gossip.VirtualWorkers) -> Iterator[d
             yield record
             if step == experiment.total_steps:
                 return
-
-
-def _batches(experiment: Experiment, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Those of all ranks, one after the other; in the order of the ranks."""
-    data, shards = experiment.data, experiment.shards
-    of_ranks = []
-    for rank, mine in enumerate(map(torch.from_numpy, shards.indices)):
-        of_ranks.append(shards.batches(data.train_inputs[mine], data.train_targets[mine], rank=rank, epoch=epoch))
-    for batches in zip(*of_ranks, strict=True):
-        inputs, targets = zip(*batches, strict=True)
-        yield torch.cat(inputs), torch.cat(targets)
 
 
 def _costs(experiment: Experiment, workers: gossip.VirtualWorkers) -> dict[str, float]:
