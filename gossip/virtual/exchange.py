@@ -115,7 +115,7 @@ class StackedExchange:
             compression = self._compression if index < len(self._buckets) else Uncompressed()
             blocks = [shard.blocks[index] for shard in self._shards]
             messages = [_values(compression, block) for block in blocks]
-            differences = weighted_differences(round_, self._shards, messages)
+            differences = weighted_differences(round_, self._shards, messages, accumulation_dtype(blocks[0].dtype))
             sent = [message.clone() for message in messages] if self._readers else None
             self.in_flight[index] = InFlight(step, differences, sent)
             is_summed = messages[0].dtype == blocks[0].dtype  # on the wire, in groups

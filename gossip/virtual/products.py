@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from gossip.communication.world import accumulation_dtype
 from gossip.virtual.shards import Shard
 from topologies import Round
 
@@ -18,9 +17,9 @@ _CHUNK_ROWS = 64
 
 
 def weighted_differences(
-    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype
 ) -> list[torch.Tensor]:
-    r"""By shard: :math:`\sum_j W_{ij} m_j - m_i` of each rank i there, [k, numel], in the dtype of accumulation.
+    r"""By shard: :math:`\sum_j W_{ij} m_j - m_i` of each rank i there, [k, numel], in the dtype ``wide``.
 
     Parameters
     ----------
@@ -28,18 +27,19 @@ def weighted_differences(
     shards : sequence of Shard
     messages : sequence of Tensor, [k, numel]
         Those of each shard's ranks, on its device.
+    wide : torch.dtype
+        In which they are summed.
     """
     groups = round_.uniform_groups
     if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
-        return _from_means(groups, shards, messages)
-    return _from_sums(round_, shards, messages)
+        return _from_means(groups, shards, messages, wide)
+    return _from_sums(round_, shards, messages, wide)
 
 
 def _from_means(
-    groups: Sequence[Sequence[int]], shards: Sequence[Shard], messages: Sequence[torch.Tensor]
+    groups: Sequence[Sequence[int]], shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype
 ) -> list[torch.Tensor]:
     """Uniform groups: each rank gets its group's mean, which is summed in float64."""
-    wide = accumulation_dtype(messages[0].dtype)
     group_of = torch.empty(sum(map(len, groups)), dtype=torch.int64)
     for number, group in enumerate(groups):
         group_of[list(group)] = number
@@ -57,9 +57,10 @@ def _from_means(
     ]
 
 
-def _from_sums(round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _from_sums(
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype
+) -> list[torch.Tensor]:
     """A weighted sum of rows for each rank."""
-    wide = accumulation_dtype(messages[0].dtype)
     matrix = round_.sparse().tocsr()
     differences = []
     for shard, message in zip(shards, messages, strict=True):

@@ -1,4 +1,4 @@
-"""The scripts that time compressions and ways of exchange run, and print a table."""
+"""The scripts that time compressions, ways of exchange and virtual workers run, and print a table."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     ("script", "options", "rows"),
     [
         ("compression_speed.py", ["--numel", "5000", "--repetitions", "1"], ["none", "bf16", "int8", "int4", "choco"]),
+        ("virtual_speed.py", ["--world-sizes", "3", "8", "--repetitions", "1", "--loop-up-to", "3"], ["3", "8"]),
         ("exchange_ways.py", ["--world-size", "2", "--repetitions", "1"], ["2 | 1", "2 | 64", "2 | 16800"]),
     ],
 )
@@ -35,7 +36,7 @@ def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: lis
         assert f"\n| {row} |" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["compression_speed.py", "exchange_ways.py"])
+@pytest.mark.parametrize("script", ["compression_speed.py", "exchange_ways.py", "virtual_speed.py"])
 def test_bad_numbers_are_refused_in_one_line(script: str) -> None:
     done = run(script, "--repetitions", "0")
     assert done.returncode == 2

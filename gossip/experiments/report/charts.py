@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gossip.experiments.report.document import Document, Metric, Row
+from gossip.experiments.report.document import METHODS, Document, Metric, Row
 from gossip.experiments.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
 from gossip.experiments.report.scales import Scale
 from gossip.experiments.report.series import Panel
@@ -55,7 +55,7 @@ class Chart:
 
     def end(self, row: Row) -> tuple[float, float, float | None] | None:
         """Where a row ends: x, y and the spread of y; None where it is not known."""
-        known = [(x, y) for x, y in self.line(row) if x is not None and y is not None]
+        known = self._known(row)
         if self.y_value is None or row.values.get(self.y_value) is None:
             return (*known[-1], None) if known else None
         value = row.values[self.y_value]
@@ -63,19 +63,57 @@ class Chart:
         return None if x is None or value is None else (x, value.mean, value.spread)
 
     def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
-        """The axes on which all rows have their place; None if there is nothing to draw."""
-        ends = [end for end in map(self.end, rows) if end is not None]
-        lines = [[(x, y) for x, y in self.line(row) if x is not None and y is not None] for row in rows]
-        start = _START if self.higher_is_better else 0.0
-        up = [y for line in lines for _, y in line[math.floor(start * len(line)) :]]
-        up += [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
-        if not up:
+        """The axes that all rows share; None if there is nothing to draw."""
+        y = self._y_scale(rows)
+        if y is None:
+            return None
+        across: list[float] = []
+        for row in rows:
+            end = self.end(row)
+            if end is not None and y.reaches(end[1]) and not self.is_level(row):
+                across += [end[0], *(x for x, height in self._known(row) if height >= y.low)]
+        # Levels alone have no place along the axis: any will do.
+        return Scale.over(across or [0.0, 1.0], self.x, may_be_log=self.x is not NUMBER), y
+
+    def is_level(self, row: Row) -> bool:
+        """Whether a row stays at the beginning of the x-axis: it sends nothing, however long it runs."""
+        end = self.end(row)
+        return row.method == "local" and end is not None and end[0] == 0
+
+    def _y_scale(self, rows: Sequence[Row]) -> Scale | None:
+        """Where the rows of gossip have their place, and the baselines if they do not squeeze these.
+
+        Replicas that never communicate may be useless, and with all-reduce they differ by rounding alone: a baseline
+        that is farther away than the axis is long is left out.
+        """
+        values: dict[str, list[float]] = {method: [] for method in METHODS}
+        for row in rows:
+            values[row.method] += self._heights(row)
+        compared = values.pop("gossip") or [value for of_method in values.values() for value in of_method]
+        if not compared:
             return None
         if self.target is not None:
-            up.append(self.target)
-        y_scale = Scale.over(up, self.y, may_be_log=self.y is not FRACTION)
-        seen = [x for line in lines for x, y in line if y >= y_scale.low] + [x for x, _, _ in ends]
-        return Scale.over(seen, self.x, may_be_log=self.x is not NUMBER), y_scale
+            compared.append(self.target)
+        may_be_log = self.y is not FRACTION
+        scale = Scale.over(compared, self.y, may_be_log=may_be_log)
+        for of_method in values.values():
+            shares = [share for value in of_method if (share := scale.share(value)) is not None]
+            if shares and min(shares) >= -1.0 and max(shares) <= 2.0:
+                compared += of_method
+        return Scale.over(compared, self.y, may_be_log=may_be_log)
+
+    def _known(self, row: Row) -> list[tuple[float, float]]:
+        return [(x, y) for x, y in self.line(row) if x is not None and y is not None]
+
+    def _heights(self, row: Row) -> list[float]:
+        """What the axis should show of a row; of an accuracy not the beginning."""
+        line, end = self._known(row), self.end(row)
+        start = math.floor(_START * len(line)) if self.higher_is_better else 0
+        heights = [y for _, y in line[start:]]
+        if end is not None:
+            _, y, spread = end
+            heights += [y - (spread or 0.0), y + (spread or 0.0)]
+        return heights
 
 
 def charts(document: Document) -> list[Chart]:
@@ -89,6 +127,11 @@ def charts(document: Document) -> list[Chart]:
             "step", "consensus",
         ),
     ]  # fmt: skip
+
+
+def quantity_of(metric: Metric) -> Quantity:
+    """In what a metric is measured."""
+    return FRACTION if metric.name == "accuracy" else NUMBER
 
 
 def drawable(chart: Chart, panels: Sequence[Panel]) -> tuple[Scale, Scale] | None:
@@ -118,7 +161,7 @@ def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Q
         x_title,
         f"{name} of the averaged model",
         x,
-        FRACTION if name == "accuracy" else NUMBER,
+        quantity_of(metric),
         {"bytes": "bytes", "time": "time_s"}[identifier],
         "metric",
         f"averaged_{name}",

@@ -11,6 +11,8 @@ from gossip.experiments.report.fields import Field
 METHODS = ("gossip", "ddp", "local")
 STATUSES = ("completed", "partly failed", "failed")
 METRICS = ("accuracy", "loss")
+#: The name under which a cluster is described in a sentence.
+DESCRIPTION = "description"
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 
-from gossip.experiments.report.charts import Chart, charts, drawable
+from gossip.experiments.report.charts import quantity_of
 from gossip.experiments.report.columns import same_steps
-from gossip.experiments.report.document import Document
+from gossip.experiments.report.document import DESCRIPTION, Document
+from gossip.experiments.report.figures import make_figures
 from gossip.experiments.report.markup import Element, element, extend, html
-from gossip.experiments.report.pictures import picture_url
-from gossip.experiments.report.plot import draw_mark, draw_panel, undrawn
-from gossip.experiments.report.series import Panel, Series, panels, varying
+from gossip.experiments.report.pictures import make_gallery
+from gossip.experiments.report.series import varying
 from gossip.experiments.report.table import SETTINGS, make_filters, make_table, setting_text
 
-_MOST_DRAWINGS = 6
-_DESCRIPTION = "description"
 _CLUSTER = {
     "num_nodes": "nodes",
     "local_size": "ranks per node",
     "latency_us": "latency, µs",
     "bandwidth_gbps": "bandwidth, Gbit/s",
+    "local_latency_us": "latency within a node, µs",
+    "local_bandwidth_gbps": "bandwidth within a node, Gbit/s",
+    "compute_us_per_sample": "computation per sample, µs",
 }
 #: Nothing is loaded, whatever a document brings along; form targets are none.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; form-action 'none'"
@@ -56,15 +57,11 @@ def _header(document: Document) -> Element:
     header = element("header", element("h1", document.title))
     if document.description:
         extend(header, element("p", document.description))
-    return extend(header, element("p", _summary(document), class_="summary"))
-
-
-def _summary(document: Document) -> str:
-    """How much was run, and how much of it failed."""
     num_runs = sum(len(row.seeds) for row in document.rows)
     num_failed = sum(row.num_failed for row in document.rows)
-    settings = _counted(len(document.rows), "setting")
-    return f"{settings}, {_counted(num_runs, 'run')}, {num_failed or 'none'} failed."
+    ran = f"{_counted(len(document.rows), 'setting')}, {_counted(num_runs, 'run')}, "
+    failed = element("span", f"{num_failed or 'none'} failed", class_="failed" if num_failed else None)
+    return extend(header, element("p", ran, failed, ".", class_="summary"))
 
 
 def _counted(number: int, what: str) -> str:
@@ -74,12 +71,12 @@ def _counted(number: int, what: str) -> str:
 def _sections(document: Document) -> Iterator[Element]:
     if document.rows:
         yield _results(document)
-        yield from _charts(document)
+        yield _section("charts", "Charts", *make_figures(document))
     else:
         text = "The sweep has no rows: nothing was run, or no run left anything."
         yield _section("results", "Results", element("p", text, class_="nothing"))
     if document.drawings:
-        yield _section("topologies", "Topologies", *_drawings(document.drawings))
+        yield _section("topologies", "Topologies", *make_gallery(document.drawings))
     yield _section("settings", "Settings", *_settings(document))
     yield _section("reproduce", "Reproduce", *_reproduce(document))
 
@@ -98,80 +95,10 @@ def _results(document: Document) -> Element:
         "among gossip rows. – means not reached or not measured."  # noqa: RUF001
     )
     nothing = element("p", "No row fits the filters.", id="no-rows", class_="nothing", hidden=True)
-    note = element("p", legend, class_="note")
-    return _section("results", "Results", make_filters(document), count, make_table(document), nothing, note)
-
-
-def _charts(document: Document) -> Iterator[Element]:
-    divided = panels(document.rows)
-    figures = [figure for chart in charts(document) if (figure := _figure(chart, divided)) is not None]
-    if not figures:
-        text = "Nothing to draw: no run has left a curve or a result."
-        yield _section("charts", "Charts", element("p", text, class_="nothing"))
-        return
-    text = (
-        "Rows that the filters leave out are left out here too. Choose a name to bring it out; in a chart arrow keys "
-        "go from mark to mark."
-    )
-    if _DESCRIPTION in document.cluster:
-        text += f" Times are predicted for {document.cluster[_DESCRIPTION]}."
-    note = element("p", text, class_="note")
-    grid = element("div", *figures, class_="figures single" if len(divided) == 1 else "figures")
-    yield _section("charts", "Charts", note, _legend(divided), grid)
-
-
-def _figure(chart: Chart, divided: list[Panel]) -> Element | None:
-    scales = drawable(chart, divided)
-    if scales is None:
-        return None
-    grid = element("div", class_="panels")
-    for number, panel in enumerate(divided):
-        if all(chart.end(series.row) is None for series in panel.series):
-            continue
-        content = [draw_panel(chart, panel, *scales, f"{chart.identifier}-{number}")]
-        if panel.title:
-            content.insert(0, element("h4", panel.title))
-        missing = undrawn(chart, panel, *scales)
-        if missing:
-            text = f"At zero, which this axis cannot show: {', '.join(series.name for series in missing)}."
-            content.append(element("p", text, class_="note"))
-        content.append(element("p", class_="readout", aria_hidden="true"))
-        grid.append(element("div", *content, class_="panel"))
-    title = element("h3", chart.title)
-    return element("section", title, grid, class_="figure", id=f"chart-{chart.identifier}")
-
-
-def _legend(divided: list[Panel]) -> Element:
-    """One entry for each name; it belongs to all rows of that name."""
-    named: dict[str, list[Series]] = {}
-    for panel in divided:
-        for series in panel.series:
-            named.setdefault(series.name, []).append(series)
-    legend = element("ul", class_="legend", aria_label="Legend")
-    for name, members in named.items():
-        style = members[0].style
-        line = element("path", class_="line", d="M2 9H38", stroke_dasharray=style.dash or None)
-        sample = element("svg", line, draw_mark(members[0], 20.0, 9.0), viewBox="0 0 40 18", aria_hidden="true")
-        sample.set("class", f"sample {style.css_class}")
-        button = element("button", sample, element("span", name), type="button", aria_pressed="false", data_name=name)
-        rows = " ".join(dict.fromkeys(str(series.index) for series in members))
-        legend.append(element("li", button, data_rows=rows))
-    return legend
-
-
-def _drawings(drawings: Mapping[str, str]) -> Iterator[Element]:
-    """A gallery; of many one for each number of ranks, or whatever else stands last in the titles."""
-    groups: dict[str, list[Element]] = {}
-    for title, svg in drawings.items():
-        picture = element("img", src=picture_url(svg), alt=f"Drawing of {title}")
-        figure = element("figure", picture, element("figcaption", title))
-        groups.setdefault(title.rpartition(", ")[2], []).append(figure)
-    if len(drawings) <= _MOST_DRAWINGS or len(groups) == 1:
-        yield element("div", *(figure for figures in groups.values() for figure in figures), class_="gallery")
-        return
-    for number, (group, figures) in enumerate(groups.items()):
-        gallery = element("div", *figures, class_="gallery")
-        yield element("details", element("summary", group), gallery, open=number == 0)
+    content = [make_filters(document), count, make_table(document), nothing]
+    if any(value is not None for row in document.rows for value in row.values.values()):
+        content.append(element("p", legend, class_="note"))
+    return _section("results", "Results", *content)
 
 
 def _settings(document: Document) -> Iterator[Element]:
@@ -189,11 +116,12 @@ def _settings(document: Document) -> Iterator[Element]:
     if len(seeds) == 1 and (shared := seeds.pop()):
         common.setdefault("seeds", ", ".join(map(str, shared)))
     metric = document.metric
-    target = "" if metric.target is None else f"; target {metric.target:g}"
-    common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better{target}")
+    common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better")
+    if metric.target is not None:
+        common.setdefault("target", quantity_of(metric).tick_text(metric.target))
     yield from _described("Common to all rows", common)
-    cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items()}
-    yield from _described("Cluster for which times are predicted", cluster)
+    cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items() if name != DESCRIPTION}
+    yield from _described("Cluster for which times are predicted", cluster, document.cluster.get(DESCRIPTION))
 
 
 def _reproduce(document: Document) -> Iterator[Element]:
@@ -205,8 +133,11 @@ def _reproduce(document: Document) -> Iterator[Element]:
     yield from _described("Environment", document.environment)
 
 
-def _described(title: str, texts: Mapping[str, str]) -> Iterator[Element]:
-    if texts:
-        pairs = [element("div", element("dt", name), element("dd", text)) for name, text in texts.items()]
+def _described(title: str, texts: Mapping[str, str], sentence: str | None = None) -> Iterator[Element]:
+    """Text by name, under a heading; nothing without any."""
+    if texts or sentence:
         yield element("h3", title)
-        yield element("dl", *pairs)
+    if sentence:
+        yield element("p", sentence)
+    if texts:
+        yield element("dl", *(element("div", element("dt", name), element("dd", text)) for name, text in texts.items()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from gossip.experiments.report.charts import Chart, segments
 from gossip.experiments.report.markup import Element, element, extend
@@ -15,6 +16,8 @@ _CHARACTER, _LINE = 6.6, 13.0
 #: Points of a line nearer to each other are one.
 _LEAST_DISTANCE = 1.2
 _MARK = 4.2
+#: In heights of the frame.
+_FARTHEST = 50.0
 
 
 def draw_panel(chart: Chart, panel: Panel, x: Scale, y: Scale, identifier: str) -> Element:
@@ -39,7 +42,7 @@ def draw_panel(chart: Chart, panel: Panel, x: Scale, y: Scale, identifier: str) 
 
 
 def undrawn(chart: Chart, panel: Panel, x: Scale, y: Scale) -> list[Series]:
-    """The rows of a panel that have results, but none that the axes can show, such as zero on a logarithmic one."""
+    """The rows of a panel that end where the axes do not reach, such as at zero on a logarithmic one."""
     return [
         series
         for series in panel.series
@@ -75,15 +78,18 @@ def draw_mark(series: Series, x: float, y: float) -> Element:
 
 
 def _draw_series(chart: Chart, series: Series, x: Scale, y: Scale, clip: str) -> Element | None:
-    """Draw what has a place; None if nothing has."""
-    parts = list(_lines(chart, series, x, y, clip))
+    """Draw what has a place; None if nothing has, or the end has none."""
     end = chart.end(series.row)
-    if end is not None and (up := y.share(end[1])) is not None:
+    if end is None or not y.reaches(end[1]):
+        return None
+    up = y.share(end[1]) or 0.0
+    if chart.is_level(series.row):
+        parts = [_line(series, _level(up), clip)]
+    else:
+        parts = list(_lines(chart, series, x, y, clip))
         across = x.share(end[0])
         if across is not None:
             parts.extend(_end_mark(series, y, across, up, end))
-        elif series.row.method == "local":  # sends nothing: as a level, since zero has no place
-            parts.append(_line(series, _level(up), clip))
     if not parts:
         return None
     words = describe(chart, series)
@@ -113,36 +119,40 @@ def _end_mark(
         low, high = y.share(mean - spread), y.share(mean + spread)
         low = 0.0 if low is None else max(low, 0.0)
         if high is not None:
-            yield element("path", class_="spread", d=f"M{place:.1f} {_up(low):.1f}V{_up(high):.1f}")
+            yield element("path", class_="spread", d=f"M{place:.1f} {_up(low):.1f}V{_up(min(high, 1.0)):.1f}")
     yield draw_mark(series, place, _up(up))
     yield element("circle", class_="target-area", cx=place, cy=_up(up), r=11)
 
 
 def _axes(chart: Chart, x: Scale, y: Scale) -> Iterator[Element]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    grid, labels = [], []
-    free_from = 0.0
-    for tick in x.ticks:
-        place, text = _across(x.share(tick) or 0.0), chart.x.tick_text(tick)
-        half = _CHARACTER * len(text) / 2
-        if place - half < free_from or place + half > _WIDTH:
-            continue
-        free_from = place + half + _CHARACTER
-        grid.append(f"M{place:.1f} {_TOP:g}V{bottom:g}")
-        labels.append(_text(text, place, bottom + 16, "tick", "middle"))
-    free_to = _HEIGHT
-    for tick in y.ticks:
-        place, text = _up(y.share(tick) or 0.0), chart.y.tick_text(tick)
-        if place + _LINE / 2 > free_to:
-            continue
-        free_to = place - _LINE / 2
-        grid.append(f"M{_LEFT:g} {place:.1f}H{right:g}")
-        labels.append(_text(text, _LEFT - 7, place + 4, "tick", "end"))
+    across = [(_across(x.share(tick) or 0.0), chart.x.tick_text(tick)) for tick in x.ticks]
+    up = [(_up(y.share(tick) or 0.0), chart.y.tick_text(tick)) for tick in y.ticks]
+    across = _apart([(place, text) for place, text in across if place + _half(text) <= _WIDTH], _half)
+    up = _apart(up, lambda _: _LINE / 2)
+    grid = [f"M{place:.1f} {_TOP:g}V{bottom:g}" for place, _ in across]
+    grid += [f"M{_LEFT:g} {place:.1f}H{right:g}" for place, _ in up]
+    labels = [_text(text, place, bottom + 16, "tick", "middle") for place, text in across]
+    labels += [_text(text, _LEFT - 7, place + 4, "tick", "end") for place, text in up]
     yield element("path", class_="grid", d="".join(grid))
     yield element("path", class_="frame", d=f"M{_LEFT:g} {_TOP:g}V{bottom:g}H{right:g}")
     yield from labels
     yield _text(chart.x_title, (_LEFT + right) / 2, _HEIGHT - 8, "axis-title", "middle")
     yield _text(chart.y_title, 4, 14, "axis-title")
+
+
+def _apart(ticks: list[tuple[float, str]], half: Callable[[str], float]) -> list[tuple[float, str]]:
+    """Leave out every other tick until the names of neighbours, each reaching ``half`` to both sides, do not touch."""
+    while any(
+        abs(place - other) < half(text) + half(following) + _CHARACTER / 2
+        for (place, text), (other, following) in pairwise(ticks)
+    ):
+        ticks = ticks[::2]
+    return ticks
+
+
+def _half(text: str) -> float:
+    return _CHARACTER * len(text) / 2
 
 
 def _text(text: str, x: float, y: float, css_class: str, anchor: str | None = None) -> Element:
@@ -163,6 +173,8 @@ def _across(share: float) -> float:
 
 
 def _up(share: float) -> float:
+    # Where a line begins far below the frame, no viewer needs to know how far.
+    share = min(max(share, -_FARTHEST), _FARTHEST)
     return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
 

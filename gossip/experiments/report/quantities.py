@@ -50,7 +50,7 @@ class Quantity:
     def value_text(self, value: Value) -> str:
         """A mean with its spread, where there is one, in one unit and with as many decimals as the spread tells."""
         unit = self.unit(value.mean)
-        if not value.spread:
+        if value.spread is None or (value.spread == 0 and self.decimals is None):
             return self._number(value.mean, unit) + unit.suffix
         mean, spread = value.mean / unit.size, value.spread / unit.size
         if self.decimals is not None:

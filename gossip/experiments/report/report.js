@@ -61,11 +61,11 @@
   }
   for (const button of all(".copy", table)) {
     button.addEventListener("click", async () => {
-      const code = button.parentElement.querySelector("code");
-      getSelection().selectAllChildren(code);
+      const commands = button.parentElement.querySelector("pre");
+      getSelection().selectAllChildren(commands);
       let copied = false;
       try {
-        await navigator.clipboard.writeText(code.textContent);
+        await navigator.clipboard.writeText(all("code", commands).map((code) => code.textContent).join("\n"));
         copied = true;
       } catch {
         copied = document.execCommand("copy");
@@ -85,13 +85,14 @@
   }
   for (const series of all(".series")) {
     const readout = series.closest(".panel").querySelector(".readout");
+    const rest = readout.textContent;
     const enter = () => {
       bringOut(series.dataset.name);
       readout.textContent = series.getAttribute("aria-label");
     };
     const leave = () => {
       bringOut(pinned);
-      readout.textContent = "";
+      readout.textContent = rest;
     };
     series.addEventListener("pointerenter", enter);
     series.addEventListener("pointerleave", leave);

@@ -50,6 +50,11 @@ class Scale:
             return (value - self.low) / (self.high - self.low)
         return math.log(value / self.low) / math.log(self.high / self.low) if value > 0 else None
 
+    def reaches(self, value: float) -> bool:
+        """Whether a value has its place within the axis."""
+        share = self.share(value)
+        return share is not None and 0.0 <= share <= 1.0
+
     @property
     def ticks(self) -> list[float]:
         find = log_ticks if self.is_log else linear_ticks

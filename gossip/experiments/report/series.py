@@ -13,7 +13,7 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3")
 #: More lines than these in one panel are divided further, where the rows differ in something to divide them by.
 _MOST_LINES = 12
 _ALWAYS_DIVIDE = ("world_size", "partition")
-_DIVIDE_IF_CROWDED = ("compression", "algorithm", "engine")
+_DIVIDE_IF_CROWDED = ("algorithm", "compression", "engine")
 
 Key = tuple[str | None, ...]
 
@@ -55,11 +55,11 @@ class Panel:
 
 
 def setting(row: Row, name: str) -> str | None:
-    """A setting as text; the topology of a row without one is its label."""
+    """A setting as people read it; the topology of a row without one is its label."""
     value = getattr(row, name)
-    if value is None and name == "topology":
-        return row.label
-    return None if value is None else str(value)
+    if value is None:
+        return row.label if name == "topology" else None
+    return str(value).replace("_", " ") if name == "algorithm" else str(value)
 
 
 def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
@@ -89,7 +89,7 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
     A row to which a setting does not apply, such as all-reduce without an algorithm, is in every division that agrees
     with it otherwise.
     """
-    keys: list[Key] = [tuple(setting(row, name) for name in names) for row in rows]
+    keys: list[Key] = [tuple(_divided_by(row, name) for name in names) for row in rows]
     divided: dict[Key, list[int]] = {key: [] for key in keys if None not in key}
     for index, key in enumerate(keys):
         fitting = [
@@ -98,6 +98,12 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
         for whole in fitting:
             divided.setdefault(whole, []).append(index)
     return divided
+
+
+def _divided_by(row: Row, name: str) -> str | None:
+    """What others are compared with is not compressed, but belongs beside those that are."""
+    text = setting(row, name)
+    return None if text == "none" and row.method != "gossip" else text
 
 
 def _most_lines(rows: Sequence[Row], names: Sequence[str]) -> int:
@@ -110,7 +116,7 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     series = []
     for index, row in enumerate(rows):
         own = [setting(row, name) for name in names]
-        name = ", ".join([row.label, *(text.replace("_", " ") for text in own if text is not None and text != "none")])
+        name = ", ".join([row.label, *(text for text in own if text is not None and text != "none")])
         style = _BASELINES.get(row.method) or Style.numbered(numbers.setdefault(name, len(numbers)))
         series.append(Series(index, row, name, style))
     return series
@@ -119,4 +125,4 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
 def _facet_text(name: str, text: str) -> str:
     if name == "world_size":
         return "1 rank" if text == "1" else f"{text} ranks"
-    return f"compression {text}" if name == "compression" else text.replace("_", " ")
+    return f"compression {text}" if name == "compression" else text

@@ -27,7 +27,9 @@ _LONGEST_REASON = 160
 def make_filters(document: Document) -> Element:
     """What chooses rows: words, and one choice for each setting in which the rows differ."""
     controls = [
-        element("label", element("span", "Text"), element("input", type="search", id="filter-text", autocomplete="off"))
+        element(
+            "label", element("span", "Search"), element("input", type="search", id="filter-text", autocomplete="off")
+        )
     ]
     for name in [*varying(document.rows, list(SETTINGS)), "status"]:
         texts = list(dict.fromkeys(setting_text(row, name) for row in document.rows))
@@ -64,10 +66,7 @@ def make_table(document: Document) -> Element:
 
 def setting_text(row: Row, name: str) -> str:
     """A setting as the table and the filters show it."""
-    text = row.status if name == "status" else setting(row, name)
-    if text is None:
-        return _NOTHING
-    return text.replace("_", " ") if name == "algorithm" else text
+    return setting(row, name) or _NOTHING
 
 
 def _header(title: str, explanation: str, *, is_number: bool) -> Element:
@@ -102,9 +101,11 @@ def _label_cell(row: Row, details: str) -> Element:
     cell = element("th", element("div", toggle, label, class_="name"), scope="row", data_value=row.label)
     if row.status != "completed":
         cell.append(element("span", row.status, class_="status"))
-        for reason in row.reasons[:2]:
+        if row.reasons:
+            reason, *others = row.reasons
             short = reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"
-            cell.append(element("span", short, class_="reason"))
+            more = f" (and {len(others)} more)" if others else ""
+            cell.append(element("span", short + more, class_="reason"))
     return cell
 
 
@@ -140,7 +141,7 @@ def _details(row: Row) -> Element:
         extend(details, element("p", reason, class_="reason"))
     if not row.commands:
         return extend(details, element("p", "No command was recorded."))
-    commands = element("pre", element("code", "\n".join(row.commands)), tabindex="0")
+    commands = element("pre", *(element("code", command) for command in row.commands), tabindex="0")
     copy = element("button", "Copy", type="button", class_="copy")
     return extend(details, commands, copy, element("span", class_="copied", role="status"))
 

@@ -7,9 +7,10 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def chromium(folder: Path) -> Iterator[Browser]:
         browser.call("Browser.close", of_page=False)
         process.wait(ANSWER_TIMEOUT_S)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # it has ended, as it should
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         os.close(commands)
         os.close(answers)
@@ -128,8 +130,12 @@ class Browser:
     def click(self, selector: str) -> None:
         """Click with the pointer on the middle of the first element that fits."""
         x, y = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', "
-            "inline: 'center'}); const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"""(() => {{
+                const element = document.querySelector({json.dumps(selector)});
+                element.scrollIntoView({{ block: "center", inline: "center" }});
+                const box = element.getBoundingClientRect();
+                return [box.x + box.width / 2, box.y + box.height / 2];
+            }})()"""
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

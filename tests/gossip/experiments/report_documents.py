@@ -34,12 +34,16 @@ def row(label: str, **changes: Any) -> dict[str, Any]:
     n = changes.get("world_size", 16)
     messages, gap, power = {**TOPOLOGIES, **_BASELINES}[label]
     gap *= (16 / n) ** power
-    difficulty = 1.0 if changes.get("partition", "iid") == "iid" else 3.0
+    difficulty = {"iid": 1.0, "dirichlet(0.1)": 3.0, "by_class(2)": 4.5}[changes.get("partition", "iid")]
+    if changes.get("algorithm") == "gradient_tracking":
+        difficulty **= 0.5
+        messages *= 2
     final = 0.978 - 0.012 * difficulty * (1 - gap) - 0.0002 * n
     step_time_s = 0.004 + 0.0009 * messages + (0.002 * math.log2(n) if method == "ddp" else 0.0)
     accuracy = [0.1 + (final - 0.1) * (1 - math.exp(-step / 50)) for step in STEPS]
     distances = [0.2 * difficulty * (1 - gap) * (0.05 + math.exp(-step / 150)) if step else 0.0 for step in STEPS]
-    sent = messages * MODEL_BYTES
+    is_compressed = changes.get("compression") == "int8"
+    sent = messages * MODEL_BYTES * (0.27 if is_compressed else 1.0)
     reached = next((step for step, reached in zip(STEPS, accuracy, strict=True) if reached >= 0.96), None)
     seeds = [0, 1, 2]
     return {

@@ -1,0 +1,123 @@
+"""A step of all virtual workers, next to the same step by a loop over as many modules.
+
+    python scripts/virtual_speed.py
+    python scripts/virtual_speed.py --world-sizes 64 1024 10000 --topology base --device cuda
+
+Both train the digits' MLP (64-64-10) by SGD with momentum and mix after every step. The loop's modules live in rows of
+one tensor, so that its mixing is one sparse product too; its small operations run on one thread, which is faster than
+several. Steps alternate; printed are medians over the repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import topologies
+from gossip import VirtualWorkers
+from gossip.virtual.products import weighted_differences
+from gossip.virtual.shards import Shard
+from topologies import Topology
+
+NUM_WARM_UP = 2
+OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def make_module() -> nn.Module:
+    """The digits' MLP."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class Loop:
+    """As many modules and optimizers as workers, in a loop."""
+
+    def __init__(self, world_size: int, topology: Topology, device: torch.device) -> None:
+        module = make_module().to(device)
+        flat = nn.utils.parameters_to_vector(module.parameters()).detach()
+        self.block = flat.repeat(world_size, 1)
+        self.modules = [make_module().to(device) for _ in range(world_size)]
+        for row, each in zip(self.block, self.modules, strict=True):
+            nn.utils.vector_to_parameters(row, each.parameters())
+        self.optimizers = [OPTIMIZER(each.parameters()) for each in self.modules]
+        self.topology = topology
+        self.difference: torch.Tensor | None = None
+        self.step = 0
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """One step of all."""
+        some = zip(inputs.chunk(len(self.modules)), targets.chunk(len(self.modules)), strict=True)
+        for module, (own_inputs, own_targets) in zip(self.modules, some, strict=True):
+            module.zero_grad()
+            functional.cross_entropy(module(own_inputs), own_targets).backward()
+        if self.difference is not None:
+            self.block += self.difference
+        for optimizer in self.optimizers:
+            optimizer.step()
+        shard = Shard(range(len(self.modules)), self.block.device, {}, {}, (self.block,))
+        round_ = self.topology.round(self.step)
+        (self.difference,) = weighted_differences(round_, [shard], [self.block], self.block.dtype)
+        self.step += 1
+
+
+def measure(world_size: int, arguments: argparse.Namespace) -> tuple[float, float | None]:
+    """Median seconds of a step: of the virtual workers, and of the loop unless it is left out."""
+    device = torch.device(arguments.device)
+    topology = topologies.build(arguments.topology, world_size)
+    workers = VirtualWorkers(make_module(), world_size, OPTIMIZER, topology, devices=[device])
+    inputs = torch.randn(world_size * arguments.batch_size, 64, device=device)
+    targets = torch.randint(10, (len(inputs),), device=device)
+    num_threads = torch.get_num_threads()
+    ways: list[tuple[int, Callable[[], None]]] = [
+        (num_threads, lambda: functional.cross_entropy(workers(inputs), targets).backward())
+    ]
+    loop = Loop(world_size, topology, device) if world_size <= arguments.loop_up_to else None
+    if loop is not None:
+        ways.append((1, lambda: loop(inputs, targets)))
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(NUM_WARM_UP + arguments.repetitions):
+        for own, (threads, way) in zip(times, ways, strict=True):
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            way()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            own.append(time.perf_counter() - start)
+    torch.set_num_threads(num_threads)
+    if loop is not None:  # the same training: else there is nothing to compare
+        rows = torch.cat([each.detach().flatten(1) for each in workers.parameters()], 1)
+        assert torch.allclose(rows, loop.block, atol=1e-3), "the two ways have trained apart"
+    medians = [statistics.median(own[NUM_WARM_UP:]) for own in times]
+    return medians[0], medians[1] if len(medians) > 1 else None
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[16, 64, 256, 1024, 10000])
+    parser.add_argument("--topology", default="one_peer_exponential")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per worker")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--loop-up-to", type=int, default=1024, help="workers; with more, the loop is left out")
+    arguments = parser.parse_args()
+    if min(arguments.repetitions, arguments.batch_size, *arguments.world_sizes) < 1:
+        parser.error("--repetitions, --batch-size and --world-sizes must be at least 1")
+    threads = torch.get_num_threads()
+    print(f"{arguments.topology}, {arguments.batch_size} samples per worker, {arguments.device}, {threads} threads\n")
+    print("| workers | virtual | loop | times as fast |\n| ---: | ---: | ---: | ---: |")
+    for world_size in arguments.world_sizes:
+        virtual_s, loop_s = measure(world_size, arguments)
+        loop = ("-", "-") if loop_s is None else (f"{1e3 * loop_s:.1f} ms", f"{loop_s / virtual_s:.1f}")
+        print(f"| {world_size} | {1e3 * virtual_s:.1f} ms | {' | '.join(loop)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
