@@ -45,6 +45,7 @@ class GridSweeper(Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra calls this once."""
         self._context, self._config = hydra_context, config
+        HydraConfig.instance().set_config(config)  # for ${hydra:...} in the sweep's folder
         self._launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -58,7 +59,6 @@ class GridSweeper(Sweeper):
             What the command line says cannot be run, or the sweep's folder is in use.
         """
         configure_logging(rank=0)
-        HydraConfig.instance().set_config(self._config)  # for ${hydra:...} in the folder's name
         folder = Path(self._config.hydra.sweep.dir)
         plan = make_plan(self._axes(arguments), self._compose)
         check_described(plan)
