@@ -89,7 +89,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
     ValueError, TypeError, OSError, ImportError
         Something in it cannot be had; the text says what.
     """
-    _import_modules(config)
+    import_modules(config)
     settings = Settings.from_config(config)
     data_config = dict(config["data"])
     partition_config = data_config.pop("partition", {})
@@ -157,7 +157,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         Something cannot be built.
     """
     try:
-        _import_modules(config)
+        import_modules(config)
         settings = Settings.from_config(config)
         make_topology(config, settings)
         for package in _NEEDED_AT_THE_END:
@@ -179,7 +179,14 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
     return experiment
 
 
-def _import_modules(config: Mapping[str, Any]) -> None:
+def import_modules(config: Mapping[str, Any]) -> None:
+    """Import what the configuration says that must be imported first.
+
+    Raises
+    ------
+    ConfigurationError
+        A module cannot be imported.
+    """
     for name in config.get("imports") or ():
         try:
             importlib.import_module(name)

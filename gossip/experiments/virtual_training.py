@@ -84,6 +84,7 @@ def make_workers(experiment: Experiment) -> gossip.VirtualWorkers:
         clip="bucket" if is_gossip and settings.clip == "bucket" else "global",
         buffers="average" if is_gossip and settings.buffers == "average" else "local",
         bucket_cap_mb=settings.bucket_cap_mb,
+        devices=["cpu"],  # where the data are
     )
     if settings.method == "ddp":
         for group in workers.optimizer.param_groups:

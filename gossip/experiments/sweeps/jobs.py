@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import topologies
 from gossip.experiments import folder as run_folder
 from gossip.experiments.settings import ConfigurationError, value_of
 
@@ -162,8 +164,11 @@ def check_distinct(jobs: Sequence[Job]) -> None:
 
 def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
     if method == "gossip":
-        options = {**(config["topology"].get("options") or {})}
-        shown = [f"{key}={value}" for key, value in options.items() if value is not None and key not in _NOT_SHOWN]
+        options = config["topology"].get("options") or {}
+        defaults = _defaults(str(value_of(config, "topology.name")))
+        shown = [
+            f"{key}={value}" for key, value in options.items() if value != defaults.get(key) and key not in _NOT_SHOWN
+        ]
         name = config["topology"]["name"] + (f"({', '.join(shown)})" if shown else "")
         if config["topology"]["every"] > 1:
             name += f", every {config['topology']['every']} steps"
@@ -172,6 +177,15 @@ def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
     else:
         name = {"ddp": "all-reduce", "local": "no communication"}[method]
     return ", ".join([name, *other])
+
+
+def _defaults(topology: str) -> dict[str, Any]:
+    """The options of a family that need not be told."""
+    try:
+        parameters = inspect.signature(topologies.family(topology)).parameters
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def _partition(partition: Mapping[str, Any]) -> str:

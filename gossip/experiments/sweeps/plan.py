@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossip.experiments.build import make_compression, make_topology
+from gossip.experiments.build import import_modules, make_compression, make_topology
 from gossip.experiments.settings import Settings
 from gossip.experiments.sweeps import grid
 from gossip.experiments.sweeps.jobs import Job, check_distinct, make_job
@@ -61,6 +61,7 @@ def make_plan(axes: Mapping[str, Sequence[str]], compose: Compose) -> Plan:
     """
     first = [overrides[0] for overrides in axes.values()]
     base, _ = compose(first)
+    import_modules(base)
     other = grid.swept(axes, _TOLD_APART)
     jobs: list[Job] = []
     reasons: dict[str, str | None] = {}

@@ -22,7 +22,9 @@ def job(*overrides: str) -> Job:
     [
         (["topology=ring"], "ring"),
         (["topology=base", "topology.options.k=2"], "base(k=2)"),
+        (["topology=base", "topology.options.k=1"], "base"),
         (["topology=random_matching"], "random_matching"),
+        (["topology=equi_dyn", "topology.options.eta=0.25"], "equi_dyn(eta=0.25)"),
         (["topology=ring", "topology.every=4"], "ring, every 4 steps"),
         (["topology=ring", "topology.warmup_rounds=9"], "ring, after 9 all-reduces"),
         (["method=ddp"], "all-reduce"),
