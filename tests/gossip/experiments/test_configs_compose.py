@@ -94,7 +94,7 @@ def test_configs_topology_local_steps_and_warm_up() -> None:
 @pytest.mark.parametrize("name", [name for name in options("experiment") if "sweeper" in experiment_text(name)])
 def test_configs_sweeps_leave_no_topology_out(name: str) -> None:
     params = OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml").hydra.sweeper.params
-    sizes = [int(size) for size in str(params["launch.world_size"] if "launch.world_size" in params else 16).split(",")]
+    sizes = [int(size) for size in str(params.get("launch.world_size", 16)).split(",")]
     for topology in params.topology.split(","):
         for size in sizes:
             assert topologies.build(topology, size).world_size == size
