@@ -173,11 +173,7 @@ class Mixer:
         self.codecs = self._make_codecs()
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
         if self._readers and any(codec.sent is None for codec in self.codecs):
-            raise ValueError(
-                f"compression {compression.describe()} cannot serve {type(self._readers[0]).__name__}: its "
-                "pre_average_hook wants what every rank sent, and these messages say only what has changed along an "
-                "edge; choose none, bf16, fp16, int8 or int4, or an optimizer without the hook"
-            )
+            raise ValueError(no_messages_to_see(compression, self._readers[0]))
 
     def _make_codecs(self) -> list[Codec]:
         if self._transport is None:
@@ -328,6 +324,15 @@ class Mixer:
         size = self._topology.world_size
         spread = sum(weight * weight for weight in weights) + (1 - round_.self_weight(self._rank)) ** 2
         return (size - 1) / size / spread if spread else 0.0
+
+
+def no_messages_to_see(compression: Compression, reader: object) -> str:
+    """Why an optimizer with a ``pre_average_hook`` is refused."""
+    return (
+        f"compression {compression.describe()} cannot serve {type(reader).__name__}: its pre_average_hook wants what "
+        "every rank sent, and these messages say only what has changed along an edge; choose none, bf16, fp16, int8 or "
+        "int4, or an optimizer without the hook"
+    )
 
 
 def _show(optimizer: Any, bucket: AnyBucket, in_flight: InFlight) -> None:

@@ -61,8 +61,8 @@ def train():
 #
 # The optimizer goes into the wrapper, because each bucket is updated, and its new values leave for a peer, inside
 # `backward()`. So `zero_grad()` and `step()` go, and what looks at gradients after `backward()` becomes an argument:
-# `clip_grad_norm=1.0`, `scaler=scaler`. At the end the replicas are averaged. (With `step_in_backward=False` the loop stays
-# as it is.)
+# `clip_grad_norm=1.0`, `scaler=scaler`. At the end the replicas are averaged. (With `step_in_backward=False` the loop
+# stays as it is.)
 
 # %%
 # %%writefile gossip_loop.py
@@ -100,8 +100,9 @@ def train(**options):
 from functools import partial
 
 import ddp_loop
-import gossip
 import gossip_loop
+
+import gossip
 
 ddp = gossip.launch(ddp_loop.train, world_size=4)
 print(f"DDP: accuracy {ddp[0]:.1%}")
@@ -112,9 +113,9 @@ for topology, compression in [("one_peer_exponential", None), ("ring", None), ("
     runs[topology, compression] = gossip.launch(partial(gossip_loop.train, **options), world_size=4)
 
 # %% [markdown]
-# Every replica is a good model by itself, the average of them is what is kept. DDP sends $2 S (n - 1) / n$ bytes per step
-# and rank, S being the size of the model (37.5 KiB here): 56.3 KiB. A peer at a time takes S, and 8 bits a third of it in
-# this short run: a quarter, and what goes in full until it is known how far the replicas are apart.
+# Every replica is a good model by itself, the average of them is what is kept. DDP sends $2 S (n - 1) / n$ bytes per
+# step and rank, S being the size of the model (37.5 KiB here): 56.3 KiB. A peer at a time takes S, and 8 bits a third
+# of it in this short run: a quarter, and what goes in full until it is known how far the replicas are apart.
 
 # %%
 print(f"{'topology':22}{'compression':12}{'average':>9}{'worst':>9}{'KiB a step':>12}")
@@ -137,5 +138,5 @@ for (topology, compression), ranks in runs.items():
 # | evaluate any rank's model | `with model.averaged(): evaluate(model)` |
 # | unused parameters need a flag | they need none |
 #
-# Which topology to take on your network is the question of *choosing a topology*, and `python scripts/probe.py` measures
-# whether gossip helps there at all.
+# Which topology to take on your network is the question of *choosing a topology*, and `python scripts/probe.py`
+# measures whether gossip helps there at all.

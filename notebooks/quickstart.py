@@ -2,17 +2,18 @@
 # # Quickstart: sixteen workers in one process
 #
 # Decentralized training keeps one replica of a model per worker. After every step a worker averages its parameters with
-# a few peers, and at the end one average over all gives the model that is used. `VirtualWorkers` does this for any number
-# of workers in one process: what you see here is what as many processes compute, number for number.
+# a few peers, and at the end one average over all gives the model that is used. `VirtualWorkers` does this for any
+# number of workers in one process: what you see here is what as many processes compute, up to rounding.
 
 # %%
 from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
-from gossip import VirtualWorkers
 from sklearn.datasets import load_digits
 from torch import nn
+
+from gossip import VirtualWorkers
 
 # %% [markdown]
 # ## 1. Data of which every worker sees a part
@@ -40,15 +41,17 @@ def accuracy(logits):
 # %% [markdown]
 # ## 2. Train
 #
-# `workers(batch)` splits one batch over the replicas, and `backward()` makes the step of all of them: mix, update, send.
-# There is no `optimizer.step()`.
+# `workers(batch)` splits one batch over the replicas, and `backward()` makes the step of all of them: mix, update,
+# send. There is no `optimizer.step()`.
+
 
 # %%
 def train(topology, num_steps=200):
     """Accuracy of every replica and of their average, and the distance between them, every 20 steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    workers = VirtualWorkers(model, WORLD_SIZE, partial(torch.optim.SGD, lr=0.1, momentum=0.9), topology, devices=["cpu"])
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    workers = VirtualWorkers(model, WORLD_SIZE, optimizer, topology, devices=["cpu"])
     history = []
     for step in range(num_steps):
         chosen = torch.stack([shard[torch.randperm(len(shard))[:BATCH_SIZE]] for shard in shards]).flatten()
@@ -57,7 +60,7 @@ def train(topology, num_steps=200):
             local = accuracy(workers.every(test_inputs))
             with workers.averaged() as averaged, torch.no_grad():
                 together = accuracy(averaged(test_inputs))
-            distance, relative = workers.consensus_distance()
+            _, relative = workers.consensus_distance()
             history.append((step + 1, float(together), float(local.mean()), float(local.min()), relative))
     return history
 
@@ -74,7 +77,7 @@ histories = {name: train(name) for name in ("ring", "one_peer_exponential", "com
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
 for number, (name, history) in enumerate(histories.items()):
-    steps, together, _, worst, distances = zip(*history)
+    steps, together, _, worst, distances = zip(*history, strict=True)
     left.plot(steps, together, color=f"C{number}", label=name)
     left.plot(steps, worst, ":", color=f"C{number}")
     right.semilogy(steps, distances, color=f"C{number}", label=name)
@@ -91,6 +94,6 @@ for name, (_, together, _, worst, _) in final.items():
     print(f"{name:22} average {together:.0%}, worst replica {worst:.0%}")
 
 # %% [markdown]
-# Next: the same training in processes that overlap the exchange with computation is in *from DDP to gossip*; how to choose
-# among 37 topologies is in *choosing a topology*; whole comparisons are one command, `python scripts/sweep.py`, which
+# Next: training in processes, with the exchange beside the computation, is in *from DDP to gossip*; how to choose among
+# the topologies is in *choosing a topology*; whole comparisons are one command, `python scripts/sweep.py`, whose page
 # *reading a sweep* goes through.

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import topologies
 from gossip import VirtualWorkers
-from gossip.virtual.products import weighted_differences
+from gossip.virtual.products import KnownRows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
 
@@ -49,6 +49,7 @@ class Loop:
         self.optimizers = [OPTIMIZER(each.parameters()) for each in self.modules]
         self.topology = topology
         self.difference: torch.Tensor | None = None
+        self.known_rows: KnownRows = {}
         self.step = 0
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -63,7 +64,8 @@ class Loop:
             optimizer.step()
         shard = Shard(range(len(self.modules)), self.block.device, {}, {}, (self.block,))
         round_ = self.topology.round(self.step)
-        (self.difference,) = weighted_differences(round_, [shard], [self.block], self.block.dtype)
+        known = self.known_rows
+        (self.difference,) = weighted_differences(round_, [shard], [self.block], self.block.dtype, known)
         self.step += 1
 
 

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 
 from gossip.benchmarks import stragglers
 from gossip.benchmarks.counters import InterfaceBytes, PeakMemory
-from gossip.benchmarks.methods import METHODS
+from gossip.benchmarks.methods import METHODS, make_optimizer
 from gossip.benchmarks.models import WORKLOADS, Batch, Workload, loss_of
 from gossip.benchmarks.specification import MethodSpecification, WorkerSpecification
+from gossip.probing import Measured, measure
 
 _NUM_CALIBRATION_STEPS = 10
 
@@ -119,6 +121,19 @@ class Measurement:
         )
         module.eval()
         return float(loss_of(module, self._workload.held_out(self._specification.seed)))
+
+
+def probe(told: WorkerSpecification) -> Measured:
+    """What :func:`gossip.simulate_time` needs to know of these ranks. Collective."""
+    assert told.probe_bucket_cap_mb is not None
+    workload = WORKLOADS[told.model]
+    module, batches = workload.initial_module(told.seed), workload.batches(told.seed, told.rank)
+    return measure(
+        module,
+        lambda step: loss_of(module, batches[step % len(batches)]),
+        partial(make_optimizer, workload.learning_rate),
+        bucket_cap_mb=told.probe_bucket_cap_mb,
+    )
 
 
 def average_(tensors: Sequence[torch.Tensor], world_size: int) -> None:

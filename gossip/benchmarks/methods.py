@@ -45,7 +45,7 @@ class Local:
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
         self._module = module
-        self._optimizer = _make_optimizer(learning_rate, module.parameters())
+        self._optimizer = make_optimizer(learning_rate, module.parameters())
 
     def step(self, batch: Batch) -> None:
         """The plain loop."""
@@ -70,7 +70,7 @@ class AllReduce:
         self._model = DistributedDataParallel(module, **arguments)
         if hook is not None:
             self._model.register_comm_hook(None, _DDP_HOOKS[hook])
-        self._optimizer = _make_optimizer(learning_rate, self._model.parameters())
+        self._optimizer = make_optimizer(learning_rate, self._model.parameters())
 
     def step(self, batch: Batch) -> None:
         """The plain loop."""
@@ -93,7 +93,7 @@ class DecentDP:
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
         from decent_dp.ddp import DecentralizedDataParallel
 
-        optimize = functools.partial(_make_optimizer, learning_rate)
+        optimize = functools.partial(make_optimizer, learning_rate)
         self._model = DecentralizedDataParallel(module, optimize, **{"_local_world_size": 1, **options})
 
     def step(self, batch: Batch) -> None:
@@ -122,7 +122,7 @@ class Gossip:
     """:class:`gossip.GossipDataParallel`."""
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
-        optimize = functools.partial(_make_optimizer, learning_rate)
+        optimize = functools.partial(make_optimizer, learning_rate)
         arguments = {**options, "topology": _topology(options, dist.get_world_size())}
         self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
 
@@ -218,7 +218,8 @@ def _topology(options: Options, world_size: int) -> topologies.Topology:
     return topologies.build(wanted["name"], world_size, **{key: wanted[key] for key in wanted if key != "name"})
 
 
-def _make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimizer:
+    """The one that every method uses."""
     return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
 
 

@@ -42,6 +42,8 @@ class Settings:
     timeout_s : float
         Of any wait for other ranks.
     methods : tuple of MethodSpecification
+    probe_bucket_cap_mb : float or None
+        See :class:`gossip.benchmarks.specification.WorkerSpecification`; no option of the configuration.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Settings:
     seed: int
     timeout_s: float
     methods: tuple[MethodSpecification, ...]
+    probe_bucket_cap_mb: float | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:

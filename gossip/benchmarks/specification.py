@@ -45,6 +45,8 @@ class WorkerSpecification:
         Of any wait for other ranks.
     records : str
         The JSONL file to write; its time of change says that the rank is alive.
+    probe_bucket_cap_mb : float or None
+        Measure compute and links first (:mod:`gossip.probing`), with such buckets; None: do not.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class WorkerSpecification:
     num_threads: int
     timeout_s: float
     records: str
+    probe_bucket_cap_mb: float | None = None
 
     def write(self, path: Path) -> None:
         """As JSON."""

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip.benchmarks import goodput
-from gossip.benchmarks.measuring import Measurement
+from gossip.benchmarks.measuring import Measurement, probe
 from gossip.benchmarks.specification import WorkerSpecification
 from gossip.experiments.records import without_non_finite
 
@@ -52,6 +53,8 @@ def run(told: WorkerSpecification) -> None:
             address=told.address, interface=told.interface, shared=told.shared_interface, timeout_s=told.timeout_s
         )
         record({"goodput_bytes_per_s": carried})
+        if told.probe_bucket_cap_mb is not None:
+            record({"goodput_bytes_per_s": None, "probe": asdict(probe(told))})
         measurement = Measurement(told, sign_of_life=lambda: os.utime(path))
         for repetition in range(told.repetitions):
             for method in told.methods[:: -1 if repetition % 2 else 1]:

@@ -84,6 +84,7 @@ def _specification(
         num_threads=settings.num_threads,
         timeout_s=settings.timeout_s,
         records=str(folder / f"rank{rank}.jsonl"),
+        probe_bucket_cap_mb=settings.probe_bucket_cap_mb,
     )
 
 

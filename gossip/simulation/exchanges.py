@@ -17,6 +17,7 @@ from topologies import Round
 from topologies.storage import FloatArray, IntArray
 
 Mask = npt.NDArray[np.bool_]
+_MOST_REACHED = 64  # of a rank, on average, in one pass
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,22 @@ class Neighbourhoods:
         everybody = np.arange(world_size)
         one = np.concatenate((senders, receivers, everybody))
         other = np.concatenate((receivers, senders, everybody))
-        keys = np.unique(one * world_size + other)
-        self._ranks, self._peers = np.divmod(keys, world_size)
-        self._starts = np.searchsorted(self._ranks, everybody)
+        self._reaches = [_Reach.along(one, other, world_size)]
         most_messages = np.bincount(np.concatenate((senders, receivers)), minlength=1).max()
         self._pieces_under_way = max(1, WINDOW_BYTES // (PIECE_BYTES * int(most_messages)))
 
     def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:
         """Return the largest value that holds each rank up, shape ``[n]``."""
-        bytes_under_way = self._pieces_under_way * PIECE_BYTES
-        for _ in range(math.ceil(num_bytes / bytes_under_way)):
-            latest = self.latest_of_peers(values)
+        num_edges = math.ceil(num_bytes / (self._pieces_under_way * PIECE_BYTES))
+        while num_edges > 0:
+            while 2 * self._reaches[-1].num_edges <= num_edges and self._reaches[-1].may_grow:
+                self._reaches.append(self._reaches[-1].twice())
+            reach = next(each for each in reversed(self._reaches) if each.num_edges <= num_edges)
+            latest = reach.latest(values)
             if np.array_equal(latest, values):
                 break
             values = latest
+            num_edges -= reach.num_edges
         return values
 
     def num_turns(self, num_bytes: float) -> float:
@@ -150,7 +153,41 @@ class Neighbourhoods:
 
     def latest_of_peers(self, values: FloatArray) -> FloatArray:
         """Return the largest value of each rank and its peers, shape ``[n]``."""
-        return np.maximum.reduceat(values[self._peers], self._starts)
+        return self._reaches[0].latest(values)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Who is at most ``num_edges`` away from each rank: rank i's are ``peers[starts[i]:starts[i + 1]]``."""
+
+    num_edges: int
+    peers: IntArray
+    starts: IntArray
+
+    @classmethod
+    def along(cls, one: IntArray, other: IntArray, world_size: int) -> _Reach:
+        """Return the ends of the given edges, which name every rank."""
+        ranks, peers = np.divmod(np.unique(one * world_size + other), world_size)
+        return cls(1, peers, np.searchsorted(ranks, np.arange(world_size)))
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether twice as far is worth knowing: fewer passes over more ranks."""
+        return len(self.peers) < _MOST_REACHED * len(self.starts)
+
+    def twice(self) -> _Reach:
+        """Return who is at most twice as far away."""
+        from scipy import sparse  # 0.1 s that pairs do not need
+
+        n = len(self.starts)
+        starts = np.append(self.starts, len(self.peers))
+        near = sparse.csr_array((np.ones(len(self.peers)), self.peers, starts), shape=(n, n))
+        far = (near @ near).tocsr()
+        return _Reach(2 * self.num_edges, far.indices.astype(np.int64), far.indptr[:-1].astype(np.int64))
+
+    def latest(self, values: FloatArray) -> FloatArray:
+        """Return the largest value that each rank reaches, shape ``[n]``."""
+        return np.maximum.reduceat(values[self.peers], self.starts)
 
 
 def plan_exchange(
@@ -195,8 +232,8 @@ def _plan_groups(
     reads_memory: bool,
     present: Mask | None,
 ) -> ExchangePlan | None:
-    none = np.empty(0, dtype=np.int64)
-    groups, turns, rings, senders, receivers = [], [], [], [none], [none]
+    groups, turns, rings = [], [], []
+    edges: list[tuple[int, int]] = []
     for group in all_groups:
         left = group if present is None else tuple(rank for rank in group if present[rank])
         if len(left) < 2:
@@ -207,11 +244,11 @@ def _plan_groups(
         if is_ring:
             rings.append(_ring(left))
         else:
-            senders.append(np.repeat(left, len(left) - 1))
-            receivers.append(np.array([reader for rank in left for reader in left if reader != rank]))
+            edges.extend(itertools.permutations(left, 2))
     if not groups:
         return None
-    messages = _messages(np.concatenate(senders), np.concatenate(receivers), cluster, reads_memory)
+    senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    messages = _messages(senders, receivers, cluster, reads_memory)
     return _plan(Groups(groups, turns, cluster.world_size), Traffic.together([*rings, messages]), cluster)
 
 

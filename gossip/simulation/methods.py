@@ -35,6 +35,11 @@ class Steps(Protocol):
         """
 
 
+def delayed(ends_s: FloatArray, clock: FloatArray, computing_s: FloatArray, contention: float) -> FloatArray:
+    """Return when transfers end that a rank computes beside, for ``computing_s`` from ``clock`` on."""
+    return ends_s + contention * np.clip(ends_s - clock, 0.0, computing_s)
+
+
 class LocalSteps:
     """No exchange."""
 
@@ -70,7 +75,10 @@ class AllReduceSteps:
         clock = clock + draw.delay_s + told.forward_s * draw.factor
         arrived_s = clock
         for num_bytes in told.bucket_bytes:
-            clock = clock + told.backward_s * num_bytes / told.model_bytes * draw.factor
+            computing_s = told.backward_s * num_bytes / told.model_bytes * draw.factor
+            self._free_s = delayed(self._free_s, clock, computing_s, told.contention)
+            arrived_s = delayed(arrived_s, clock, computing_s, told.contention)
+            clock = clock + computing_s
             if plan is not None:
                 sent_s, arrived_s = plan.run(np.maximum(clock, self._free_s), num_bytes / self._ratio)
                 self._free_s = sent_s
@@ -88,7 +96,8 @@ class GossipSteps:
     workload : Workload
     compression_ratio : float
     combines_before_forward : bool
-        Whether messages are needed where the next forward pass reads the bucket, in place of where it is updated.
+        Whether messages are needed where the next forward pass begins, in place of where the bucket is updated: a
+        bucket of several layers is awaited by the module that holds them all.
     """
 
     def __init__(
@@ -108,38 +117,44 @@ class GossipSteps:
         self._plans: dict[tuple[int, bool], ExchangePlan | None] = {}
         n, num_buckets = cluster.world_size, len(workload.bucket_bytes)
         self._free_s = np.zeros(n)
-        self._arrives_s = [np.full(n, -np.inf)] * num_buckets
+        self._arrives_s = np.full((num_buckets, n), -np.inf)
         self._shares = [num_bytes / workload.model_bytes for num_bytes in workload.bucket_bytes]
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
         told, num_buckets = self._workload, len(self._shares)
         clock = clock + draw.delay_s
         waits_s = np.zeros_like(clock)
-        for bucket in reversed(range(num_buckets)):  # the first layers are in the last bucket
-            if self._combines_before_forward:
-                clock = self._combine(bucket, clock, draw, waits_s)
-            clock = clock + told.forward_s * self._shares[bucket] * draw.factor
-        for bucket in range(num_buckets):
-            clock = clock + told.backward_s * self._shares[bucket] * draw.factor
+        for bucket in range(num_buckets if self._combines_before_forward else 0):
+            clock = self._combine(bucket, clock, draw, waits_s)
+        clock = self._compute(told.forward_s * draw.factor, clock)
+        for bucket, share in enumerate(self._shares):
+            clock = self._compute(told.backward_s * share * draw.factor, clock)
             if not self._combines_before_forward:
                 clock = self._combine(bucket, clock, draw, waits_s)
-            clock = clock + told.update_s * self._shares[bucket] * draw.factor
+            clock = self._compute(told.update_s * share * draw.factor, clock)
             self._post(step, bucket, clock, draw)
         return clock, waits_s
 
+    def _compute(self, computing_s: FloatArray, clock: FloatArray) -> FloatArray:
+        """Let all ranks compute for a while, beside which messages may be slower; their clocks afterwards."""
+        if self._workload.contention:
+            self._free_s = delayed(self._free_s, clock, computing_s, self._workload.contention)
+            self._arrives_s = delayed(self._arrives_s, clock, computing_s, self._workload.contention)
+        return clock + computing_s
+
     def _combine(self, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
         """Wait for a bucket's messages and mix them; adds to ``waits_s``."""
-        arrives_s = self._arrives_s[bucket]
+        arrives_s = self._arrives_s[bucket].copy()
         wait_s = np.maximum(arrives_s - clock, 0.0)
         waits_s += wait_s
         mix_s = self._workload.mix_s * self._shares[bucket] * draw.factor
-        return clock + wait_s + np.where(np.isfinite(arrives_s), mix_s, 0.0)
+        return self._compute(np.where(np.isfinite(arrives_s), mix_s, 0.0), clock + wait_s)
 
     def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
         plan = self._plan(step, num_bytes, draw.present)
         if plan is None:
-            self._arrives_s[bucket] = np.full_like(clock, -np.inf)
+            self._arrives_s[bucket] = -np.inf
             return
         sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes)
         self._free_s = np.where(plan.takes_part, sent_s, self._free_s)

@@ -72,6 +72,9 @@ class Workload:
         The optimizer's step, for all buckets together.
     mix_s : float
         Mixing what has arrived into the parameters, for all buckets together. All-reduce has no such pass.
+    contention : float
+        What a second of computing takes from the messages beside it, in seconds, for want of processors or memory
+        bandwidth: 0 where the network needs neither, 1 where messages stand still meanwhile.
     jitter : float
         Standard deviation of a step's computation, as a part of its mean: a log-normal factor, drawn anew for every
         rank and step.
@@ -95,13 +98,16 @@ class Workload:
     _: KW_ONLY
     update_s: float = 0.0
     mix_s: float = 0.0
+    contention: float = 0.0
     jitter: float = 0.0
     stragglers: tuple[Straggler, ...] = ()
     drop_outs: tuple[DropOut, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "update_s", "mix_s", "jitter"):
+        for name in ("forward_s", "backward_s", "update_s", "mix_s", "contention", "jitter"):
             check_amount(name, getattr(self, name))
+        if self.contention > 1:
+            raise ValueError(f"contention must be at most 1, got {self.contention!r}; correct it")
         for name in ("bucket_bytes", "stragglers", "drop_outs"):
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(f"{name} must be a tuple, got {getattr(self, name)!r}; write (value,) for a single one")

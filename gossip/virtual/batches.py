@@ -96,14 +96,14 @@ def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.devic
     return tree_map(take, inputs), is_split
 
 
-def gather(outputs: Sequence[Any], dim: int, device: torch.device) -> Any:
+def gather(outputs: Sequence[Any], dim: int | None, device: torch.device) -> Any:
     """Put together what groups of replicas gave, [k, ...] each: along ``dim`` of the rest, else one entry a replica."""
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
             return leaves[0]
         rows = [leaf.to(device) for leaf in leaves]
-        if rows[0].dim() <= dim + 1:
+        if dim is None or rows[0].dim() <= dim + 1:
             return torch.cat(rows)
         return torch.cat([row.movedim(0, dim).flatten(dim, dim + 1) for row in rows], dim)
 

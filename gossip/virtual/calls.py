@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from loguru import logger
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gossip.autograd import tensors_in
 
 Tensors = dict[str, torch.Tensor]
 
@@ -17,7 +24,16 @@ class ReplicaCalls:
     """Calls ``module`` as each of k replicas.
 
     All at once by ``torch.func.vmap``, with randomness of each replica's own. What vmap cannot take (control flow that
-    depends on the data, ``item()``) is found out by the first call that fails, and from then on run replica by replica.
+    depends on the data, ``item()``, activation checkpointing) is found out by the first call that fails, and from then
+    on run replica by replica, each by a copy of the module.
+
+    Parameters
+    ----------
+    module : Module
+        One replica. Whether it and its parts are in training mode is looked up in every call.
+    on_gradient : callable
+        ``(name, rank)``: called, where replicas run one after the other, when a backward pass reaches a parameter of
+        one of them. With vmap it reaches those of all alike.
 
     Attributes
     ----------
@@ -25,15 +41,21 @@ class ReplicaCalls:
         Whether calls are made by vmap.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, on_gradient: Callable[[str, int], None]) -> None:
         self._module = module
+        self._on_gradient = on_gradient
+        self._copies: dict[int, _Copy] = {}
         self.is_vectorised = True
 
-    def __call__(self, parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]) -> Any:
-        """Outputs of all replicas.
+    def __call__(
+        self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
+    ) -> Any:
+        """Outputs of some replicas.
 
         Parameters
         ----------
+        ranks : sequence of int
+            Theirs, k of them.
         parameters, buffers : mapping of str to Tensor, [k, *shape]
             Buffers are changed in place where the module changes its own.
         inputs : (tuple, dict)
@@ -47,16 +69,21 @@ class ReplicaCalls:
             As the module's output, with tensors [k, ...].
         """
         if not self.is_vectorised:
-            return self._one_by_one(parameters, buffers, inputs, is_split)
-        saved = {name: buffer.clone() for name, buffer in buffers.items()} if self._module.training else {}
+            return self._one_by_one(ranks, parameters, buffers, inputs, is_split)
+        saved = {name: buffer.clone() for name, buffer in buffers.items()}
+        attributes = [(each, dict(vars(each))) for each in self._module.modules()]
         random_state = torch.get_rng_state()
         try:
             return self._vectorised(parameters, buffers, inputs, is_split)
         except Exception as error:
-            for name, values in saved.items():
-                buffers[name].copy_(values)
+            with torch.no_grad():
+                for name, values in saved.items():
+                    buffers[name].copy_(values)
+            for each, values_before in attributes:
+                vars(each).clear()
+                vars(each).update(values_before)
             torch.set_rng_state(random_state)
-            outputs = self._one_by_one(parameters, buffers, inputs, is_split)  # the user's own mistakes end here
+            outputs = self._one_by_one(ranks, parameters, buffers, inputs, is_split)  # the user's mistakes end here
             self.is_vectorised = False
             logger.warning(
                 "{} cannot be vectorised over the replicas, which are run one after the other from now on: {}",
@@ -77,40 +104,124 @@ class ReplicaCalls:
             for place, tensor in zip(places, tensors, strict=True):
                 mine[place] = tensor
             args, kwargs = tree_unflatten(mine, spec)
-            state = dict(own_buffers)
-            output, spec_out = tree_flatten(functional_call(self._module, (own, state), args, kwargs))
-            others.update({place: leaf for place, leaf in enumerate(output) if not isinstance(leaf, torch.Tensor)})
-            return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], state
+            state = own | own_buffers  # one mapping: only into such a one are buffers put that the module replaced
+            output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs))
+            others.update(_others(output))
+            return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], {name: state[name] for name in buffers}
 
         in_dims = (0, 0, *(0 if each else None for each in is_split))
-        found, state = vmap(call, in_dims, randomness="different")(
-            dict(parameters), buffers, *(leaves[place] for place in places)
-        )
+        with (
+            # A checkpoint would compute again, in the backward pass, with the parameters of the bare module.
+            torch.autograd.graph.disable_saved_tensors_hooks("it uses activation checkpointing"),
+            _constant_padding(self._module),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "There is a performance drop")  # still right, and as fast as a loop
+            found, state = vmap(call, in_dims, randomness="different")(
+                parameters, buffers, *(leaves[place] for place in places)
+            )
         _write_back(buffers, state)
         tensors = iter(found)
         output = [others[place] if place in others else next(tensors) for place in range(len(found) + len(others))]
         return tree_unflatten(output, spec_out)
 
-    def _one_by_one(self, parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]) -> Any:
+    def _one_by_one(
+        self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
+    ) -> Any:
         leaves, spec = tree_flatten(inputs)
-        num_replicas = len(next(iter({**parameters, **buffers}.values())))
         # Not p[i]: the gradient of each would be a stack of zeros around it.
-        own = {name: stack.unbind() for name, stack in parameters.items()}
+        rows = {name: stack.unbind() for name, stack in parameters.items()}
         found: list[list[Any]] = []
         spec_out: Any = None
-        for number in range(num_replicas):
+        for number, rank in enumerate(ranks):
+            for name, each in rows.items():
+                if each[number].requires_grad:
+                    each[number].register_hook(functools.partial(self._on_row, name, rank))
             split = iter(is_split)
             mine = [leaf[number] if isinstance(leaf, torch.Tensor) and next(split) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(mine, spec)
             state = {name: stack[number] for name, stack in buffers.items()}
-            row = {name: each[number] for name, each in own.items()}
-            output, spec_out = tree_flatten(functional_call(self._module, (row, state), args, kwargs))
-            _write_back({name: stack[number] for name, stack in buffers.items()}, state)
+            if rank not in self._copies:
+                self._copies[rank] = _Copy(self._module)
+            output, spec_out = tree_flatten(
+                self._copies[rank]({name: each[number] for name, each in rows.items()}, state, args, kwargs)
+            )
+            _others(output)
             found.append(output)
         stacked = [
             torch.stack(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*found, strict=True)
         ]
         return tree_unflatten(stacked, spec_out)
+
+    def _on_row(self, name: str, rank: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # as it is for rows that were left out, if there are others
+            self._on_gradient(name, rank)
+
+
+class _Copy:
+    """One replica's copy of a module, with given tensors in the place of its parameters and buffers.
+
+    They stay there after the call: a checkpoint computes again in the backward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = {id(each): (name, each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._source = list(module.modules())
+        self._module = copy.deepcopy(module, {key: each for key, (_, each) in tensors.items()})
+        self._modules = list(self._module.modules())
+        self._homes = [
+            (owned, key, tensors[id(each)][0])
+            for own in self._modules
+            for owned in cast(list[dict[str, Any]], [own._parameters, own._buffers])
+            for key, each in owned.items()
+            if each is not None
+        ]
+
+    def __call__(self, parameters: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> Any:
+        for source, own in zip(self._source, self._modules, strict=True):
+            if own.training is not source.training:
+                own.training = source.training
+        tensors: dict[str, Any] = parameters | buffers
+        for owned, key, name in self._homes:
+            owned[key] = tensors[name]
+        output = self._module(*args, **kwargs)
+        _write_back(buffers, {name: owned[key] for owned, key, name in self._homes if name in buffers})
+        return output
+
+
+def _others(output: Sequence[Any]) -> dict[int, Any]:
+    """What of an output is no tensor, by place.
+
+    Raises
+    ------
+    TypeError
+        Something in which tensors are, which cannot be put together.
+    """
+    others = {place: leaf for place, leaf in enumerate(output) if not isinstance(leaf, torch.Tensor)}
+    for leaf in others.values():
+        if next(tensors_in(leaf), None) is not None:
+            raise TypeError(
+                f"the module's output has a {type(leaf).__name__} with tensors inside, which cannot be gathered from "
+                "the replicas; return tensors in tuples, lists and dicts"
+            )
+    return others
+
+
+@contextlib.contextmanager
+def _constant_padding(module: nn.Module) -> Iterator[None]:
+    """Keep gradients from embeddings' padding vectors: vmap does so for the first replica only (torch 2.13)."""
+
+    def detach(embedding: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        is_padding = torch.eq(args[0], cast(int, embedding.padding_idx))
+        return torch.where(is_padding[..., None], output.detach(), output)
+
+    padded = [each for each in module.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
+    handles = [each.register_forward_hook(detach, prepend=True) for each in padded]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm
 from gossip.buckets import Bucket
 from gossip.communication.world import accumulation_dtype
-from gossip.compression.codec import Codec, Compression, Parcels
+from gossip.compression.codec import BucketShape, Codec, Compression, Parcels
 from gossip.compression.memory import all_finite
 from gossip.compression.values import Uncompressed
 from gossip.errors import GossipError
-from gossip.mixing import UsesExchange
-from gossip.virtual.products import weighted_differences
+from gossip.mixing import UsesExchange, no_messages_to_see
+from gossip.virtual.products import KnownRows, weighted_differences
 from gossip.virtual.saved import joined
 from gossip.virtual.shards import Shard, stacked_views, written
 from topologies import Round, Topology
@@ -64,8 +64,6 @@ class StackedExchange:
         By block.
     codecs : list of list of Codec
         By bucket and rank; empty where messages are values.
-    bytes_sent : float
-        In the newest round, the mean over ranks; a uniform group's as those of a ring all-reduce.
     """
 
     def __init__(
@@ -85,15 +83,38 @@ class StackedExchange:
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
         self.in_flight: list[InFlight | None] = []
         self.codecs: list[list[Codec]] = []
-        self.bytes_sent = 0.0
+        self._known_rows: KnownRows = {}
+        self._codec_bytes = 0.0  # in the newest round, the mean over ranks
+        self._values_sent: list[tuple[Round, bool, int]] = []  # round, whether summed on the wire, bytes of a message
         self.forget()
+
+    @property
+    def bytes_sent(self) -> float:
+        """In the newest round, the mean over ranks; a uniform group's as those of a ring all-reduce."""
+        total = self._codec_bytes
+        for round_, is_summed, num_bytes in self._values_sent:
+            num_messages = round_traffic(round_).sent if is_summed else round_.num_targets()
+            total += float(np.mean(num_messages)) * num_bytes
+        return total
 
     def forget(self) -> None:
         """Drop what is in flight and what codecs remember."""
         self.drop()
         ranks = range(self._topology.world_size)
         if len(ranks) > 1 and self._compression.messages(self._shards[0].blocks[0][:1]) is None:
-            self.codecs = [[self._compression.codec(each.shape, rank) for rank in ranks] for each in self._buckets]
+            self.codecs = [
+                [
+                    self._compression.codec(BucketShape(bucket.index, block, bucket.shape.views), rank)
+                    for block, rank in zip(self._rows(bucket.index), ranks, strict=True)
+                ]
+                for bucket in self._buckets
+            ]
+            if self._readers and any(codec.sent is None for codecs in self.codecs for codec in codecs):
+                raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
+
+    def _rows(self, index: int) -> list[torch.Tensor]:
+        """Each rank's values in a block."""
+        return [row for shard in self._shards for row in shard.blocks[index]]
 
     def drop(self) -> None:
         """Drop what is in flight."""
@@ -102,7 +123,8 @@ class StackedExchange:
     @torch.no_grad()
     def send(self, step: int) -> None:
         """Make all messages of round ``step``; nothing happens in a round in which nobody has a peer."""
-        self.bytes_sent = 0.0
+        self._codec_bytes = 0.0
+        self._values_sent = []
         if self._topology.world_size == 1:
             return
         round_ = self._topology.round(step)
@@ -115,12 +137,12 @@ class StackedExchange:
             compression = self._compression if index < len(self._buckets) else Uncompressed()
             blocks = [shard.blocks[index] for shard in self._shards]
             messages = [_values(compression, block) for block in blocks]
-            differences = weighted_differences(round_, self._shards, messages, accumulation_dtype(blocks[0].dtype))
+            wide = accumulation_dtype(blocks[0].dtype)
+            differences = weighted_differences(round_, self._shards, messages, wide, self._known_rows)
             sent = [message.clone() for message in messages] if self._readers else None
             self.in_flight[index] = InFlight(step, differences, sent)
             is_summed = messages[0].dtype == blocks[0].dtype  # on the wire, in groups
-            num_messages = round_traffic(round_).sent if is_summed else round_.num_targets()
-            self.bytes_sent += float(np.mean(num_messages)) * messages[0][0].nbytes
+            self._values_sent.append((round_, is_summed, messages[0][0].nbytes))
 
     @torch.no_grad()
     def combine_(self) -> torch.Tensor:
@@ -220,6 +242,8 @@ class StackedExchange:
             for shard, sent, difference in zip(self._shards, in_flight.sent, in_flight.differences, strict=True):
                 stacks = [shard.parameters[name] for name in bucket.names]
                 places = [place for place, stack in enumerate(stacks) if id(stack) in held]
+                if not places:
+                    continue
                 ours, mixed = stacked_views(bucket, sent), stacked_views(bucket, sent + difference)
                 optimizer.pre_average_hook(
                     [stacks[place] for place in places],
@@ -233,7 +257,7 @@ class StackedExchange:
         """One round of all ranks' codecs, their messages carried by hand."""
         codecs = self.codecs[index]
         active = [rank for rank in range(len(codecs)) if round_.peers(rank)]
-        values = {rank: shard.blocks[index][row] for shard in self._shards for row, rank in enumerate(shard.ranks)}
+        values = self._rows(index)
         sent = {rank: codecs[rank].encode(values[rank], round_, step) for rank in active}
         rooms = {rank: codecs[rank].rooms() for rank in active}
         num_bytes = _carry(sent, rooms)
@@ -244,7 +268,7 @@ class StackedExchange:
             num_bytes += _carry(
                 {rank: turn[0] for rank, turn in turns.items()}, {rank: turn[1] for rank, turn in turns.items()}
             )
-        self.bytes_sent += num_bytes / len(codecs)
+        self._codec_bytes += num_bytes / len(codecs)
         differences, messages = [], []
         for shard in self._shards:
             block = shard.blocks[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,10 +15,29 @@ from topologies import Round
 _GROUPS_FROM = 8
 """In uniform groups of so many ranks, one mean per group is less work than a weighted sum per rank."""
 _CHUNK_ROWS = 64
+_MAX_KNOWN = 128
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a mixing matrix: the ranks that they read, and for each weight the place of its rank among those."""
+
+    sources: np.ndarray[tuple[int], np.dtype[np.int64]]
+    places: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor
+
+
+KnownRows = dict[tuple[int, range], tuple[Round, Rows]]
+"""By round and ranks. By the round's id: to compare two rounds takes as long as to make the rows."""
 
 
 def weighted_differences(
-    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype
+    round_: Round,
+    shards: Sequence[Shard],
+    messages: Sequence[torch.Tensor],
+    wide: torch.dtype,
+    known: KnownRows,
 ) -> list[torch.Tensor]:
     r"""By shard: :math:`\sum_j W_{ij} m_j - m_i` of each rank i there, [k, numel], in the dtype ``wide``.
 
@@ -29,11 +49,13 @@ def weighted_differences(
         Those of each shard's ranks, on its device.
     wide : torch.dtype
         In which they are summed.
+    known : dict
+        Rows of earlier rounds, kept for the next time.
     """
     groups = round_.uniform_groups
     if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
         return _from_means(groups, shards, messages, wide)
-    return _from_sums(round_, shards, messages, wide)
+    return _from_sums(round_, shards, messages, wide, known)
 
 
 def _from_means(
@@ -58,27 +80,49 @@ def _from_means(
 
 
 def _from_sums(
-    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype
+    round_: Round,
+    shards: Sequence[Shard],
+    messages: Sequence[torch.Tensor],
+    wide: torch.dtype,
+    known: KnownRows,
 ) -> list[torch.Tensor]:
     """A weighted sum of rows for each rank."""
-    matrix = round_.sparse().tocsr()
     differences = []
     for shard, message in zip(shards, messages, strict=True):
-        rows = matrix[shard.ranks.start : shard.ranks.stop]
+        rows = _rows_of(round_, shard.ranks, known)
         if len(shards) == 1:
-            table, places = message.to(wide), rows.indices
+            table = message.to(wide)
         else:
-            sources, places = np.unique(rows.indices, return_inverse=True)
-            table = torch.cat([each.to(message.device, wide) for each in _chosen(sources, shards, messages)])
+            table = torch.cat([each.to(message.device, wide) for each in _chosen(rows.sources, shards, messages)])
         total = functional.embedding_bag(  # a sum of weighted rows of a table
-            torch.from_numpy(places.astype(np.int64)).to(message.device),
+            rows.places.to(message.device),
             table,
-            torch.from_numpy(rows.indptr[:-1].astype(np.int64)).to(message.device),
+            rows.offsets.to(message.device),
             mode="sum",
-            per_sample_weights=torch.from_numpy(rows.data).to(message.device, wide),
+            per_sample_weights=rows.weights.to(message.device, wide),
         )
         differences.append(total.sub_(message))
     return differences
+
+
+def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
+    if (id(round_), ranks) in known:
+        return known[id(round_), ranks][1]
+    rows = round_.sparse().tocsr()[ranks.start : ranks.stop]
+    if len(ranks) == round_.world_size:
+        sources, places = np.arange(len(ranks)), rows.indices
+    else:
+        sources, places = np.unique(rows.indices, return_inverse=True)
+    made = Rows(
+        sources,
+        torch.from_numpy(places.astype(np.int64)),
+        torch.from_numpy(rows.indptr[:-1].astype(np.int64)),
+        torch.from_numpy(rows.data.astype(np.float64)),
+    )
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[id(round_), ranks] = round_, made  # with the round, so that its id stays its own
+    return made
 
 
 def _chosen(

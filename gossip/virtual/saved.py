@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import io
 import os
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from gossip.buffers import is_averaged
@@ -18,9 +19,11 @@ from gossip.checkpoints.files import HashingFile, reason, sync_folder
 from gossip.checkpoints.plain import plain
 from gossip.errors import CheckpointError
 from gossip.virtual.shards import Shard
+from gossip.virtual.updates import has_shape
 
 _MAGIC = b"gossip virtual workers 1 sha256 "
 _TRAILER_BYTES = len(_MAGIC) + 64
+_OF_STACKS = ("params", "param_names")  # of a group, what depends on the number of devices
 
 
 def joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -45,48 +48,58 @@ def resized(values: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def module_state(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Parameters and buffers, [n, *shape], by the bare module's names."""
+    """Parameters, buffers, and gradients that no_sync has accumulated, [n, *shape], by the bare module's names."""
+    stacks = {name: [each.parameters[name] for each in shards] for name in shards[0].parameters}
     return {
-        "parameters": {name: joined([each.parameters[name] for each in shards]) for name in shards[0].parameters},
+        "parameters": {name: joined(each) for name, each in stacks.items()},
         "buffers": {name: joined([each.buffers[name] for each in shards]) for name in shards[0].buffers},
+        "gradients": {
+            name: joined([torch.zeros_like(stack) if stack.grad is None else stack.grad for stack in each])
+            for name, each in stacks.items()
+            if any(stack.grad is not None for stack in each)
+        },
     }
 
 
 def optimizer_state(optimizer: Optimizer, num_shards: int) -> dict[str, Any]:
     """As ``optimizer.state_dict()``, with tensors of all ranks, [n, *shape], whatever the devices."""
-    stacks = [stack for group in optimizer.param_groups for stack in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for number in range(0, len(stacks), num_shards):
-        entries = [optimizer.state[stack] for stack in stacks[number : number + num_shards] if stack in optimizer.state]
+    state: dict[int, dict[str, dict[str, Any]]] = {}
+    for number, stacks in enumerate(_held(optimizer, num_shards)):
+        entries = [optimizer.state[stack] for stack in stacks if stack in optimizer.state]
         if entries:
-            state[number // num_shards] = {
-                key: joined([entry[key] for entry in entries]) if _is_stacked(value, stacks[number]) else value
-                for key, value in entries[0].items()
+            stacked = [key for key, value in entries[0].items() if has_shape(value, stacks[0])]
+            state[number] = {
+                "stacked": {key: joined([entry[key] for entry in entries]) for key in stacked},
+                "common": {key: value for key, value in entries[0].items() if key not in stacked},
             }
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": groups}
+    groups = [{key: value for key, value in group.items() if key not in _OF_STACKS} for group in optimizer.param_groups]
+    return {"kind": _kind(optimizer, num_shards), "state": state, "param_groups": groups}
+
+
+def _held(optimizer: Optimizer, num_shards: int) -> list[list[torch.Tensor]]:
+    """The stacks of each parameter that the optimizer holds, in its order."""
+    stacks = [stack for group in optimizer.param_groups for stack in group["params"]]
+    return [stacks[start : start + num_shards] for start in range(0, len(stacks), num_shards)]
+
+
+def _kind(optimizer: Optimizer, num_shards: int) -> str:
+    sizes = ", ".join(str(len(group["params"]) // num_shards) for group in optimizer.param_groups)
+    return f"{type(optimizer).__name__} with groups of {sizes} parameters"
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], num_shards: int, world_size: int) -> None:
     """Restore what :func:`optimizer_state` gave; for another number of replicas, the mean."""
-    stacks = [stack for group in optimizer.param_groups for stack in group["params"]]
+    held = _held(optimizer, num_shards)
     optimizer.state.clear()
     for number, entry in saved["state"].items():
-        own = stacks[number * num_shards : (number + 1) * num_shards]
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dim() == own[0].dim() and value.shape[1:] == own[0].shape[1:]:
-                rows = resized(value, world_size).split([len(stack) for stack in own])
-                for stack, each in zip(own, rows, strict=True):
-                    optimizer.state[stack][key] = each.to(stack.device, copy=True).contiguous()
-            else:
-                for stack in own:
-                    optimizer.state[stack][key] = value.clone() if isinstance(value, torch.Tensor) else value
+        for stack in held[number]:
+            optimizer.state[stack].update(copy.deepcopy(entry["common"]))
+        for key, values in entry["stacked"].items():
+            rows = resized(values, world_size).split([len(stack) for stack in held[number]])
+            for stack, own in zip(held[number], rows, strict=True):
+                optimizer.state[stack][key] = own.to(stack.device, copy=True).contiguous()
     for group, constants in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update(constants)
-
-
-def _is_stacked(value: Any, stack: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == stack.shape
 
 
 def check_fits(saved: Mapping[str, Any], shards: Sequence[Shard], optimizers: Sequence[Optimizer]) -> None:
@@ -97,6 +110,11 @@ def check_fits(saved: Mapping[str, Any], shards: Sequence[Shard], optimizers: Se
     ValueError
         Names the first difference and both values.
     """
+    if missing := {"parameters", "buffers", "optimizers", "in_flight"} - saved.keys():
+        raise ValueError(
+            f"state has no {min(missing)!r}: it is not what VirtualWorkers.state_dict() gave; load a bare module's "
+            "state into the module, before the workers are built"
+        )
     for section, here in (("parameters", shards[0].parameters), ("buffers", shards[0].buffers)):
         theirs = {name: _described(values) for name, values in saved[section].items()}
         ours = {name: _described(values) for name, values in here.items()}
@@ -106,11 +124,11 @@ def check_fits(saved: Mapping[str, Any], shards: Sequence[Shard], optimizers: Se
                     f"{section[:-1]} {name!r} of a replica is {theirs.get(name, 'nothing')} in the saved state, but "
                     f"{ours.get(name, 'nothing')} here; build the workers over the same module"
                 )
-    groups = [len(each["param_groups"]) for each in saved["optimizers"]]
-    if groups != [len(each.param_groups) for each in optimizers]:
+    theirs_, ours_ = [each["kind"] for each in saved["optimizers"]], [_kind(each, len(shards)) for each in optimizers]
+    if theirs_ != ours_:
         raise ValueError(
-            f"the saved optimizers have {groups} parameter groups, those here "
-            f"{[len(each.param_groups) for each in optimizers]}; build the workers with the same optimizer"
+            f"the saved optimizers are {'; '.join(theirs_) or 'none'}, those here {'; '.join(ours_) or 'none'}; build "
+            "the workers with the same optimizer"
         )
 
 
@@ -141,8 +159,10 @@ def write_state(state: Mapping[str, Any], path: Path) -> None:
         os.replace(partial, path)
         sync_folder(path.parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path} could not be saved: {reason(error)}; what was there before is intact") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:

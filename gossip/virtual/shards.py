@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,26 @@ def rows_of(shards: Sequence[Shard], first: int, stop: int) -> Iterator[tuple[Sh
         rows = shard.rows(first, stop)
         if rows.stop > rows.start:
             yield shard, rows
+
+
+def mean_of(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Over all rows of all shards, on the first one's device."""
+    wide = torch.promote_types(stacks[0].dtype, torch.float32)
+    if len(stacks) == 1:
+        return stacks[0].mean(0, dtype=wide).to(stacks[0].dtype)
+    total = torch.stack([stack.sum(0, dtype=wide).to(stacks[0].device) for stack in stacks]).sum(0)
+    return (total / sum(map(len, stacks))).to(stacks[0].dtype)
+
+
+@torch.no_grad()
+def load_into(
+    module: nn.Module, shards: Sequence[Shard], choose: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> None:
+    """Write into a bare module what ``choose`` makes of the stacks of each parameter and buffer."""
+    for name, parameter in module.named_parameters():
+        parameter.copy_(choose([shard.parameters[name].detach() for shard in shards]))
+    for name, buffer in module.named_buffers():
+        buffer.copy_(choose([shard.buffers[name] for shard in shards]))
 
 
 def _repeated(values: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.bucket_optimizer import OptimizerArgument, build_optimizers
+from gossip.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
 from gossip.communication.world import accumulation_dtype
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
@@ -41,20 +42,66 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
 def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
     """Put stacks in the place of the module's parameters, wherever those stand in the optimizer."""
     for group in optimizer.param_groups:
-        group["params"] = [stack for parameter in group["params"] for stack in stacks.get(id(parameter), (parameter,))]
+        if group.get("fused"):
+            group["fused"] = False
+            logger.warning(
+                "{}: fused=True is run as fused=False: stacks have gaps in memory, which fused kernels do not see",
+                type(optimizer).__name__,
+            )
+        found = [stacks.get(id(parameter), (parameter,)) for parameter in group["params"]]
+        if "param_names" in group:
+            names = zip(group["param_names"], found, strict=True)
+            group["param_names"] = [name for name, each in names for _ in each]
+        group["params"] = [stack for each in found for stack in each]
+    elementwise = _elementwise_keys(optimizer)
     for parameter in [each for each in optimizer.state if id(each) in stacks]:
         entry = optimizer.state.pop(parameter)
         for stack in stacks[id(parameter)]:
             optimizer.state[stack] = {
                 key: value.to(stack.device).expand(stack.shape).clone()
-                if _has_shape(value, parameter)
-                else copy.copy(value)
+                if key in elementwise
+                else copy.deepcopy(value)  # a counter that is a tensor is counted up in place
                 for key, value in entry.items()
             }
 
 
-def _has_shape(value: Any, parameter: torch.Tensor) -> bool:
+def num_held(optimizers: Sequence[Optimizer]) -> int:
+    """How many parameters the optimizers hold."""
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+
+
+def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
+    """Refuse a parameter that is not of the module, or that is held twice.
+
+    Raises
+    ------
+    ValueError
+        Says which.
+    """
+    check_parameters_held(
+        optimizers,
+        {str(number): stack for number, stack in enumerate(stack for each in stacks.values() for stack in each)},
+    )
+    held = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    if len(set(held)) < len(held):
+        raise ValueError(
+            "a parameter was added to an optimizer that holds it already, and would be updated twice; add only "
+            "parameters that no group holds"
+        )
+
+
+def has_shape(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether an entry of an optimizer's state has one value for each of a parameter's."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _elementwise_keys(optimizer: Optimizer) -> set[str]:
+    """Of the entries of its state, those with one value for each of a parameter's.
+
+    Parameters without dimensions do not tell, since counters have none either.
+    """
+    entries = [(each, entry) for each, entry in optimizer.state.items() if each.dim()] or optimizer.state.items()
+    return {key for each, entry in entries for key, value in entry.items() if key != "step" and has_shape(value, each)}
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
@@ -101,16 +148,16 @@ def _step_probe(
         constants["lr"] = 0.1  # a schedule may begin at 0, where nothing would be seen
     probe.param_groups = [constants | {"params": list(parameters)}]
     probe.state = defaultdict(dict)
-    first: nn.Parameter | None = next(iter(group["params"]), None)
-    known = {} if first is None else optimizer.state.get(first, {})
+    known: dict[str, Any] = next(
+        (optimizer.state[each] for each in group["params"] if each.numel() and each in optimizer.state), {}
+    )
+    elementwise = _elementwise_keys(optimizer)
     for key, value in known.items():
         for parameter in parameters:
-            seen = (
-                value.flatten()[0].double().expand(parameter.shape).clone()
-                if first is not None and _has_shape(value, first)
-                else copy.copy(value)
-            )
-            probe.state[parameter][key] = seen
+            if key in elementwise:
+                probe.state[parameter][key] = torch.full_like(parameter.detach(), float(value.flatten()[0]))
+            else:
+                probe.state[parameter][key] = copy.deepcopy(value)
     step: Any = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     for each in gradients:
@@ -143,7 +190,7 @@ def left_alone(optimizers: Sequence[Optimizer], rows: Mapping[nn.Parameter, torc
     saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for parameter, which in rows.items():
         states = [each.state[parameter] for each in optimizers if parameter in each.state]
-        values = [value for state in states for value in state.values() if _has_shape(value, parameter)]
+        values = [value for state in states for value in state.values() if has_shape(value, parameter)]
         saved += [(value, which, value[which]) for value in (parameter.detach(), *values)]
         parameter[which] = 0  # with weight decay a state that is new is then zero too
         if parameter.grad is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,12 +21,21 @@ from gossip.autograd import refuse_compiled_autograd
 from gossip.bucket_optimizer import OptimizerArgument
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import is_averaged
+from gossip.checkpoints.rng import restore_rng_states, rng_states
+from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import Compression
 from gossip.compression.memory import all_finite
 from gossip.compression.names import resolve_compression
 from gossip.engine import MAX_NON_FINITE_STEPS
 from gossip.errors import GossipError
 from gossip.places import check_not_wrapped
+from gossip.virtual.arguments import (
+    check_choice,
+    check_integer,
+    make_module,
+    refuse_sparse_gradients,
+    resolve_devices,
+)
 from gossip.virtual.batches import count_samples, divide, gather, scatter
 from gossip.virtual.calls import ReplicaCalls
 from gossip.virtual.exchange import StackedExchange
@@ -40,8 +49,15 @@ from gossip.virtual.saved import (
     resized,
     write_state,
 )
-from gossip.virtual.shards import Shard, make_shards, rows_of, written
-from gossip.virtual.updates import build_stacked_optimizers, left_alone, row_norms, stack_groups
+from gossip.virtual.shards import Shard, load_into, make_shards, mean_of, rows_of, written
+from gossip.virtual.updates import (
+    build_stacked_optimizers,
+    check_stacks_held,
+    left_alone,
+    num_held,
+    row_norms,
+    stack_groups,
+)
 from topologies import Topology
 
 
@@ -119,7 +135,8 @@ class VirtualWorkers:
         Number of steps made; also the index of the next round.
     is_vectorised : bool
         Whether the replicas run at once. A module that ``torch.func.vmap`` cannot take is run replica by replica, which
-        a warning says.
+        a warning says: each by a copy of ``module``, so that what its forward passes keep in attributes is its own, and
+        attributes that are set on ``module`` later are not seen, but for ``training``.
 
     Raises
     ------
@@ -130,9 +147,11 @@ class VirtualWorkers:
     -----
     The step is made at the end of the outermost ``backward()`` outside :meth:`no_sync`. A replica that got no sample
     since the last step, or whose gradients are not finite, is not updated, but mixed. Counters of an optimizer (Adam's
-    ``step``) are common to all replicas.
+    ``step``) are common to all replicas. Gradients of stacked parameters are scaled to each replica's own mean when the
+    step is made; those of inputs are the loss's.
 
     Memory besides activations: parameters, gradients, the optimizer's state, and one message, each n times the model.
+    Fused optimizer kernels, which do not see the gaps between stacked parameters, are replaced, which a warning says.
 
     Examples
     --------
@@ -165,22 +184,23 @@ class VirtualWorkers:
         loss_reduction: Literal["mean", "sum"] = "mean",
         devices: Sequence[torch.device | str] | None = None,
     ) -> None:
-        _check_integer("world_size", world_size, 1)
-        _check_integer("dim", dim, 0)
-        _check_choice("clip", clip, ("global", "bucket"))
-        _check_choice("buffers", buffers, ("local", "average"))
-        _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_integer("world_size", world_size, 1)
+        check_integer("dim", dim, 0)
+        check_choice("clip", clip, ("global", "bucket"))
+        check_choice("buffers", buffers, ("local", "average"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
         if clip_grad_norm is not None:
             check_positive("clip_grad_norm", clip_grad_norm, "norm")
-        module = _made(module)
+        module = make_module(module)
         self.topology = resolve_topology(topology, world_size)
         self.algorithm = resolve_algorithm(algorithm)
         self.compression = resolve_compression(compression)
         self.compression.check(self.topology)
         check_parameters(module)
         check_not_wrapped(module)
-        chosen = _devices(devices, world_size)
+        refuse_sparse_gradients(module)
+        chosen = resolve_devices(devices, world_size)
         originals = dict(module.named_parameters())
         if not originals:
             raise ValueError(f"module {type(module).__name__} has no parameters: there is nothing to train or to mix")
@@ -198,17 +218,19 @@ class VirtualWorkers:
             id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in originals.items()
         }
         self._optimizers = build_stacked_optimizers(optimizer, module, self._stacks)
+        self._num_held = num_held(self._optimizers)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
-        self._calls = ReplicaCalls(module)
+        self._calls = ReplicaCalls(module, self._note_reached)
+        self._reached: dict[str, torch.Tensor] = {}  # of parameters of replicas that ran one by one: which ranks', [n]
         self._exchange = StackedExchange(
             self._shards, self._buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
         self._synchronise = True
         self._is_averaged = False
-        self._callback_is_queued = False
-        self._has_samples = torch.zeros(world_size, dtype=torch.bool)
+        self._callback_is_queued = self._has_gradients = False
+        self._scales = torch.zeros(world_size, dtype=torch.float64)  # of each rank's gradients; 0: it has none
         self._num_bad_steps = torch.zeros(world_size, dtype=torch.int64)
-        self._stats: VirtualStats | None = None
+        self._newest: tuple[int, int, int] | None = None  # step, replicas that were skipped, that refused
 
     # ------------------------------------------------------------------ what it is
 
@@ -235,15 +257,18 @@ class VirtualWorkers:
 
     def replica(self, rank: int) -> nn.Module:
         """A copy of the bare module with the values of one rank's replica."""
-        _check_integer("rank", rank, 0, self.world_size - 1)
+        check_integer("rank", rank, 0, self.world_size - 1)
         ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
         copied = copy.deepcopy(self.module)
-        _load(copied, (shard,), lambda stacks: stacks[0][rows.start])
+        load_into(copied, (shard,), lambda stacks: stacks[0][rows.start])
         return copied
 
     def stats(self) -> VirtualStats | None:
         """What the newest step did; None before the first."""
-        return self._stats
+        if self._newest is None:
+            return None
+        step, num_skipped, num_refused = self._newest
+        return VirtualStats(step, self._exchange.bytes_sent, num_skipped, num_refused)
 
     def train(self, mode: bool = True) -> Self:
         """Put the replicas in training mode."""
@@ -272,6 +297,10 @@ class VirtualWorkers:
         if self._is_averaged:
             return self.module(*args, **kwargs)
         refuse_compiled_autograd()
+        if torch._C._current_graph_task_id() == -1:
+            self._recover()
+        else:  # the whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost
+            self._on_backward()
         inputs = (args, kwargs)
         num_samples = count_samples(inputs, self._dim)
         outputs, device = [], None
@@ -279,11 +308,8 @@ class VirtualWorkers:
             for shard, rows in rows_of(self._shards, part.first, part.stop):
                 ranks = shard.ranks[rows]
                 own, is_split = scatter(inputs, part, ranks, self._dim, shard.device)
-                output = self._run(shard, rows, own, is_split)
-                if torch.is_grad_enabled():
-                    scale = num_samples / part.num_each if self._reduces_by_mean else 1.0
-                    self._watch(output, ranks, scale)
-                outputs.append(output)
+                scale = num_samples / part.num_each if self._reduces_by_mean else 1.0
+                outputs.append(self._run(shard, rows, own, is_split, scale))
                 device = device or shard.device
         assert device is not None
         return gather(outputs, self._dim, device)
@@ -302,36 +328,84 @@ class VirtualWorkers:
                 )
                 num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(own))
                 outputs.append(self._run(shard, slice(0, len(shard.ranks)), own, [False] * num_tensors))
-        return gather(outputs, 0, self._shards[0].device) if len(outputs) > 1 else outputs[0]
+        return gather(outputs, None, self._shards[0].device)
 
-    def _run(self, shard: Shard, rows: slice, inputs: Any, is_split: list[bool]) -> Any:
+    def _run(self, shard: Shard, rows: slice, inputs: Any, is_split: list[bool], scale: float = 1.0) -> Any:
+        ranks = shard.ranks[rows]
         whole = rows == slice(0, len(shard.ranks))
-        parameters: dict[str, torch.Tensor] = {
-            name: each if whole else each[rows] for name, each in shard.parameters.items()
+        parameters = {
+            name: each.view_as(each) if whole else each[rows]  # a view: its hooks see no other call's gradients
+            for name, each in shard.parameters.items()
         }
-        buffers = shard.buffers if whole else {name: each[rows] for name, each in shard.buffers.items()}
-        return self._calls(parameters, buffers, inputs, is_split)
-
-    def _watch(self, output: Any, ranks: range, scale: float) -> None:
-        """Let the backward pass from an output begin a step, with gradients of each replica's own mean."""
-
-        def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            if self._synchronise and not self._callback_is_queued:
-                self._callback_is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
-            self._has_samples[ranks.start : ranks.stop] = True
-            return gradient if scale == 1.0 else gradient * scale
-
+        buffers = {name: each[rows] for name, each in shard.buffers.items()}
+        if torch.is_grad_enabled():
+            self._watch(parameters.values(), ranks, scale)
+        output = self._calls(ranks, parameters, buffers, inputs, is_split)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(on_gradient)
+                leaf.register_hook(self._on_backward)
+        return output
+
+    def _recover(self) -> None:
+        """Notice a backward pass that an exception ended."""
+        if self._callback_is_queued:
+            self._callback_is_queued = self._has_gradients = False
+            self._drop_gradients()
+            logger.warning("step {}: the backward pass was ended by an exception; its gradients are dropped", self.step)
+
+    def _watch(self, rows: Iterable[torch.Tensor], ranks: range, scale: float) -> None:
+        """Note that there are gradients in rows of parameters, and what makes them those of each replica's own mean.
+
+        They are scaled when the step is made, in place: here each would take memory for another one.
+        """
+        noted: torch.Tensor | None = None
+        ratios: torch.Tensor | None = None
+
+        def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            nonlocal noted, ratios
+            self._on_backward()
+            self._has_gradients = self._has_gradients or self._synchronise
+            if noted is not self._scales:  # once in a step
+                noted, ratios = self._scales, self._note_scale(ranks, scale)
+            return gradient if ratios is None else gradient * _along_rows(ratios, gradient)
+
+        for each in rows:
+            if each.requires_grad:
+                each.register_hook(on_gradient)
+
+    def _note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
+        """Keep the scale for those ranks that have none yet; for the others return what makes up the difference."""
+        scales = self._scales[ranks.start : ranks.stop]
+        scales[scales == 0] = scale
+        return None if bool((scales == scale).all()) else scale / scales
+
+    def _note_reached(self, name: str, rank: int) -> None:
+        if name not in self._reached:
+            has_gradient = any(shard.parameters[name].grad is not None for shard in self._shards)
+            self._reached[name] = (
+                (self._scales != 0) if has_gradient else torch.zeros(self.world_size, dtype=torch.bool)
+            )
+        self._reached[name][rank] = True
+
+    def _on_backward(self, _: torch.Tensor | None = None) -> None:
+        if self._synchronise and not self._callback_is_queued:
+            self._callback_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
 
     def _on_backward_ended(self) -> None:
         self._callback_is_queued = False
-        if any(parameter.grad is not None for parameter in self.parameters()):
-            if self._is_averaged:
-                raise GossipError("a backward pass inside averaged() cannot train the replicas; leave the block first")
-            self._make_step()
+        found, self._has_gradients = self._has_gradients, False
+        if not found or all(parameter.grad is None for parameter in self.parameters()):
+            return  # the inputs' gradients only, or not ours to step
+        if self._is_averaged:
+            self._drop_gradients()
+        self._make_step()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+        self._scales = torch.zeros_like(self._scales)
+        self._reached = {}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -343,38 +417,56 @@ class VirtualWorkers:
             self._synchronise = outer
 
     def idle_step(self) -> None:
-        """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange."""
+        """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange.
+
+        What :meth:`no_sync` accumulated is applied.
+        """
+        self._recover()
         self._make_step()
 
     @torch.no_grad()
     def _make_step(self) -> None:
-        for optimizer in self._optimizers:
-            stack_groups(optimizer, self._stacks)  # of a group that was added meanwhile
+        if self._is_averaged:
+            raise GossipError(
+                f"step {self.step}: inside averaged() the replicas cannot be trained; leave the block first"
+            )
+        self._stack_new_groups()
         refused = self._exchange.combine_()
         skipped = self._update()
         self._exchange.send(self.step)
         if self.algorithm.combines_before_forward:
             refused = refused + self._exchange.combine_()
         self._count_bad_steps(skipped | (refused > 0))
-        self._stats = VirtualStats(self.step, self._exchange.bytes_sent, int(skipped.sum()), int((refused > 0).sum()))
-        self._has_samples.zero_()
+        self._newest = self.step, int(skipped.sum()), int((refused > 0).sum())
         self.step += 1
+
+    def _stack_new_groups(self) -> None:
+        """Let groups that were added to the optimizers in mid-training hold stacks too."""
+        if num_held(self._optimizers) != self._num_held:
+            for optimizer in self._optimizers:
+                stack_groups(optimizer, self._stacks)
+            check_stacks_held(self._optimizers, self._stacks)
+            self._num_held = num_held(self._optimizers)
 
     def _update(self) -> torch.Tensor:
         """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n]."""
         skipped = torch.zeros(self.world_size, dtype=torch.bool)
         alone: dict[nn.Parameter, torch.Tensor] = {}
+        self._complete_gradients()
+        self._scale_gradients()
         for shard in self._shards:
             own = slice(shard.ranks.start, shard.ranks.stop)
-            idle = ~self._has_samples[own]
+            idle = self._scales[own] == 0
             clips_all = self._clip_grad_norm is not None and not self._clips_buckets
             names = [list(shard.parameters)] if clips_all else [list(bucket.names) for bucket in self._buckets]
             for some in names:
                 parameters = [shard.parameters[name] for name in some if shard.parameters[name].grad is not None]
                 spoilt = self._measure_and_clip(parameters)
                 left = idle if spoilt is None else idle | spoilt.cpu()
-                if bool(left.any()):
-                    alone.update(dict.fromkeys(parameters, left.to(shard.device)))
+                for name in some:
+                    own_left = left | ~self._reached[name][own] if name in self._reached else left
+                    if shard.parameters[name].grad is not None and bool(own_left.any()):
+                        alone[shard.parameters[name]] = own_left.to(shard.device)
                 if spoilt is not None:
                     skipped[own] |= spoilt.cpu()
         if bool(skipped.any()):
@@ -383,9 +475,26 @@ class VirtualWorkers:
         with left_alone(self._optimizers, alone):
             for optimizer in self._optimizers:
                 optimizer.step()
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._drop_gradients()
         return skipped
+
+    def _complete_gradients(self) -> None:
+        """Give a parameter that has a gradient on some device one on all, as if it were one stack."""
+        for name in self._shards[0].parameters if len(self._shards) > 1 else ():
+            stacks = [shard.parameters[name] for shard in self._shards]
+            if any(stack.grad is not None for stack in stacks):
+                for stack in stacks:
+                    stack.grad = torch.zeros_like(stack) if stack.grad is None else stack.grad
+
+    def _scale_gradients(self) -> None:
+        for shard in self._shards:
+            scales = self._scales[shard.ranks.start : shard.ranks.stop]
+            gradients = [each.grad for each in shard.parameters.values() if each.grad is not None]
+            if gradients and bool((scales == scales[0]).all()):
+                torch._foreach_mul_(gradients, float(scales[0]))
+                continue
+            for gradient in gradients:
+                gradient.mul_(_along_rows(scales, gradient))
 
     def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """Rows whose gradients are not finite, [k]; None if all are."""
@@ -398,7 +507,7 @@ class VirtualWorkers:
         if self._clip_grad_norm is not None:
             factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
-                gradient.mul_(factors.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
+                gradient.mul_(_along_rows(factors, gradient))
         spoilt = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
         return spoilt if bool(spoilt.any()) else None
 
@@ -418,7 +527,7 @@ class VirtualWorkers:
         square, mean_square = 0.0, 0.0
         for name in self._shards[0].parameters:
             stacks = [shard.parameters[name].detach() for shard in self._shards]
-            mean = _mean(stacks)
+            mean = mean_of(stacks)
             mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
             for stack in stacks:
                 square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
@@ -452,7 +561,7 @@ class VirtualWorkers:
             self._is_averaged = outer
 
     def _load_mean(self) -> None:
-        _load(self.module, self._shards, lambda stacks: _mean(stacks) if is_averaged(stacks[0]) else stacks[0][0])
+        load_into(self.module, self._shards, lambda stacks: mean_of(stacks) if is_averaged(stacks[0]) else stacks[0][0])
 
     # ------------------------------------------------------------------ saving
 
@@ -460,17 +569,20 @@ class VirtualWorkers:
     def state_dict(self) -> dict[str, Any]:
         """All that the training needs to go on bit for bit: copies, on the CPU, as plain data and tensors [n, ...].
 
-        Parameters and buffers by the bare module's names, optimizers, what is in flight, what codecs remember, and
-        torch's random numbers.
+        Parameters, buffers and accumulated gradients by the bare module's names, optimizers, what is in flight, what
+        codecs remember, and the random numbers of torch, Python and NumPy.
         """
+        self._stack_new_groups()
         return {
             "world_size": self.world_size,
             "step": self.step,
+            "num_bad_steps": self._num_bad_steps.clone(),
+            "scales": self._scales.clone(),
             "compression": self.compression.describe(),
             **module_state(self._shards),
             "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
             **self._exchange.state_dict(),
-            "rng": torch.get_rng_state(),
+            "rng": rng_states(),
         }
 
     @torch.no_grad()
@@ -484,6 +596,7 @@ class VirtualWorkers:
         ValueError
             It is a state of another model.
         """
+        self._stack_new_groups()
         check_fits(state, self._shards, self._optimizers)
         for section, found in (("parameters", self.named_parameters()), ("buffers", self.named_buffers())):
             stacks: dict[str, list[torch.Tensor]] = {}
@@ -491,19 +604,26 @@ class VirtualWorkers:
                 stacks.setdefault(name, []).append(stack)
             for name, values in state[section].items():
                 deal_(stacks[name], resized(values, self.world_size))
+        self._drop_gradients()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, copy.deepcopy(saved), len(self._shards), self.world_size)
         self.step = state["step"]
         self._exchange.forget()
-        left_out = []
-        if state["world_size"] != self.world_size:
+        left_out = restore_rng_states(state["rng"])
+        if state["world_size"] == self.world_size:
+            for name, values in state["gradients"].items():
+                for shard in self._shards:
+                    own = values[shard.ranks.start : shard.ranks.stop]
+                    shard.parameters[name].grad = own.to(shard.device, copy=True)
+            self._scales = state["scales"].clone()
+            self._num_bad_steps = state["num_bad_steps"].clone()
+            if state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
+                left_out.append("what was in flight: the compression or the buckets are others")
+        else:
+            self._num_bad_steps.zero_()
             left_out.append(
                 f"the replicas: {state['world_size']} were saved, all {self.world_size} start from their mean"
             )
-        elif state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
-            left_out.append("what was in flight: the compression or the buckets are others")
-        else:
-            torch.set_rng_state(state["rng"])
         if left_out:
             logger.warning("step {} is restored, but not {}", self.step, "; ".join(left_out))
         written(self._shards)
@@ -531,51 +651,7 @@ class VirtualWorkers:
         self.load_state_dict(read_state(Path(path)))
 
 
-def _mean(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Over all rows of all shards, on the first one's device."""
-    wide = torch.promote_types(stacks[0].dtype, torch.float32)
-    if len(stacks) == 1:
-        return stacks[0].mean(0, dtype=wide).to(stacks[0].dtype)
-    total = torch.stack([stack.sum(0, dtype=wide).to(stacks[0].device) for stack in stacks]).sum(0)
-    return (total / sum(map(len, stacks))).to(stacks[0].dtype)
-
-
-@torch.no_grad()
-def _load(module: nn.Module, shards: Sequence[Shard], choose: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
-    """Write into a bare module what ``choose`` makes of the stacks of each parameter and buffer."""
-    for name, parameter in module.named_parameters():
-        parameter.copy_(choose([shard.parameters[name].detach() for shard in shards]))
-    for name, buffer in module.named_buffers():
-        buffer.copy_(choose([shard.buffers[name] for shard in shards]))
-
-
-def _made(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    made = module if isinstance(module, nn.Module) or not callable(module) else module()
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module or a function that makes one, got {type(made).__name__}")
-    return made
-
-
-def _devices(devices: Sequence[torch.device | str] | None, world_size: int) -> list[torch.device]:
-    if devices is None:
-        return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        raise ValueError(
-            f'devices must be a sequence of at least one device, such as ["cuda:0", "cuda:1"], got {devices!r}'
-        )
-    if len(devices) > world_size:
-        raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
-    return [torch.device(each) for each in devices]
-
-
-def _check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"{name} must be {allowed}, got {value}")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+def _along_rows(factors: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """One factor for each row, [k, 1 ...], in the dtype of accumulation."""
+    wide = factors.to(gradient.device, accumulation_dtype(gradient.dtype))
+    return wide.view(-1, *[1] * (gradient.dim() - 1))

@@ -12,7 +12,15 @@ from exchanging import Ranks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet
 
 import topologies
-from gossip import BucketShape, ExchangeError, GossipDataParallel, LaunchError, ModuloQuantization, launch
+from gossip import (
+    BucketShape,
+    ExchangeError,
+    GossipDataParallel,
+    LaunchError,
+    ModuloQuantization,
+    VirtualWorkers,
+    launch,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -199,3 +207,43 @@ def streams_of_exchanges() -> tuple[int, int]:
 def test_communication_has_a_stream_of_its_own() -> None:
     for ours, current in launch(streams_of_exchanges, world_size=WORLD_SIZE, backend="nccl"):
         assert ours != current
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("topology", ["complete", "ring", "one_peer_exponential"])
+def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str) -> None:
+    found = []
+    for devices in (["cpu"], ["cuda:0"], ["cuda:0", "cuda:0"], ["cpu", "cuda:0"]):
+        torch.manual_seed(0)
+        module = NormalisedNet().double()
+        workers = VirtualWorkers(module, 9, SGD, topology, bucket_cap_mb=TINY_BUCKETS, devices=devices)
+        for step in range(4):
+            inputs = torch.randn(31, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            workers(inputs.to(devices[0])).square().mean().backward()
+        state = workers.state_dict()
+        found.append({**state["parameters"], **state["buffers"]})
+        assert workers.is_vectorised
+    for other in found[1:]:
+        for name, values in found[0].items():
+            torch.testing.assert_close(other[name], values, rtol=1e-6, atol=1e-6)
+
+
+@needs_a_gpu
+def test_virtual_workers_on_a_gpu_resume_with_their_random_numbers() -> None:
+    def make() -> VirtualWorkers:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+        return VirtualWorkers(module, 3, SGD, devices=["cuda:0"])
+
+    def train_for(workers: VirtualWorkers, steps: int) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            workers(torch.ones(6, 4, device="cuda:0")).square().mean().backward()
+        return workers.state_dict()["parameters"]  # type: ignore[no-any-return]
+
+    workers, resumed = make(), make()
+    train_for(workers, 2)
+    state = workers.state_dict()
+    wanted = train_for(workers, 2)
+    resumed.load_state_dict(state)
+    for name, values in train_for(resumed, 2).items():
+        torch.testing.assert_close(values, wanted[name], rtol=1e-6, atol=1e-6)

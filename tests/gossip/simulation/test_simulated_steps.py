@@ -59,6 +59,32 @@ def test_a_pair_whose_messages_take_longer_than_the_computation(name: str) -> No
     np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
 
 
+@pytest.mark.parametrize(("contention", "step_s"), [(0.0, 0.1), (0.5, 0.1 + 0.5 * 0.03), (1.0, 0.1 + 0.03)])
+def test_computing_holds_up_the_messages_beside_it(contention: float, step_s: float) -> None:
+    topology = topologies.build("one_peer_hypercube", 4)
+    workload = Workload(0.01, 0.02, (12_500_000,), contention=contention)
+    run = simulate_time(topology, Cluster(4, **GIGABIT), workload, 20)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), step_s)
+    hidden = dataclasses.replace(workload, forward_s=0.1, backward_s=0.2)  # there is time enough
+    run = simulate_time(topology, Cluster(4, **GIGABIT), hidden, 20)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.3)
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.5])
+def test_all_reduce_is_held_up_by_backward_but_not_by_waiting(contention: float) -> None:
+    cluster = Cluster(2, **GIGABIT)
+    one = Workload(0.1, 2.0, (12_500_000,), contention=contention)  # it leaves when all is computed
+    assert simulate_time("ddp", cluster, one, 3).step_time_s == pytest.approx(0.1 + 2.0 + 0.1)
+    two = Workload(0.0, 0.1, (25_000_000, 25_000_000), contention=contention)  # the first beside half of backward
+    assert simulate_time("ddp", cluster, two, 3).step_time_s == pytest.approx(0.05 + 0.2 + contention * 0.05 + 0.2)
+
+
+@pytest.mark.parametrize("name", ["one_peer_exponential", "random_matching", "base"])
+def test_a_thousand_ranks_are_as_fast_as_a_pair(name: str) -> None:
+    run = simulate_time(topologies.build(name, 1024), Cluster(1024, **GIGABIT), Workload(0.01, 0.02, (12_500_000,)), 12)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
+
+
 def test_messages_shorter_than_an_iteration_cost_nothing() -> None:
     workload = Workload(0.1, 0.2, (12_500_000, 12_500_000), update_s=0.01, mix_s=0.02)
     run = simulate_time(topologies.build("one_peer_hypercube", 8), Cluster(8, **GIGABIT), workload, 5)
@@ -67,12 +93,19 @@ def test_messages_shorter_than_an_iteration_cost_nothing() -> None:
     assert run.exposed_wait_s == 0
 
 
-def test_adapt_then_combine_has_only_the_rest_of_the_step_to_hide_in() -> None:
-    """One bucket: it leaves at the end of backward and is needed where forward begins."""
-    workload = Workload(0.1, 0.2, (12_500_000,))
+@pytest.mark.parametrize(
+    ("bucket_bytes", "step_s"),
+    [
+        ((12_500_000,), 0.3 + 0.1),
+        ((12_500_000, 12_500_000), 0.3 + 0.1),  # the first has arrived when the second leaves
+        ((25_000_000, 12_500_000), 0.1 + 0.2 * 2 / 3 + 0.2 + 0.1),  # the first leaves after 2/3 of backward
+    ],
+)
+def test_adapt_then_combine_hides_messages_only_until_forward(bucket_bytes: tuple[int, ...], step_s: float) -> None:
     topology = topologies.build("one_peer_hypercube", 4)
+    workload = Workload(0.1, 0.2, bucket_bytes)
     run = simulate_time(topology, Cluster(4, **GIGABIT), workload, 50, algorithm="adapt_then_combine")
-    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.3 + 0.1)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), step_s)
 
 
 @pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 2 * 4 / 5), ("exponential", 3)])
@@ -179,7 +212,7 @@ def test_a_step_that_everybody_misses_takes_no_time() -> None:
     np.testing.assert_allclose(run.step_ends_s, [0.35, 0.35, 0.7])
 
 
-@pytest.mark.parametrize("num_pieces", [1, 3])
+@pytest.mark.parametrize("num_pieces", [1, 2, 3, 7])
 def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> None:
     """On a ring every piece of 512 KiB passes the delay on by one edge to each side; everybody else goes on."""
     n, held_up = 16, 2 * num_pieces
@@ -225,6 +258,7 @@ def test_arguments_that_cannot_be_simulated(change: dict[str, Any], error: type[
         (lambda: Workload(0.0, 0.0, (1,), stragglers=SlowRank(0, 2.0)), TypeError),
         (lambda: Workload(0.0, 0.0, (1,), stragglers=(DropOut(0, 0, 1),)), TypeError),
         (lambda: Workload(0.0, 0.0, (1,), jitter=math.inf), ValueError),
+        (lambda: Workload(0.0, 0.0, (1,), contention=1.5), ValueError),
         (lambda: SlowRank(0, 0.0), ValueError),
         (lambda: SlowRank(-1, 2.0), ValueError),
         (lambda: RandomDelays(0.1, probability=1.5), ValueError),

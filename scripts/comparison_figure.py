@@ -1,0 +1,80 @@
+"""Draw what a sweep over topologies found, for one number of ranks: accuracy and consensus against bytes.
+
+    python scripts/comparison_figure.py outputs/sweeps/topology_comparison docs/topology_comparison.svg [ranks]
+
+The folder is a sweep's, with its results.json; without a number of ranks, the largest is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, PercentFormatter
+
+BASELINES = {"all-reduce": "-", "no communication": "--"}
+
+
+def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
+    """Draw the rows with so many ranks."""
+    metric = document["metric"]["name"]
+    rows = [row for row in document["rows"] if row["world_size"] == world_size and row["curves"] is not None]
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    colours = iter([f"C{number}" for number in range(10)] * len(rows))
+    for row in rows:
+        style: dict[str, Any] = {"color": "black", "linestyle": BASELINES.get(row["label"], "-"), "linewidth": 1.2}
+        if row["label"] not in BASELINES:
+            style |= {"color": next(colours), "linewidth": 1.6}
+        _plot(left, row, "metric", style)
+        if row["method"] == "gossip":
+            _plot(right, row, "consensus", style)
+    left.set(xscale="log", xlabel="MiB sent per rank", ylabel=f"{metric} of the averaged model")
+    if metric == "accuracy":
+        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if (target := document["metric"].get("target")) is not None:
+        left.axhline(target, color="0.6", linestyle=":", linewidth=1)
+    right.set(xscale="log", yscale="log", xlabel="MiB sent per rank", ylabel="relative consensus distance")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
+    figure.suptitle(f"{document['title']}, {world_size} ranks", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _plot(axes: Axes, row: dict[str, Any], curve: str, style: dict[str, Any]) -> None:
+    curves = row["curves"]
+    points = [
+        (num_bytes / 2**20, value)
+        for num_bytes, value in zip(curves["bytes"], curves[curve], strict=True)
+        if num_bytes and value
+    ]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=row["label"], **style)
+    elif (values := [value for value in curves[curve] if value is not None]) and row["label"] in BASELINES:
+        axes.axhline(values[-1], label=f"{row['label']} (0 bytes)", **style)
+
+
+def main() -> None:
+    """Read, draw."""
+    if len(sys.argv) not in (3, 4):
+        sys.exit(__doc__)
+    document = json.loads((Path(sys.argv[1]) / "results.json").read_text(encoding="utf-8"))
+    sizes = sorted({row["world_size"] for row in document["rows"]})
+    chosen = int(sys.argv[3]) if len(sys.argv) == 4 else max(sizes, default=0)
+    if chosen not in sizes:
+        sys.exit(f"there is no row with {chosen} ranks; there are {', '.join(map(str, sizes)) or 'none'}")
+    draw(document, chosen, Path(sys.argv[2]))
+    print(f"wrote {sys.argv[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What virtual workers must equal: plain modules with an optimizer each, mixed by the matrices of a topology."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import topologies
+from gossip import VirtualWorkers
+from topologies import Topology
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+TINY_BUCKETS = 71 / 2**20
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+"""(model, its samples) -> the mean over them of what is minimised."""
+
+
+def mean_square(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs).square().mean()
+
+
+def make_module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch(num_samples: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_samples, *(shape or (3,)), generator=generator, dtype=torch.float64)
+
+
+class Separate:
+    """Replicas apart."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        optimizer: Any = SGD,
+        topology: str | Topology = "one_peer_exponential",
+        *,
+        combines_first: bool = False,
+        clip: Callable[[nn.Module], object] = lambda _: None,
+    ) -> None:
+        self.modules = [copy.deepcopy(module) for _ in range(world_size)]
+        made = [optimizer(list(each.named_parameters())) for each in self.modules]
+        self.optimizers = [each if isinstance(each, tuple) else (each,) for each in made]
+        self.topology = topologies.build(topology, world_size) if isinstance(topology, str) else topology
+        self.step = 0
+        self._combines_first = combines_first
+        self._clip = clip
+
+    def train(self, inputs: torch.Tensor, loss: Loss = mean_square) -> None:
+        """One step; the samples are dealt to the replicas."""
+        self.backward(inputs, loss)
+        self.update(range(len(self.modules)))
+
+    def backward(self, inputs: torch.Tensor, loss: Loss = mean_square) -> None:
+        for module, own in zip(self.modules, inputs.tensor_split(len(self.modules)), strict=True):
+            if len(own):
+                loss(module, own).backward()
+
+    def update(self, ranks: Sequence[int]) -> None:
+        """Mix; update the replicas of some ranks."""
+        if self.step and not self._combines_first:
+            self._mix(self.step - 1)
+        for rank in ranks:
+            self._clip(self.modules[rank])
+            for optimizer in self.optimizers[rank]:
+                optimizer.step()
+        if self._combines_first:
+            self._mix(self.step)
+        for module in self.modules:
+            module.zero_grad()
+        self.step += 1
+
+    @torch.no_grad()
+    def _mix(self, step: int) -> None:
+        matrix = torch.from_numpy(self.topology.round(step).matrix())
+        for each in zip(*(module.parameters() for module in self.modules), strict=True):
+            mixed = torch.tensordot(matrix, torch.stack(each).double(), 1)
+            for parameter, values in zip(each, mixed, strict=True):
+                parameter.copy_(values)
+
+
+def make_workers(
+    module: nn.Module, world_size: int, optimizer: Any = SGD, topology: Any = "one_peer_exponential", **arguments: Any
+) -> VirtualWorkers:
+    chosen = {"devices": ["cpu"], "bucket_cap_mb": TINY_BUCKETS} | arguments
+    return VirtualWorkers(copy.deepcopy(module), world_size, optimizer, topology, **chosen)
+
+
+def train(workers: VirtualWorkers, inputs: torch.Tensor, loss: Loss = mean_square) -> None:
+    loss(workers, inputs).backward()
+
+
+def assert_same(workers: VirtualWorkers, separate: Separate, atol: float = 1e-12) -> None:
+    for rank, module in enumerate(separate.modules):
+        replica = workers.replica(rank).state_dict()
+        assert replica.keys() == module.state_dict().keys()
+        for name, values in module.state_dict().items():
+            torch.testing.assert_close(
+                replica[name],
+                values,
+                rtol=atol,
+                atol=atol,
+                msg=lambda text, name=name, rank=rank: f"{rank} {name} {text}",
+            )
+
+
+def assert_equal_states(found: Any, wanted: Any, where: str = "state") -> None:
+    """Bit by bit."""
+    assert type(found) is type(wanted), where
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted), where
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for key in wanted:
+            assert_equal_states(found[key], wanted[key], f"{where}[{key!r}]")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), where
+        for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_equal_states(one, other, f"{where}[{place}]")
+    else:
+        assert found == wanted, where

@@ -1,0 +1,81 @@
+"""Training takes four copies of the stacked parameters: parameters, gradients, momentum, and one message."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gossip import VirtualWorkers
+
+WORLD_SIZE = 64
+SCRATCH = 0.05
+"""What else there may be, in copies: activations of one sample a replica, and the weights of a round."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all memory of tensors that operations return, for as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, size).atexit = False
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def one_large_parameter() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 1000, bias=False), nn.Linear(1000, 1, bias=False))
+
+
+def many_parameters() -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(31, 31), nn.Tanh())])
+
+
+@pytest.mark.parametrize("make", [one_large_parameter, many_parameters])
+@pytest.mark.parametrize("topology", ["one_peer_exponential", "ring", "complete"])
+@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+def test_four_copies(make: Any, topology: str, clip_grad_norm: float | None) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    gc.collect()
+    with LiveBytes() as memory:
+        module = make()
+        workers = VirtualWorkers(
+            module, WORLD_SIZE, sgd, topology, clip_grad_norm=clip_grad_norm, bucket_cap_mb=1.0, devices=["cpu"]
+        )
+        copy_bytes = sum(stack.nbytes for stack in workers.parameters())
+        memory.peak = memory.now
+        inputs = torch.ones(WORLD_SIZE, next(module.parameters()).shape[1])
+        for _ in range(4):
+            workers(inputs).square().mean().backward()
+        peak, after = memory.peak, memory.now
+    assert after / copy_bytes > 3, "parameters, momentum, and a message stay: else nothing was counted"
+    # In the backward pass autograd copies one parameter's gradient at a time, where that came out transposed.
+    largest = max(stack.nbytes for stack in workers.parameters()) / copy_bytes
+    assert peak / copy_bytes < 4 + largest + SCRATCH

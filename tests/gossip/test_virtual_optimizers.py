@@ -1,0 +1,182 @@
+"""One optimizer over the stacks updates each replica as an optimizer of its own would."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from separate import SGD, Separate, assert_same, batch, make_module, make_workers, train
+from torch import nn
+
+from gossip import VirtualWorkers
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "SGD momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "SGD dampened": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "Adam amsgrad": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "Adam fused": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
+    "Adam tensor lr": functools.partial(torch.optim.Adam, lr=torch.tensor(0.01)),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "Adamax": functools.partial(torch.optim.Adamax, lr=0.01),
+    "Adadelta": functools.partial(torch.optim.Adadelta, lr=0.1),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": functools.partial(torch.optim.RAdam, lr=0.01),
+    "Rprop": functools.partial(torch.optim.Rprop, lr=0.01),
+    "ASGD": functools.partial(torch.optim.ASGD, lr=0.1, t0=2),
+    "zero learning rate": functools.partial(torch.optim.AdamW, lr=0.0),
+}
+
+
+class WithScalar(nn.Module):
+    """Also a parameter without dimensions, whose state has the shape of a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.inner = make_module()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(inputs) * self.scale
+        return output
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_update_each_replica_as_its_own(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    module = WithScalar().double()
+    workers, separate = make_workers(module, 3, optimizer), Separate(module, 3, optimizer)
+    for step in range(4):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+    assert_same(workers, separate, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Rprop"])
+def test_optimizers_leave_a_replica_without_samples_alone(name: str) -> None:
+    """From where all have been updated once: an optimizer's counters are common to all replicas."""
+    module = make_module()
+    optimizer = functools.partial(OPTIMIZERS[name], lr=0.05)
+    workers = make_workers(module, 3, optimizer, "ring")
+    train(workers, batch(6))
+    states = [copy.deepcopy(dict(state)) for state in workers.optimizer.state.values()]
+    mixed = torch.tensordot(
+        torch.from_numpy(workers.topology.round(0).matrix()), next(workers.parameters()).detach().clone(), 1
+    )
+    train(workers, batch(2))
+    torch.testing.assert_close(next(workers.parameters())[2].detach(), mixed[2], rtol=0, atol=1e-12)
+    for before, state in zip(states, workers.optimizer.state.values(), strict=True):
+        for key, value in before.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert torch.equal(state[key][2], value[2]), key
+
+
+def test_groups_by_dimensions_see_the_bare_shapes() -> None:
+    def by_dimensions(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        matrices = [each for each in named if each[1].ndim >= 2]
+        vectors = [each for each in named if each[1].ndim < 2]
+        assert [len(matrices), len(vectors)] == [2, 2]
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}])
+
+    workers, separate = make_workers(make_module(), 3, by_dimensions), Separate(make_module(), 3, by_dimensions)
+    for step in range(3):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+    assert_same(workers, separate)
+
+
+def test_several_optimizers() -> None:
+    def halves(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, ...]:
+        return torch.optim.SGD(named[:2], lr=0.1, momentum=0.9), torch.optim.Adam(named[2:], lr=0.01)
+
+    workers, separate = make_workers(make_module(), 3, halves), Separate(make_module(), 3, halves)
+    assert [type(each).__name__ for each in workers.optimizer] == ["SGD", "Adam"]
+    for step in range(3):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+    assert_same(workers, separate)
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "Adam", "Adagrad", "RMSprop", "NAdam", "Rprop"])
+def test_an_optimizer_that_has_trained_goes_on(name: str) -> None:
+    module = WithScalar().double()
+    built = OPTIMIZERS[name](module.parameters())
+    for step in range(2):
+        built.zero_grad()
+        module(batch(4, seed=step)).square().mean().backward()
+        built.step()
+    built.zero_grad()
+
+    def trained(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = OPTIMIZERS[name]([each for _, each in named])
+        optimizer.load_state_dict(copy.deepcopy(built.state_dict()))
+        return optimizer
+
+    separate = Separate(module, 3, trained)
+    workers = VirtualWorkers(module, 3, built, devices=["cpu"])
+    assert workers.optimizer is built
+    for step in range(3):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+    assert_same(workers, separate, atol=1e-9)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales a parameter's update by its own norm."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * float(parameter.norm() / parameter.grad.norm()))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a norm of the whole parameter": (Lamb, "optimizer Lamb updates a parameter as a whole"),
+    "at a learning rate of 0": (functools.partial(Lamb, lr=0.0), "optimizer Lamb updates a parameter as a whole"),
+    "Adafactor": (functools.partial(torch.optim.Adafactor, lr=0.1), "optimizer Adafactor updates a parameter as a"),
+    "SparseAdam": (functools.partial(torch.optim.SparseAdam, lr=0.1), "optimizer SparseAdam .*dense gradients"),
+    "LBFGS": (
+        lambda named: torch.optim.LBFGS([each for _, each in named]),
+        "LBFGS evaluates a closure several times a step",
+    ),
+}
+if hasattr(torch.optim, "Muon"):
+    REFUSED["Muon"] = (
+        lambda named: torch.optim.Muon([each for each in named if each[1].ndim == 2]),
+        "optimizer Muon updates a parameter as a whole",
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_look_at_a_parameter_as_a_whole_are_refused(name: str) -> None:
+    optimizer, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        make_workers(make_module(), 3, optimizer)
+
+
+def test_the_probe_touches_neither_state_nor_random_numbers() -> None:
+    module = make_module()
+    optimizer = SGD(module.named_parameters())
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    random_state = torch.get_rng_state()
+    workers = VirtualWorkers(module, 3, optimizer, devices=["cpu"])
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not workers.optimizer.state
+    assert not calls
+    for name, stack in workers.named_parameters():
+        assert torch.equal(stack, make_module().get_parameter(name).expand_as(stack))

@@ -1,0 +1,720 @@
+"""Virtual workers make the steps that plain modules, each with its optimizer, make apart."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from separate import SGD, Separate, assert_same, batch, make_module, make_workers, train
+from torch import nn
+from torch.nn import functional
+
+import topologies
+from gossip import AdaptWhileCommunicating, GossipError, VirtualWorkers
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+WORLD_SIZES = (1, 2, 3, 5, 8)
+
+
+class Echo(nn.Module):
+    """Gives back what it is called with, times a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def scaled(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value * self.weight
+            if isinstance(value, dict):
+                return {key: scaled(each) for key, each in value.items()}
+            return tuple(map(scaled, value)) if isinstance(value, tuple) else value
+
+        return scaled((*args, kwargs))
+
+
+# ---------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+@pytest.mark.parametrize("topology", ["one_peer_exponential", "ring", "complete", "random_matching"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training_equals_separate_modules(world_size: int, topology: str, algorithm: str) -> None:
+    module = make_module()
+    workers = make_workers(module, world_size, topology=topology, algorithm=algorithm)
+    separate = Separate(module, world_size, topology=topology, combines_first=algorithm == "adapt_then_combine")
+    for step in range(4):
+        inputs = batch(3 * world_size + step, seed=step)
+        train(workers, inputs)
+        separate.train(inputs)
+        assert_same(workers, separate)
+    assert workers.step == 4
+    assert workers.is_vectorised
+    if world_size > 1 and algorithm == "adapt_while_communicating":
+        assert workers.consensus_distance()[0] > 1e-4, "the replicas should differ: else nothing is shown"
+
+
+@pytest.mark.parametrize("world_size", [12, 17])
+def test_large_groups_equal_separate_modules(world_size: int) -> None:
+    """They are mixed by their means, rather than by sums of rows."""
+    module = make_module()
+    topology = topologies.build("complete", world_size).every(2)
+    workers, separate = make_workers(module, world_size, topology=topology), Separate(module, world_size, SGD, topology)
+    for step in range(4):
+        train(workers, batch(world_size, seed=step))
+        separate.train(batch(world_size, seed=step))
+    assert_same(workers, separate)
+
+
+def test_buckets_change_nothing() -> None:
+    states = []
+    for bucket_cap_mb in (1e-6, 71 / 2**20, 25.0):
+        workers = make_workers(make_module(), 3, bucket_cap_mb=bucket_cap_mb)
+        for step in range(3):
+            train(workers, batch(6, seed=step))
+        states.append(workers.state_dict()["parameters"])
+    for state in states[1:]:
+        for name, values in states[0].items():
+            torch.testing.assert_close(state[name], values, rtol=0, atol=1e-14)
+
+
+def test_gamma_scales_what_is_mixed() -> None:
+    module = make_module()
+    workers = make_workers(module, 3, topology="complete", algorithm=AdaptWhileCommunicating(gamma=0.25))
+    matrix = 0.25 * topologies.build("complete", 3).round(0).matrix() + 0.75 * np.eye(3)
+    separate = Separate(module, 3, SGD, topologies.Topology.from_rounds([topologies.Round.from_matrix(matrix)]))
+    for step in range(3):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+    assert_same(workers, separate)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 7])
+def test_replicas_without_samples_are_mixed_only(num_samples: int) -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 4, topology="ring"), Separate(module, 4, topology="ring")
+    for step in range(3):
+        inputs = batch(num_samples, seed=step)
+        train(workers, inputs)
+        separate.train(inputs)
+    assert_same(workers, separate)
+
+
+def test_sum_takes_gradients_as_they_are() -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3, loss_reduction="sum"), Separate(module, 3)
+    for step in range(3):
+        inputs = batch(7, seed=step)
+        workers(inputs).square().sum().backward()
+        separate.train(inputs, lambda model, own: model(own).square().sum())
+    assert_same(workers, separate)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(inputs))
+        return hidden, self.head(hidden)
+
+
+def test_a_loss_of_several_outputs_that_depend_on_each_other() -> None:
+    def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        hidden, logits = model(inputs)
+        return logits.square().mean() + hidden.abs().mean()
+
+    torch.manual_seed(0)
+    module = TwoOutputs().double()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(3):
+        train(workers, batch(7, seed=step), loss)
+        separate.train(batch(7, seed=step), loss)
+    assert_same(workers, separate)
+
+
+def test_the_inputs_gradient_is_that_of_the_loss() -> None:
+    inputs, plain = batch(7).requires_grad_(), batch(7).requires_grad_()
+    module = make_module()
+    make_workers(module, 3)(inputs).square().mean().backward()
+    module(plain).square().mean().backward()
+    torch.testing.assert_close(inputs.grad, plain.grad)
+
+
+def test_a_gradient_penalty_makes_a_step() -> None:
+    def penalty(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().sum(1).mean()
+
+    module = make_module()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(3):
+        train(workers, batch(7, seed=step), penalty)
+        separate.train(batch(7, seed=step), penalty)
+    assert workers.step == 3
+    assert_same(workers, separate)
+
+
+def test_gradients_of_inputs_alone_make_no_step() -> None:
+    workers = make_workers(make_module(), 3)
+    with workers.no_sync():
+        train(workers, batch(6))
+    inputs = batch(6).requires_grad_()
+    torch.autograd.grad(workers(inputs).sum(), inputs)
+    assert workers.step == 0
+
+
+def test_two_calls_in_one_backward_make_one_step() -> None:
+    def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return (model(inputs) * model(inputs + 1)).mean()
+
+    module = make_module()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(2):
+        train(workers, batch(7, seed=step), loss)
+        separate.train(batch(7, seed=step), loss)
+    assert workers.step == 2
+    assert_same(workers, separate)
+
+
+def test_no_sync_accumulates() -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(3):
+        with workers.no_sync():
+            train(workers, batch(6, seed=step))
+            train(workers, batch(2, seed=step + 10))
+        separate.backward(batch(6, seed=step))
+        separate.backward(batch(2, seed=step + 10))
+        assert workers.step == step
+        train(workers, batch(6, seed=step + 20))
+        separate.train(batch(6, seed=step + 20))
+    assert_same(workers, separate)
+
+
+def test_idle_step_mixes_and_applies_what_was_accumulated() -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3, topology="ring"), Separate(module, 3, topology="ring")
+    train(workers, batch(6))
+    separate.train(batch(6))
+    workers.idle_step()
+    separate.update(())
+    with workers.no_sync():
+        train(workers, batch(2))
+    workers.idle_step()
+    separate.backward(batch(2))
+    separate.update((0, 1))
+    assert workers.step == 3
+    assert_same(workers, separate)
+
+
+def test_a_backward_pass_that_dies_is_forgotten() -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("the user's")
+
+    inputs = batch(6).requires_grad_()
+    inputs.register_hook(fail)
+    with pytest.raises(KeyError, match="the user's"):
+        train(workers, inputs)
+    assert workers.step == 0
+    for step in range(2):
+        train(workers, batch(4, seed=step))
+        separate.train(batch(4, seed=step))
+    assert workers.step == 2
+    assert_same(workers, separate)
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_outputs_come_in_the_order_of_the_samples(dim: int, num_samples: int, world_size: int) -> None:
+    inputs = torch.arange(num_samples * 6.0).view(num_samples, 2, 3).transpose(0, dim)
+    for num_devices in {1, min(2, world_size), min(3, world_size)}:
+        workers = make_workers(Echo(), world_size, dim=dim, devices=["cpu"] * num_devices)
+        (found, _) = workers(inputs)
+        assert torch.equal(found, inputs)
+
+
+def test_what_is_nested_is_split_and_gathered() -> None:
+    workers = make_workers(Echo(), 3)
+    inputs, counts = torch.arange(10.0).view(5, 2), torch.arange(5)
+    first, second, rest = workers((inputs, {"a": inputs + 1}), 7, key={"counts": counts, "name": "x"})
+    assert torch.equal(first[0], inputs)
+    assert torch.equal(first[1]["a"], inputs + 1)
+    assert second == 7
+    assert torch.equal(rest["key"]["counts"], counts.float())
+    assert rest["key"]["name"] == "x"
+
+
+def test_tensors_without_the_dimension_go_to_all_and_come_back_once_per_replica() -> None:
+    workers = make_workers(Echo(), 3)
+    inputs, scalar, rest = workers(torch.zeros(5, 2), torch.tensor(2.0))
+    assert inputs.shape == (5, 2)
+    assert scalar.tolist() == [2.0, 2.0, 2.0]
+    assert rest == {}
+    _, scalar, _ = workers(torch.zeros(2, 2), torch.tensor(2.0))
+    assert scalar.tolist() == [2.0, 2.0], "one entry for each replica that had samples"
+
+
+def test_along_dim_1_a_vector_goes_to_all() -> None:
+    workers = make_workers(Echo(), 2, dim=1)
+    inputs, vector, _ = workers(torch.arange(12.0).view(3, 4), torch.arange(3.0))
+    assert torch.equal(inputs, torch.arange(12.0).view(3, 4))
+    assert torch.equal(vector.view(2, 3), torch.arange(3.0).expand(2, 3))
+
+
+@pytest.mark.parametrize("call", [lambda w, x: w(x), lambda w, x: w(input=x)])
+def test_keywords_are_split_as_positions_are(call: Callable[..., torch.Tensor]) -> None:
+    workers = make_workers(nn.Linear(3, 2).double(), 3)
+    torch.testing.assert_close(call(workers, batch(7)), workers.module(batch(7)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        (torch.tensor(1.0), "no tensor with a dimension dim=0"),
+        ((torch.zeros(2, 1), torch.zeros(3, 1)), r"different lengths \[2, 3\] along dim=0"),
+        (torch.zeros(0, 3), "length 0 along dim=0"),
+    ],
+)
+def test_what_is_no_batch_is_refused(inputs: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make_workers(Echo(), 2)(inputs)
+
+
+def test_outputs_that_hide_tensors_are_refused() -> None:
+    class Box:
+        def __init__(self, inside: torch.Tensor) -> None:
+            self.inside = inside
+
+    class Boxing(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return Box(super().forward(input))
+
+    workers = make_workers(Boxing(3, 2).double(), 2)
+    with pytest.raises(TypeError, match=r"a Box with tensors inside.*tuples, lists and dicts"):
+        workers(batch(4))
+    assert workers.is_vectorised
+
+
+# ---------------------------------------------------------------- averages and replicas
+
+
+def test_averaged_is_the_mean_and_changes_nothing() -> None:
+    workers, untouched = (make_workers(make_module(), 3) for _ in range(2))
+    for step in range(6):
+        for each in (workers, untouched):
+            train(each, batch(6, seed=step))
+        replicas = [workers.replica(rank) for rank in range(3)]
+        with workers.averaged() as module:
+            for name, parameter in module.named_parameters():
+                mean = torch.stack([each.get_parameter(name) for each in replicas]).mean(0)
+                torch.testing.assert_close(parameter, mean)
+            assert torch.equal(workers(batch(4)), module(batch(4)))
+    for one, other in zip(workers.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_inside_averaged_nothing_is_trained() -> None:
+    workers = make_workers(make_module(), 3)
+    loss = workers(batch(6)).square().mean()
+    with workers.averaged():
+        with pytest.raises(GossipError, match=r"inside averaged\(\)"):
+            loss.backward()
+        with pytest.raises(GossipError, match=r"inside averaged\(\)"):
+            workers.idle_step()
+        workers.module(batch(6)).sum().backward()
+    assert workers.step == 0
+    train(workers, batch(6))
+    assert workers.step == 1
+
+
+def test_global_avg_makes_replicas_equal_and_drops_what_is_in_flight() -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3, topology="ring"), Separate(module, 3, topology="ring")
+    train(workers, batch(6))
+    separate.train(batch(6))
+    workers.global_avg()
+    assert workers.consensus_distance() == (0.0, 0.0)
+    for own in zip(*(each.parameters() for each in separate.modules), strict=True):
+        mean = torch.stack([each.detach() for each in own]).mean(0)
+        for each in own:
+            each.data.copy_(mean)
+    assert_same(workers, separate)
+    for one, other in zip(workers.module.parameters(), workers.replica(2).parameters(), strict=True):
+        assert torch.equal(one, other)
+    train(workers, batch(6, seed=1))
+    separate.train(batch(6, seed=1))  # replicas are equal: mixing them changes nothing
+    assert_same(workers, separate)
+    assert workers.step == 2
+
+
+def test_every_gives_each_replicas_output_for_the_same_inputs() -> None:
+    workers = make_workers(make_module(), 3)
+    train(workers, batch(6))
+    found = workers.every(batch(5))
+    assert found.shape == (3, 5, 2)
+    assert not found.requires_grad
+    for rank in range(3):
+        torch.testing.assert_close(found[rank], workers.replica(rank)(batch(5)))
+
+
+def test_consensus_distance_is_that_of_the_parameters() -> None:
+    workers = make_workers(make_module(), 5)
+    train(workers, batch(10))
+    rows = torch.cat([each.detach().flatten(1) for each in workers.parameters()], 1)
+    mean = rows.mean(0)
+    distance = math.sqrt(float((rows - mean).square().sum()) / 5)
+    assert workers.consensus_distance() == pytest.approx((distance, distance / float(mean.norm())), rel=1e-9)
+
+
+def test_a_replica_is_a_copy() -> None:
+    workers = make_workers(make_module(), 2)
+    with torch.no_grad():
+        for parameter in workers.replica(1).parameters():
+            parameter.zero_()
+    assert all(bool(each.abs().sum() > 0) for each in workers.parameters())
+    with pytest.raises(ValueError, match="rank must be between 0 and 1, got 2"):
+        workers.replica(2)
+
+
+# ---------------------------------------------------------------- clipping, and values that are not finite
+
+
+def clip_all(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def clip_each(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            nn.utils.clip_grad_norm_([parameter], 0.05)
+
+
+@pytest.mark.parametrize(("clip", "reference"), [("global", clip_all), ("bucket", clip_each)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_clipping_equals_torchs(dtype: torch.dtype, clip: str, reference: Callable[[nn.Module], object]) -> None:
+    module = make_module().to(dtype)
+    sgd = functools.partial(torch.optim.SGD, lr=1.0)
+    bucket_cap_mb = 1e-6  # a bucket for every parameter
+    workers = make_workers(module, 3, sgd, clip_grad_norm=0.05, clip=clip, bucket_cap_mb=bucket_cap_mb)
+    separate = Separate(module, 3, sgd, clip=reference)
+    for step in range(3):
+        inputs = batch(6, seed=step).to(dtype) * torch.tensor([10.0, 1e-3, 1.0]).repeat_interleave(2)[:, None].to(dtype)
+        train(workers, inputs)
+        separate.train(inputs)
+    assert_same(workers, separate, atol={torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
+
+
+def test_parameters_of_several_dtypes_are_clipped_together() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4).double(), nn.Linear(4, 2))
+    module[1].register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    workers = make_workers(module, 3, clip_grad_norm=0.05)
+    separate = Separate(module, 3, clip=lambda each: clip_all(each))
+    for step in range(3):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+    assert_same(workers, separate, atol=1e-6)
+
+
+@pytest.mark.parametrize("clipping", [{}, {"clip_grad_norm": 1e9}, {"clip_grad_norm": 1e9, "clip": "bucket"}])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_are_not_applied(value: float, clipping: dict[str, Any]) -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3, ADAM, **clipping), Separate(module, 3, ADAM)
+    train(workers, batch(6))
+    separate.train(batch(6))
+    inputs = batch(6, seed=1)
+    inputs[2:4] = value
+    train(workers, inputs)
+    separate.backward(inputs)
+    separate.update((0, 2))
+    assert_same(workers, separate)
+    stats = workers.stats()
+    assert stats is not None
+    assert (stats.step, stats.num_skipped, stats.num_refused) == (1, 1, 0)
+
+
+def test_one_bad_bucket_leaves_the_others() -> None:
+    """As the wrapper, which updates bucket by bucket."""
+    module = make_module()
+    workers = make_workers(module, 2, bucket_cap_mb=1e-6)
+    before = {name: each.detach().clone() for name, each in workers.named_parameters()}
+    (name, stack), *_ = workers.named_parameters()
+    stack.register_hook(lambda gradient: torch.where(torch.arange(2).view(2, 1, 1) == 1, math.inf, gradient))
+    train(workers, batch(4))
+    for other, values in workers.named_parameters():
+        changed = (values != before[other]).flatten(1).any(1).tolist()
+        assert changed == ([True, False] if other == name else [True, True]), other
+
+
+def test_messages_that_are_not_finite_are_refused_and_a_spoilt_replica_is_an_error() -> None:
+    workers = make_workers(make_module(), 4, topology="directed_ring")
+    train(workers, batch(8))
+    with torch.no_grad():
+        next(workers.parameters())[2] = math.nan
+    train(workers, batch(8))  # the message that is mixed now left before
+    with pytest.raises(GossipError, match=r"rank 2: step 2, bucket .*its own parameters are spoilt"):
+        train(workers, batch(8))
+
+
+def test_a_spoilt_message_is_mixed_by_nobody() -> None:
+    workers = make_workers(make_module(), 4, topology="directed_ring", optimizer=None)
+    good = workers.state_dict()["parameters"]["0.weight"]
+    with torch.no_grad():
+        workers.parameters().__next__()[2] = math.nan
+    workers.idle_step()
+    with torch.no_grad():
+        next(workers.parameters())[2] = good[2]  # repaired in time
+    workers.idle_step()
+    assert torch.equal(workers.state_dict()["parameters"]["0.weight"], good)
+    stats = workers.stats()
+    assert stats is not None
+    assert stats.num_refused == 2, "the one who reads it, and the one whose own it is"
+
+
+def test_sixteen_bad_steps_in_a_row_are_an_error() -> None:
+    workers = make_workers(make_module(), 3)
+    spoilt = batch(6)
+    spoilt[:2] = math.nan
+    for _ in range(10):
+        train(workers, spoilt)
+    train(workers, batch(6))
+    for _ in range(15):
+        train(workers, spoilt)
+    with pytest.raises(GossipError, match=r"rank 0: step 26: .* 16 steps in a row"):
+        train(workers, spoilt)
+
+
+# ---------------------------------------------------------------- kinds of parameters
+
+
+class Awkward(nn.Module):
+    """Frozen, tied, unused, scalar, empty, transposed and channels_last parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third.weight = self.second.weight
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.unused = nn.Linear(2, 5)
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.transposed = nn.Parameter(torch.randn(3, 4).t())
+        self.filters = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.third(self.second(self.first(inputs * self.frozen)))) * self.scalar
+        image = (hidden @ self.transposed)[..., None, None].expand(-1, -1, 2, 2)
+        return functional.conv2d(image, self.filters) + self.empty.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket_cap_mb", [71 / 2**20, 1.0])
+@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+def test_awkward_parameters(optimizer: Any, bucket_cap_mb: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = Awkward().to(dtype)
+    workers = make_workers(module, 3, optimizer, "ring", bucket_cap_mb=bucket_cap_mb)
+    separate = Separate(module, 3, optimizer, "ring")
+    with torch.no_grad():  # what is frozen or unused is mixed too
+        for rank, each in enumerate(separate.modules):
+            for name in ("frozen", "unused.weight"):
+                dict(workers.named_parameters())[name][rank] += rank
+                each.get_parameter(name).add_(rank)
+    for step in range(2 if dtype == torch.bfloat16 else 4):
+        inputs = 0.3 * batch(7, seed=step).to(dtype)
+        train(workers, inputs)
+        separate.train(inputs)
+    assert_same(workers, separate, atol={torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+    replica = workers.replica(1)
+    assert isinstance(replica, Awkward)
+    assert replica.third.weight is replica.second.weight
+    assert replica.filters.is_contiguous(memory_format=torch.channels_last)
+
+
+# ---------------------------------------------------------------- the optimizer as users see it
+
+
+def test_schedulers_drive_the_optimizer_without_warnings() -> None:
+    module = make_module()
+    workers, separate = make_workers(module, 3, ADAM), Separate(module, 3, ADAM)
+    optimizers = [workers.optimizer, *(own for (own,) in separate.optimizers)]
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=5) for each in optimizers]
+    for step in range(4):
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same(workers, separate)
+
+
+def test_step_hooks_are_called_once_a_step() -> None:
+    calls: list[str] = []
+    workers = make_workers(make_module(), 3)
+    workers.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    workers.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    train(workers, batch(6))
+    train(workers, batch(2))
+    assert calls == ["before", "after"] * 2
+
+
+def test_a_group_that_is_added_is_trained_from_then_on() -> None:
+    def first_layer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in named if each[0].startswith("0.")], lr=0.1)
+
+    module = make_module()
+    workers, separate = make_workers(module, 3, first_layer), Separate(module, 3, first_layer)
+    for step in range(4):
+        if step == 2:
+            workers.optimizer.add_param_group({"params": list(workers.module[2].named_parameters()), "lr": 0.5})
+            for each, (optimizer,) in zip(separate.modules, separate.optimizers, strict=True):
+                optimizer.add_param_group({"params": list(each[2].named_parameters()), "lr": 0.5})
+        train(workers, batch(6, seed=step))
+        separate.train(batch(6, seed=step))
+        assert_same(workers, separate)
+    assert workers.optimizer.param_groups[1]["params"][0].shape == (3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        (lambda module: [("0.weight", module[0].weight)], "holds it already"),
+        (lambda _: [("other", nn.Parameter(torch.zeros(2)))], "the module does not have"),
+    ],
+)
+def test_a_group_of_other_parameters_is_refused(added: Callable[[nn.Module], Any], text: str) -> None:
+    workers = make_workers(make_module(), 3)
+    workers.optimizer.add_param_group({"params": added(workers.module)})
+    with pytest.raises(ValueError, match=text):
+        train(workers, batch(6))
+
+
+def test_the_optimizers_own_state_dict_can_be_loaded() -> None:
+    workers, other = (make_workers(make_module(), 3, ADAM) for _ in range(2))
+    train(workers, batch(6))
+    train(other, batch(6))
+    other.optimizer.state.clear()
+    other.optimizer.load_state_dict(copy.deepcopy(workers.optimizer.state_dict()))
+    train(workers, batch(6, seed=1))
+    train(other, batch(6, seed=1))
+    for one, same in zip(workers.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def test_optimizers_with_a_hook_see_what_was_exchanged() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Watching(torch.optim.SGD):
+        def pre_average_hook(self, parameters: Any, sent: Any, mixed: Any, round_: Any, round_index: int) -> None:
+            assert round_ is workers.topology.round(round_index)
+            seen.append((parameters, [each.clone() for each in sent], [each.clone() for each in mixed], round_index))
+
+    def halves(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, ...]:
+        return Watching(named[:1], lr=0.1), torch.optim.SGD(named[1:], lr=0.1)
+
+    workers = make_workers(make_module(), 3, halves, "ring", bucket_cap_mb=1e-6)
+    matrix = torch.from_numpy(workers.topology.round(0).matrix())
+    train(workers, batch(6))
+    before = next(workers.parameters()).detach().clone()
+    train(workers, batch(6, seed=1))
+    (((parameter,), (sent,), (mixed,), round_index),) = seen
+    assert parameter is next(workers.parameters())
+    assert round_index == 0
+    assert torch.equal(sent, before)
+    torch.testing.assert_close(mixed, torch.tensordot(matrix, before, 1))
+    with pytest.raises(ValueError, match=r"choco.* cannot serve Watching"):
+        make_workers(make_module(), 3, functools.partial(Watching, lr=0.1), "ring", compression="choco")
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+        ({"world_size": 2.0}, TypeError, "world_size must be an integer, got 2.0"),
+        ({"dim": -1}, ValueError, "dim must be at least 0, got -1"),
+        ({"dim": None}, TypeError, "dim must be an integer, got None"),
+        ({"clip": "each"}, ValueError, "clip must be 'global' or 'bucket', got 'each'"),
+        ({"buffers": "mean"}, ValueError, "buffers must be 'local' or 'average', got 'mean'"),
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction must be 'mean' or 'sum', got 'none'"),
+        ({"clip_grad_norm": 0}, ValueError, "clip_grad_norm must be a positive norm, got 0"),
+        ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm must be a norm, got '1'"),
+        ({"bucket_cap_mb": -1.0}, ValueError, "bucket_cap_mb must be a positive number of MiB, got -1.0"),
+        ({"devices": "cpu"}, ValueError, "devices must be a sequence of at least one device.*got 'cpu'"),
+        ({"devices": []}, ValueError, "devices must be a sequence of at least one device"),
+        ({"devices": ["cpu"] * 5}, ValueError, "devices names 5 devices for 4 replicas; give at most one for each"),
+        ({"devices": ["gpu"]}, ValueError, r'devices must name devices of torch, such as "cpu".*got \[.gpu.\]'),
+        ({"topology": "rign"}, ValueError, "rign"),
+        ({"topology": topologies.build("ring", 3)}, ValueError, "is for 3 ranks, but there are 4"),
+        ({"topology": 3}, TypeError, "topology must be a name or a topologies.Topology, got int"),
+        ({"algorithm": "adapt"}, ValueError, "there is no algorithm 'adapt'; choose one of"),
+        ({"compression": "int9"}, ValueError, "int9"),
+        ({"compression": "choco", "topology": "random_matching"}, ValueError, "choco"),
+        ({"optimizer": 0.1}, TypeError, "optimizer must be a torch.optim.Optimizer"),
+        ({"module": 3}, TypeError, "module must be a torch.nn.Module or a function that makes one, got int"),
+        ({"module": lambda: 3}, TypeError, "module must be a torch.nn.Module or a function that makes one, got int"),
+        ({"module": nn.ReLU()}, ValueError, "module ReLU has no parameters"),
+        ({"module": nn.LazyLinear(3)}, ValueError, "is lazy; run one forward"),
+        ({"module": nn.Embedding(3, 2, sparse=True)}, ValueError, "sparse=True.*build it with sparse=False"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    chosen = {"module": make_module(), "world_size": 4, "optimizer": SGD, "devices": ["cpu"]} | arguments
+    with pytest.raises(error, match=text):
+        VirtualWorkers(**chosen)
+
+
+def test_a_factory_makes_the_module_once() -> None:
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made.append(make_module())
+        return made[-1]
+
+    workers = VirtualWorkers(make, 3, SGD, devices=["cpu"])
+    assert [workers.module] == made
+
+
+def test_without_an_optimizer_replicas_are_only_mixed() -> None:
+    workers = make_workers(make_module(), 4, optimizer=None, topology="complete")
+    with torch.no_grad():
+        for stack in workers.parameters():
+            stack.add_(torch.arange(4.0).view(4, *[1] * (stack.dim() - 1)))
+    mean = [stack.detach().mean(0) for stack in workers.parameters()]
+    for _ in range(2):
+        train(workers, batch(8))
+    assert workers.optimizer is None
+    for stack, values in zip(workers.parameters(), mean, strict=True):
+        torch.testing.assert_close(stack.detach(), values.expand_as(stack), rtol=0, atol=1e-12)
+
+
+def test_what_users_may_not_mix_up() -> None:
+    workers = make_workers(make_module(), 2)
+    assert workers.train() is workers
+    assert workers.eval() is workers
+    assert not workers.module.training
+    assert workers.stats() is None
+    assert [name for name, _ in workers.named_parameters()] == [name for name, _ in workers.module.named_parameters()]
+    assert all(
+        stack.shape == (2, *own.shape)
+        for stack, own in zip(workers.parameters(), workers.module.parameters(), strict=True)
+    )

@@ -1,0 +1,61 @@
+"""scripts/probe.py as a user runs it: on its own, and under torchrun. Its times are never looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY, TIMEOUT_S
+
+SCRIPT = str(REPOSITORY / "scripts" / "probe.py")
+TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1")
+
+
+def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path: Path) -> None:
+    output = tmp_path / "probe.json"
+    done = probe(SCRIPT, *TINY, f"--world-size={world_size}", f"--output={output}", "--bucket-cap-mb=0.01")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"Measured on {world_size} rank")
+    assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: "))
+    content = json.loads(output.read_text())
+    assert content["advice"] == lines[-1]
+    assert content["cluster"]["num_nodes"] == 1  # one machine
+    assert content["cluster"]["local_size"] == world_size
+    assert content["cluster"]["local_bandwidth_gbps"] > 0
+    assert content["workload"]["forward_s"] > 0
+    assert 0 <= content["workload"]["contention"] <= 1
+    assert len(content["workload"]["bucket_bytes"]) == 8
+    assert ("ring" in {row["method"] for row in content["predictions"]}) == (world_size > 1)
+
+
+def test_probe_joins_torchrun_and_prints_once() -> None:
+    done = probe("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Measured on 2 ranks, 1 node") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--steps=1", "--steps must be at least 2, got 1"),
+        ("--world-size=0", "--world-size must be positive, got 0"),
+        ("--parameters-mb=-1", "--parameters-mb must be positive, got -1.0"),
+    ],
+)
+def test_probe_refuses_bad_numbers_in_one_line(option: str, words: str) -> None:
+    done = probe(SCRIPT, option)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(words)
