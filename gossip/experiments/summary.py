@@ -163,17 +163,20 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("consensus distance after", _distance(summary, "consensus_distance_after")),
         ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
         ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
-        ("exposed wait, mean of the ranks", f"{summary['exposed_wait_s']:.2f} s"),
-        *_overlapped(summary),
+        *_measured(summary, "exposed_wait_s", "exposed wait, mean of the ranks"),
+        *_measured(summary, "overlapped_s", "exchanges beside computation, over buckets"),
         ("sent per rank and step", size(summary["bytes_sent_per_step"])),
     ]
 
 
-def _overlapped(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    overlapped_s = summary["overlapped_s"]
-    if overlapped_s is None:
-        return []
-    return [("exchanges beside computation, over buckets", f"{overlapped_s:.2f} s")]
+def _measured(summary: Mapping[str, Any], key: str, text: str) -> list[tuple[str, str]]:
+    """Nothing, where the method or the engine has no such time."""
+    return [] if summary[key] is None else [(text, seconds(summary[key]))]
+
+
+def seconds(duration_s: float | None) -> str:
+    """A time in seconds; "-" if it was not measured."""
+    return "-" if duration_s is None else f"{duration_s:.2f} s"
 
 
 def percent(accuracy: float) -> str:

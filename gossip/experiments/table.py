@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gossip.experiments.summary import percent, rows, size
+from gossip.experiments.summary import percent, rows, seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,8 +65,8 @@ def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
         percent(summary["local_test_accuracy_worst"]),
         "not finite" if distance is None else f"{distance:.2g}",
         str(summary["steps"]),
-        f"{summary['training_time_s']:.2f} s",
-        f"{summary['exposed_wait_s']:.2f} s",
+        seconds(summary["training_time_s"]),
+        seconds(summary["exposed_wait_s"]),
         size(summary["bytes_sent_per_step"]),
     ]
 

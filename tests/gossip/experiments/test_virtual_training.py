@@ -12,6 +12,7 @@ from composing import composed
 from gossip.experiments.job import run_job
 from gossip.experiments.records import read_jsonl, record_files
 from gossip.experiments.settings import ConfigurationError, Settings
+from gossip.experiments.table import print_run, print_sweep
 
 SHORT = ("training.steps=8", "training.evaluate_every_steps=4", "training.batch_size=8", "model.hidden=[12]")
 NOT_IID = ("data.partition.scheme=dirichlet", "data.partition.alpha=0.3", "figures=false")
@@ -66,7 +67,7 @@ def test_virtual_run_is_that_of_processes(tmp_path: Path, method: tuple[str, ...
         assert ("averaged_test_loss" in of_all) == ("averaged_test_loss" in of_ranks[0])
 
 
-def test_virtual_run_leaves_what_others_do(tmp_path: Path) -> None:
+def test_virtual_run_leaves_and_shows_what_others_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = run(tmp_path, "engine=virtual", "launch.world_size=3", "figures=true", "topology=ring")
     assert summary["status"] == "completed"
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -80,6 +81,9 @@ def test_virtual_run_leaves_what_others_do(tmp_path: Path) -> None:
         "consensus.svg",
         "topology.svg",
     }
+    print_run(summary, tmp_path)
+    print_sweep([{**summary, "job": "0"}], tmp_path)
+    assert capsys.readouterr().out.count(f"{summary['averaged_test_accuracy']:.2%}") == 2
     records = read_jsonl(tmp_path / "workers.jsonl")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["step"] for record in records if "averaged_test_accuracy" in record] == [3, 7]
