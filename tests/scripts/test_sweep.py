@@ -18,7 +18,9 @@ def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
     assert run.status == 1, run.stderr
     assert "hypercube, optimizer.lr=0.1 on 3 ranks is left out: " in run.stderr
     folder = tmp_path / "outputs" / "sweeps" / "smoke"
-    rows = {row["label"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
+    results = json.loads((folder / "results.json").read_text())
+    assert "hypercube, optimizer.lr=0.1 on 3 ranks is left out: " in results["description"]
+    rows = {row["label"]: row for row in results["rows"]}
     assert {label: row["status"] for label, row in rows.items()} == {
         f"{what}, optimizer.lr={lr}": status
         for what in ("ring", "all-reduce", "no communication")

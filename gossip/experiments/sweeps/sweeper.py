@@ -89,6 +89,8 @@ class GridSweeper(Sweeper):
             except BrokenProcessPool:
                 ended = {job.name for job in waiting if (folder / job.name / run_folder.SUMMARY_FILE).exists()}
                 interrupted = [job for job in waiting if job.name not in ended and job.has_begun(folder)]
+                if not ended and not interrupted:
+                    raise  # processes end before they begin a run
                 logger.error("a process was killed; {} runs begin again, one by one", len(interrupted))
                 for job in interrupted:
                     job.forget(folder)
