@@ -31,8 +31,8 @@ def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
     assert reason in run.stdout
     assert rows["ring, optimizer.lr=0.1"]["curves"]["step"] == [10]
     assert rows["ring, optimizer.lr=0.1"]["commands"] == [
-        "python scripts/train.py topology=ring launch.world_size=3 seed=0 experiment=smoke training.steps=10 "
-        "compression=none optimizer.lr=0.1"
+        "python scripts/train.py topology=ring compression=none launch.world_size=3 seed=0 experiment=smoke "
+        "training.steps=10 optimizer.lr=0.1"
     ]
     assert (folder / "report.html").stat().st_size > 10_000
     assert run.left_running == ()
