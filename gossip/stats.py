@@ -63,6 +63,28 @@ class StepStats:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class VirtualStats:
+    """What one step of all replicas did.
+
+    Attributes
+    ----------
+    step : int
+        Counted from 0.
+    bytes_sent : float
+        What a rank of a cluster would send for the round that was launched in this step: the mean over ranks.
+    num_skipped : int
+        Replicas that were not updated, or in part, because their gradients were not finite.
+    num_refused : int
+        Replicas that did not mix, or in part, because a message was not finite.
+    """
+
+    step: int
+    bytes_sent: float
+    num_skipped: int
+    num_refused: int
+
+
 class Meter:
     """Adds up one step's costs while it is made."""
 

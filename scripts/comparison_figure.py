@@ -1,4 +1,4 @@
-"""Draw what a sweep over topologies found, for one number of ranks: accuracy and consensus against bytes.
+"""Draw what a sweep found for one number of ranks: accuracy against bytes and predicted time, consensus.
 
     python scripts/comparison_figure.py outputs/sweeps/topology_comparison docs/topology_comparison.svg [ranks]
 
@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
+UNITS = {"bytes": 2**20, "time_s": 1e-3}
+LABELS = {"bytes": "MiB sent per rank", "time_s": "predicted time in ms"}
 BASELINES = {"all-reduce": "-", "no communication": "--"}
 
 
@@ -23,40 +25,42 @@ def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
     """Draw the rows with so many ranks."""
     metric = document["metric"]["name"]
     rows = [row for row in document["rows"] if row["world_size"] == world_size and row["curves"] is not None]
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    by_bytes, by_time, right = figure.subplots(1, 3)
     colours = iter([f"C{number}" for number in range(10)] * len(rows))
     for row in rows:
         style: dict[str, Any] = {"color": "black", "linestyle": BASELINES.get(row["label"], "-"), "linewidth": 1.2}
         if row["label"] not in BASELINES:
             style |= {"color": next(colours), "linewidth": 1.6}
-        _plot(left, row, "metric", style)
+        _plot(by_bytes, row, "bytes", "metric", style)
+        _plot(by_time, row, "time_s", "metric", style)
         if row["method"] == "gossip":
-            _plot(right, row, "consensus", style)
-    left.set(xscale="log", xlabel="MiB sent per rank", ylabel=f"{metric} of the averaged model")
-    if metric == "accuracy":
-        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    if (target := document["metric"].get("target")) is not None:
-        left.axhline(target, color="0.6", linestyle=":", linewidth=1)
-    right.set(xscale="log", yscale="log", xlabel="MiB sent per rank", ylabel="relative consensus distance")
-    for axes in (left, right):
+            _plot(right, row, "bytes", "consensus", style)
+    by_bytes.set(xlabel=LABELS["bytes"], ylabel=f"{metric} of the averaged model")
+    by_time.set(xlabel=LABELS["time_s"])
+    for axes in (by_bytes, by_time):
+        if metric == "accuracy":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.set_ylim(0.6, 1.0)
+        if (target := document["metric"].get("target")) is not None:
+            axes.axhline(target, color="0.6", linestyle=":", linewidth=1)
+    right.set(yscale="log", xlabel=LABELS["bytes"], ylabel="relative consensus distance")
+    for axes in (by_bytes, by_time, right):
+        axes.set_xscale("log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
-    handles, labels = left.get_legend_handles_labels()
+    handles, labels = by_bytes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle(f"{document['title']}, {world_size} ranks", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _plot(axes: Axes, row: dict[str, Any], curve: str, style: dict[str, Any]) -> None:
+def _plot(axes: Axes, row: dict[str, Any], against: str, curve: str, style: dict[str, Any]) -> None:
     curves = row["curves"]
-    points = [
-        (num_bytes / 2**20, value)
-        for num_bytes, value in zip(curves["bytes"], curves[curve], strict=True)
-        if num_bytes and value
-    ]
+    pairs = zip(curves[against], curves[curve], strict=True)
+    points = [(place / UNITS[against], value) for place, value in pairs if place and value]
     if points:
         axes.plot(*zip(*points, strict=True), label=row["label"], **style)
     elif (values := [value for value in curves[curve] if value is not None]) and row["label"] in BASELINES:

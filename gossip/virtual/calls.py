@@ -45,6 +45,14 @@ class ReplicaCalls:
         self._module = module
         self._on_gradient = on_gradient
         self._copies: dict[int, _Copy] = {}
+        names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._places = {
+            f"{prefix}.{key}" if prefix else key: names[id(each)]
+            for prefix, owner in module.named_modules()
+            for owned in (owner._parameters, owner._buffers)
+            for key, each in owned.items()
+            if each is not None
+        }
         self.is_vectorised = True
 
     def __call__(
@@ -74,7 +82,9 @@ class ReplicaCalls:
         attributes = [(each, dict(vars(each))) for each in self._module.modules()]
         random_state = torch.get_rng_state()
         try:
-            return self._vectorised(parameters, buffers, inputs, is_split)
+            outputs = self._vectorised(parameters, buffers, inputs, is_split)
+            _forget_tensors(attributes)
+            return outputs
         except Exception as error:
             with torch.no_grad():
                 for name, values in saved.items():
@@ -104,8 +114,11 @@ class ReplicaCalls:
             for place, tensor in zip(places, tensors, strict=True):
                 mine[place] = tensor
             args, kwargs = tree_unflatten(mine, spec)
-            state = own | own_buffers  # one mapping: only into such a one are buffers put that the module replaced
-            output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs))
+            known = own | own_buffers
+            # One mapping: only into such a one are buffers put that the module replaced. With each place once: of a
+            # module that stands in two places functional_call would not put back what was there.
+            state = {name: known[first] for name, first in self._places.items()}
+            output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs, tie_weights=False))
             others.update(_others(output))
             return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], {name: state[name] for name in buffers}
 
@@ -222,6 +235,15 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Remove tensors that modules put into attributes (``self.hidden = ...``): those of a vmap mean nothing outside."""
+    for each, before in attributes:
+        for key, value in list(vars(each).items()):
+            if isinstance(value, torch.Tensor) and before.get(key) is not value:
+                vars(each).pop(key)
+                vars(each).update({key: before[key]} if key in before else {})
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from gossip.checkpoints.files import HashingFile, reason, sync_folder
 from gossip.checkpoints.plain import plain
 from gossip.errors import CheckpointError
 from gossip.virtual.shards import Shard
-from gossip.virtual.updates import has_shape
+from gossip.virtual.stacked_optimizers import has_shape
 
 _MAGIC = b"gossip virtual workers 1 sha256 "
 _TRAILER_BYTES = len(_MAGIC) + 64
@@ -59,6 +59,15 @@ def module_state(shards: Sequence[Shard]) -> dict[str, Any]:
             if any(stack.grad is not None for stack in each)
         },
     }
+
+
+def load_module_state(saved: Mapping[str, Any], shards: Sequence[Shard]) -> None:
+    """Write parameters and buffers into the stacks; for another number of replicas, the mean."""
+    world_size = shards[-1].ranks.stop
+    for name, values in saved["parameters"].items():
+        deal_([shard.parameters[name] for shard in shards], resized(values, world_size))
+    for name, values in saved["buffers"].items():
+        deal_([shard.buffers[name] for shard in shards], resized(values, world_size))
 
 
 def optimizer_state(optimizer: Optimizer, num_shards: int) -> dict[str, Any]:

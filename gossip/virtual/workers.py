@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,13 +21,11 @@ from gossip.bucket_optimizer import OptimizerArgument
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import is_averaged
 from gossip.checkpoints.rng import restore_rng_states, rng_states
-from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import Compression
-from gossip.compression.memory import all_finite
 from gossip.compression.names import resolve_compression
-from gossip.engine import MAX_NON_FINITE_STEPS
 from gossip.errors import GossipError
 from gossip.places import check_not_wrapped
+from gossip.stats import VirtualStats
 from gossip.virtual.arguments import (
     check_choice,
     check_integer,
@@ -41,46 +38,17 @@ from gossip.virtual.calls import ReplicaCalls
 from gossip.virtual.exchange import StackedExchange
 from gossip.virtual.saved import (
     check_fits,
-    deal_,
+    load_module_state,
     load_optimizer_state,
     module_state,
     optimizer_state,
     read_state,
-    resized,
     write_state,
 )
 from gossip.virtual.shards import Shard, load_into, make_shards, mean_of, rows_of, written
-from gossip.virtual.updates import (
-    build_stacked_optimizers,
-    check_stacks_held,
-    left_alone,
-    num_held,
-    row_norms,
-    stack_groups,
-)
+from gossip.virtual.stacked_optimizers import build_stacked_optimizers
+from gossip.virtual.updating import StackedUpdater, along_rows
 from topologies import Topology
-
-
-@dataclass(frozen=True)
-class VirtualStats:
-    """What one step of all replicas did.
-
-    Attributes
-    ----------
-    step : int
-        Counted from 0.
-    bytes_sent : float
-        What a rank of a cluster would send for the round that was launched in this step: the mean over ranks.
-    num_skipped : int
-        Replicas that were not updated, or in part, because their gradients were not finite.
-    num_refused : int
-        Replicas that did not mix, or in part, because a message was not finite.
-    """
-
-    step: int
-    bytes_sent: float
-    num_skipped: int
-    num_refused: int
 
 
 class VirtualWorkers:
@@ -210,26 +178,23 @@ class VirtualWorkers:
         self.step = 0
         self._dim = dim
         self._reduces_by_mean = loss_reduction == "mean"
-        self._clip_grad_norm = clip_grad_norm
-        self._clips_buckets = clip == "bucket"
         self._buckets = make_buckets(module.named_parameters(), int(min(bucket_cap_mb, 2**40) * 2**20))
         self._shards = make_shards(module, self._buckets, world_size, chosen, mixes_buffers=buffers == "average")
-        self._stacks = {
+        stacks = {
             id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in originals.items()
         }
-        self._optimizers = build_stacked_optimizers(optimizer, module, self._stacks)
-        self._num_held = num_held(self._optimizers)
+        self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
-        self._calls = ReplicaCalls(module, self._note_reached)
-        self._reached: dict[str, torch.Tensor] = {}  # of parameters of replicas that ran one by one: which ranks', [n]
+        self._updater = StackedUpdater(
+            self._shards, self._buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
+        )
+        self._calls = ReplicaCalls(module, self._updater.note_reached)
         self._exchange = StackedExchange(
             self._shards, self._buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
         self._synchronise = True
         self._is_averaged = False
         self._callback_is_queued = self._has_gradients = False
-        self._scales = torch.zeros(world_size, dtype=torch.float64)  # of each rank's gradients; 0: it has none
-        self._num_bad_steps = torch.zeros(world_size, dtype=torch.int64)
         self._newest: tuple[int, int, int] | None = None  # step, replicas that were skipped, that refused
 
     # ------------------------------------------------------------------ what it is
@@ -350,7 +315,7 @@ class VirtualWorkers:
         """Notice a backward pass that an exception ended."""
         if self._callback_is_queued:
             self._callback_is_queued = self._has_gradients = False
-            self._drop_gradients()
+            self._updater.drop_gradients()
             logger.warning("step {}: the backward pass was ended by an exception; its gradients are dropped", self.step)
 
     def _watch(self, rows: Iterable[torch.Tensor], ranks: range, scale: float) -> None:
@@ -365,27 +330,13 @@ class VirtualWorkers:
             nonlocal noted, ratios
             self._on_backward()
             self._has_gradients = self._has_gradients or self._synchronise
-            if noted is not self._scales:  # once in a step
-                noted, ratios = self._scales, self._note_scale(ranks, scale)
-            return gradient if ratios is None else gradient * _along_rows(ratios, gradient)
+            if noted is not self._updater.scales:  # once in a step
+                noted, ratios = self._updater.scales, self._updater.note_scale(ranks, scale)
+            return gradient if ratios is None else gradient * along_rows(ratios, gradient)
 
         for each in rows:
             if each.requires_grad:
                 each.register_hook(on_gradient)
-
-    def _note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
-        """Keep the scale for those ranks that have none yet; for the others return what makes up the difference."""
-        scales = self._scales[ranks.start : ranks.stop]
-        scales[scales == 0] = scale
-        return None if bool((scales == scale).all()) else scale / scales
-
-    def _note_reached(self, name: str, rank: int) -> None:
-        if name not in self._reached:
-            has_gradient = any(shard.parameters[name].grad is not None for shard in self._shards)
-            self._reached[name] = (
-                (self._scales != 0) if has_gradient else torch.zeros(self.world_size, dtype=torch.bool)
-            )
-        self._reached[name][rank] = True
 
     def _on_backward(self, _: torch.Tensor | None = None) -> None:
         if self._synchronise and not self._callback_is_queued:
@@ -398,14 +349,8 @@ class VirtualWorkers:
         if not found or all(parameter.grad is None for parameter in self.parameters()):
             return  # the inputs' gradients only, or not ours to step
         if self._is_averaged:
-            self._drop_gradients()
+            self._updater.drop_gradients()
         self._make_step()
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-        self._scales = torch.zeros_like(self._scales)
-        self._reached = {}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -430,94 +375,15 @@ class VirtualWorkers:
             raise GossipError(
                 f"step {self.step}: inside averaged() the replicas cannot be trained; leave the block first"
             )
-        self._stack_new_groups()
+        self._updater.stack_new_groups()
         refused = self._exchange.combine_()
-        skipped = self._update()
+        skipped = self._updater.apply(self.step)
         self._exchange.send(self.step)
         if self.algorithm.combines_before_forward:
             refused = refused + self._exchange.combine_()
-        self._count_bad_steps(skipped | (refused > 0))
+        self._updater.count_bad_steps(skipped | (refused > 0), self.step)
         self._newest = self.step, int(skipped.sum()), int((refused > 0).sum())
         self.step += 1
-
-    def _stack_new_groups(self) -> None:
-        """Let groups that were added to the optimizers in mid-training hold stacks too."""
-        if num_held(self._optimizers) != self._num_held:
-            for optimizer in self._optimizers:
-                stack_groups(optimizer, self._stacks)
-            check_stacks_held(self._optimizers, self._stacks)
-            self._num_held = num_held(self._optimizers)
-
-    def _update(self) -> torch.Tensor:
-        """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n]."""
-        skipped = torch.zeros(self.world_size, dtype=torch.bool)
-        alone: dict[nn.Parameter, torch.Tensor] = {}
-        self._complete_gradients()
-        self._scale_gradients()
-        for shard in self._shards:
-            own = slice(shard.ranks.start, shard.ranks.stop)
-            idle = self._scales[own] == 0
-            clips_all = self._clip_grad_norm is not None and not self._clips_buckets
-            names = [list(shard.parameters)] if clips_all else [list(bucket.names) for bucket in self._buckets]
-            for some in names:
-                parameters = [shard.parameters[name] for name in some if shard.parameters[name].grad is not None]
-                spoilt = self._measure_and_clip(parameters)
-                left = idle if spoilt is None else idle | spoilt.cpu()
-                for name in some:
-                    own_left = left | ~self._reached[name][own] if name in self._reached else left
-                    if shard.parameters[name].grad is not None and bool(own_left.any()):
-                        alone[shard.parameters[name]] = own_left.to(shard.device)
-                if spoilt is not None:
-                    skipped[own] |= spoilt.cpu()
-        if bool(skipped.any()):
-            ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
-            logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", self.step, ranks)
-        with left_alone(self._optimizers, alone):
-            for optimizer in self._optimizers:
-                optimizer.step()
-        self._drop_gradients()
-        return skipped
-
-    def _complete_gradients(self) -> None:
-        """Give a parameter that has a gradient on some device one on all, as if it were one stack."""
-        for name in self._shards[0].parameters if len(self._shards) > 1 else ():
-            stacks = [shard.parameters[name] for shard in self._shards]
-            if any(stack.grad is not None for stack in stacks):
-                for stack in stacks:
-                    stack.grad = torch.zeros_like(stack) if stack.grad is None else stack.grad
-
-    def _scale_gradients(self) -> None:
-        for shard in self._shards:
-            scales = self._scales[shard.ranks.start : shard.ranks.stop]
-            gradients = [each.grad for each in shard.parameters.values() if each.grad is not None]
-            if gradients and bool((scales == scales[0]).all()):
-                torch._foreach_mul_(gradients, float(scales[0]))
-                continue
-            for gradient in gradients:
-                gradient.mul_(_along_rows(scales, gradient))
-
-    def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-        """Rows whose gradients are not finite, [k]; None if all are."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self._clip_grad_norm is None and all(map(all_finite, gradients)):
-            return None
-        norms = row_norms(parameters)
-        if norms is None:
-            return None
-        if self._clip_grad_norm is not None:
-            factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-            for gradient in gradients:
-                gradient.mul_(_along_rows(factors, gradient))
-        spoilt = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
-        return spoilt if bool(spoilt.any()) else None
-
-    def _count_bad_steps(self, is_bad: torch.Tensor) -> None:
-        self._num_bad_steps = torch.where(is_bad, self._num_bad_steps + 1, 0)
-        if int(self._num_bad_steps.max()) >= MAX_NON_FINITE_STEPS:
-            raise GossipError(
-                f"rank {int(self._num_bad_steps.argmax())}: step {self.step}: gradients or messages were not finite in "
-                f"{MAX_NON_FINITE_STEPS} steps in a row; start again with a smaller learning rate"
-            )
 
     # ------------------------------------------------------------------ averaging
 
@@ -572,12 +438,12 @@ class VirtualWorkers:
         Parameters, buffers and accumulated gradients by the bare module's names, optimizers, what is in flight, what
         codecs remember, and the random numbers of torch, Python and NumPy.
         """
-        self._stack_new_groups()
+        self._updater.stack_new_groups()
         return {
             "world_size": self.world_size,
             "step": self.step,
-            "num_bad_steps": self._num_bad_steps.clone(),
-            "scales": self._scales.clone(),
+            "num_bad_steps": self._updater.num_bad_steps.clone(),
+            "scales": self._updater.scales.clone(),
             "compression": self.compression.describe(),
             **module_state(self._shards),
             "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
@@ -596,15 +462,10 @@ class VirtualWorkers:
         ValueError
             It is a state of another model.
         """
-        self._stack_new_groups()
+        self._updater.stack_new_groups()
         check_fits(state, self._shards, self._optimizers)
-        for section, found in (("parameters", self.named_parameters()), ("buffers", self.named_buffers())):
-            stacks: dict[str, list[torch.Tensor]] = {}
-            for name, stack in found:
-                stacks.setdefault(name, []).append(stack)
-            for name, values in state[section].items():
-                deal_(stacks[name], resized(values, self.world_size))
-        self._drop_gradients()
+        load_module_state(state, self._shards)
+        self._updater.drop_gradients()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, copy.deepcopy(saved), len(self._shards), self.world_size)
         self.step = state["step"]
@@ -615,12 +476,12 @@ class VirtualWorkers:
                 for shard in self._shards:
                     own = values[shard.ranks.start : shard.ranks.stop]
                     shard.parameters[name].grad = own.to(shard.device, copy=True)
-            self._scales = state["scales"].clone()
-            self._num_bad_steps = state["num_bad_steps"].clone()
+            self._updater.scales = state["scales"].clone()
+            self._updater.num_bad_steps = state["num_bad_steps"].clone()
             if state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
                 left_out.append("what was in flight: the compression or the buckets are others")
         else:
-            self._num_bad_steps.zero_()
+            self._updater.num_bad_steps.zero_()
             left_out.append(
                 f"the replicas: {state['world_size']} were saved, all {self.world_size} start from their mean"
             )
@@ -649,9 +510,3 @@ class VirtualWorkers:
             It is of another model.
         """
         self.load_state_dict(read_state(Path(path)))
-
-
-def _along_rows(factors: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """One factor for each row, [k, 1 ...], in the dtype of accumulation."""
-    wide = factors.to(gradient.device, accumulation_dtype(gradient.dtype))
-    return wide.view(-1, *[1] * (gradient.dim() - 1))

@@ -12,6 +12,7 @@ from separate import Separate, assert_same, batch, make_workers, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gossip import VirtualWorkers
 from gossip.experiments.models import CharTransformer, SmallCNN
 
 
@@ -69,6 +70,19 @@ class Branching(Replacing):
         return output + nn.functional.dropout(output, 0.5, self.training)
 
 
+class Repeating(nn.Module):
+    """One layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.second = self.first
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(inputs))
+        return output
+
+
 class Routing(nn.Module):
     """Each replica uses the one or the other layer."""
 
@@ -124,6 +138,7 @@ VECTORISED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], torch.
     "transformer layer": (lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True), texts),
     "SmallCNN": (lambda: SmallCNN((3, 4, 4), 5, channels=(4, 6)), images),
     "CharTransformer": (lambda: CharTransformer((4,), 5, width=8, depth=2, num_heads=2, tied_head=True), indices),
+    "one layer in two places": (Repeating, vectors),
     "replaced buffers": (Replacing, vectors),
 }
 ONE_BY_ONE = {
@@ -340,3 +355,25 @@ def test_what_vmap_does_slowly_is_still_right() -> None:
         train(workers, indices(6, step))
         separate.train(indices(6, step))
     assert_same(workers, separate)
+
+
+class KeepsHidden(nn.Module):
+    """Keeps what it computed last, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.linear(inputs)
+        return self.hidden.tanh()
+
+
+def test_tensors_kept_in_attributes_do_not_outlive_the_call() -> None:
+    workers = VirtualWorkers(KeepsHidden(), 3, None, "ring", devices=["cpu"])
+    for _ in range(2):
+        workers(torch.ones(6, 3))
+    assert workers.is_vectorised
+    replica = workers.replica(2)
+    torch.testing.assert_close(replica(torch.ones(1, 3)), workers.every(torch.ones(1, 3))[2])

@@ -47,15 +47,7 @@ def test_probe_joins_torchrun_and_prints_once() -> None:
     assert done.stdout.count("Measured on 2 ranks, 1 node") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--steps=1", "--steps must be at least 2, got 1"),
-        ("--world-size=0", "--world-size must be positive, got 0"),
-        ("--parameters-mb=-1", "--parameters-mb must be positive, got -1.0"),
-    ],
-)
-def test_probe_refuses_bad_numbers_in_one_line(option: str, words: str) -> None:
-    done = probe(SCRIPT, option)
+def test_probe_refuses_a_bad_number_in_one_line() -> None:
+    done = probe(SCRIPT, "--parameters-mb=-1")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith(words)
+    assert done.stderr.splitlines()[-1].endswith("--parameters-mb must be positive, got -1.0")

@@ -59,14 +59,8 @@ def test_script_measures_in_the_lab(tmp_path: Path) -> None:
     assert 0 < case["cluster"]["bandwidth_gbps"] < 0.5
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--steps=0", "--world-size must be at least 2 and --steps at least 1"),
-        ("--rates=fast", "rate must be a number with kbit, mbit or gbit, such as 200mbit, got 'fast'"),
-    ],
-)
-def test_script_refuses_in_one_line(option: str, words: str) -> None:
-    done = predicted_steps(option)
+def test_script_refuses_a_bad_rate_in_one_line() -> None:
+    done = predicted_steps("--rates=fast")
     assert done.returncode == 2
+    words = "rate must be a number with kbit, mbit or gbit, such as 200mbit, got 'fast'"
     assert done.stderr.splitlines()[-1].endswith(words)
