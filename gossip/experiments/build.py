@@ -64,6 +64,17 @@ class Experiment:
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
     make_logger: Callable[[str], Logger] | None
 
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, on as many ranks as there are."""
+        steps = self.settings.steps
+        return self.settings.epochs * self.shards.steps_per_epoch if steps is None else steps
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs the run begins."""
+        return -(-self.total_steps // self.shards.steps_per_epoch)
+
 
 def build(config: Mapping[str, Any]) -> Experiment:
     """Build the experiment that ``config`` describes. Local; deterministic, so that every rank builds the same.
@@ -78,7 +89,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
     ValueError, TypeError, OSError, ImportError
         Something in it cannot be had; the text says what.
     """
-    _import_modules(config)
+    import_modules(config)
     settings = Settings.from_config(config)
     data_config = dict(config["data"])
     partition_config = data_config.pop("partition", {})
@@ -87,6 +98,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         partition(data.train_labels, settings.world_size, seed=settings.seed, **partition_config),
         batch_size=settings.batch_size,
         seed=settings.seed,
+        repeats=settings.steps is not None,
     )
     model = _factory(config["model"], "model")
     return Experiment(
@@ -95,12 +107,17 @@ def build(config: Mapping[str, Any]) -> Experiment:
         shards=shards,
         topology=make_topology(config, settings),
         algorithm=resolve_algorithm(_factory(config["algorithm"], "algorithm")()),
-        compression=resolve_compression(_factory(config["compression"], "compression")()),
+        compression=make_compression(config),
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config["optimizer"], "optimizer"),
         make_scheduler=_factory(config["scheduler"], "scheduler"),
         make_logger=_factory(config["logger"], "logger") if config["logger"].get("_target_") else None,
     )
+
+
+def make_compression(config: Mapping[str, Any]) -> Compression:
+    """What goes on the wire."""
+    return resolve_compression(_factory(config["compression"], "compression")())
 
 
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
@@ -140,7 +157,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         Something cannot be built.
     """
     try:
-        _import_modules(config)
+        import_modules(config)
         settings = Settings.from_config(config)
         make_topology(config, settings)
         for package in _NEEDED_AT_THE_END:
@@ -151,7 +168,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         experiment = build(config)
         module = experiment.make_module()
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
-        experiment.make_scheduler(optimizer, experiment.settings.epochs * experiment.shards.steps_per_epoch)
+        experiment.make_scheduler(optimizer, experiment.total_steps)
         _check_model_takes_data(module, experiment.data)
     except ConfigurationError:
         raise
@@ -162,7 +179,14 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
     return experiment
 
 
-def _import_modules(config: Mapping[str, Any]) -> None:
+def import_modules(config: Mapping[str, Any]) -> None:
+    """Import what the configuration says that must be imported first.
+
+    Raises
+    ------
+    ConfigurationError
+        A module cannot be imported.
+    """
     for name in config.get("imports") or ():
         try:
             importlib.import_module(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -27,6 +28,9 @@ from gossip.launcher import DEFAULT_TIMEOUT, joined_process_group, under_torchru
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"
 """The environment variable from which the configuration takes the last part of the run folder's name."""
+
+SWEEP = "sweep"
+"""The primary configuration of many runs."""
 
 FAILED = 1
 REFUSED = 2
@@ -54,12 +58,27 @@ def main(config_folder: Path, config_name: str) -> int:
         return _main_of_one_rank(config_folder, config_name)
     os.environ[NAME_VARIABLE] = run_folder.new_name()
     try:
+        if config_name == SWEEP:
+            _prepare_sweep()
         _run_hydra(config_folder, config_name)
     except (Exception, KeyboardInterrupt) as error:
         return report(error, config_folder)
     finally:
         fork_server.stop()
     return 0
+
+
+def _prepare_sweep() -> None:
+    """Let hydra sweep whatever the arguments are: where it cannot compose them, it would take them for one run's."""
+    arguments = sys.argv[1:]
+    if not any(argument.startswith("-") for argument in arguments):
+        sys.argv.append("--multirun")
+    chosen = any(argument.startswith("hydra/launcher=") for argument in arguments)
+    if not chosen and importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+        raise ConfigurationError(
+            "the runs of a sweep are shared among the cores by hydra-joblib-launcher, which is not installed; install "
+            "gossip-training[sweeps], or set hydra/launcher=basic"
+        )
 
 
 def report(error: BaseException, config_folder: Path) -> int:
@@ -96,6 +115,8 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
     import hydra
     from omegaconf import OmegaConf
 
+    from gossip.experiments.sweeps import sweeper
+
     errors: list[Exception] = []
 
     def task(config: Any) -> None:
@@ -104,6 +125,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
         except Exception as error:  # hydra would print lines of its own about it
             errors.append(error)
 
+    sweeper.register()
     OmegaConf.register_new_resolver("gossip.run_folder", resuming.folder_to_use, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
     hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
@@ -140,7 +162,7 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
         return
     if in_sweep:
         accuracy, time_s = percent(summary["averaged_test_accuracy"]), summary["wall_time_s"]
-        logger.info("job {}: test accuracy of the average {} after {:.1f} s", settings.job.num, accuracy, time_s)
+        logger.info("job {}: test accuracy of the average {} after {:.1f} s", folder.name, accuracy, time_s)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         print_run(summary, folder)
 
@@ -176,7 +198,7 @@ def _main_of_one_rank(config_folder: Path, config_name: str) -> int:
         rank = dist.get_rank()
         try:
             os.environ[NAME_VARIABLE] = _name_of_rank_0()
-            if {"-m", "--multirun"}.intersection(sys.argv):
+            if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
                 raise ConfigurationError(
                     "a sweep (-m) cannot run under torchrun, which starts the ranks of one run; start the sweep with "
                     "python, or each run with torchrun"

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import gossip
 from gossip.communication.world import World
 
 _BATCH_SIZE = 256
+_REPLICA_BATCH_SIZE = 4096
+"""Samples of all replicas at once: logits over a vocabulary are large."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,10 @@ class Evaluation:
 
     loss: float
     accuracy: float
+
+    def named(self, name: str) -> dict[str, float]:
+        """For a record, whose keys begin with ``name``."""
+        return {f"{name}_loss": self.loss, f"{name}_accuracy": self.accuracy}
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
@@ -36,6 +43,26 @@ def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Te
     totals = _totals(module, inputs[world.rank :: world.world_size], targets[world.rank :: world.world_size])
     world.sum_(totals, "summing the evaluation of the averaged model")
     return _evaluation(totals)
+
+
+@torch.no_grad()
+def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
+    """Evaluate every replica on all samples, all replicas at once. Local."""
+    was_training = workers.module.training
+    workers.module.eval()
+    totals = torch.zeros(workers.world_size, 3, dtype=torch.float64)
+    size = max(1, _REPLICA_BATCH_SIZE // workers.world_size)
+    try:
+        for some_inputs, some_targets in zip(inputs.split(size), targets.split(size), strict=True):
+            logits = workers.every(some_inputs)
+            expected = some_targets.expand(len(logits), *some_targets.shape)
+            losses = cross_entropy(logits, expected, reduction="none").view(len(logits), -1)
+            totals[:, 0] += losses.sum(1, dtype=torch.float64)
+            totals[:, 1] += (logits.argmax(-1) == expected).flatten(1).sum(1)
+            totals[:, 2] += some_targets.numel()
+    finally:
+        workers.module.train(was_training)
+    return [_evaluation(row) for row in totals]
 
 
 @torch.no_grad()

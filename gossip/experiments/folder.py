@@ -138,7 +138,7 @@ def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
         ) from None
     except OSError as error:
         raise _cannot_be_written(folder, error) from error
-    _write_json(folder / VERSIONS_FILE, _versions())
+    _write_json(folder / VERSIONS_FILE, versions())
 
 
 def update_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ def changed_versions(folder: Path) -> list[str]:
         began = json.loads((folder / VERSIONS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return [f"{VERSIONS_FILE} cannot be read"]
-    return [f"{name} was {began.get(name)} and is {now}" for name, now in _versions().items() if began.get(name) != now]
+    return [f"{name} was {began.get(name)} and is {now}" for name, now in versions().items() if began.get(name) != now]
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def draw_figures(folder: Path, world_size: int, topology: Topology | None) -> None:
     """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG."""
-    by_rank = [records.read_jsonl(folder / f"rank{rank}.jsonl") for rank in range(world_size)]
+    by_rank = [records.read_jsonl(path) for path in records.record_files(folder, world_size)]
     for draw, name in ((figures.training_figure, "training.svg"), (figures.consensus_figure, "consensus.svg")):
         try:
             draw(by_rank, folder / name)
@@ -195,7 +195,8 @@ def draw_figures(folder: Path, world_size: int, topology: Topology | None) -> No
         topologies.draw(topology, folder / "topology.svg")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python, the platform and the packages that results depend on."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

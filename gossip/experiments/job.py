@@ -22,6 +22,7 @@ from gossip.experiments.build import check
 from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
 from gossip.experiments.training import train
+from gossip.experiments.virtual_training import train_virtual
 from gossip.launcher import DEFAULT_TIMEOUT, launch
 
 PRELOAD = (
@@ -64,6 +65,11 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
     started_at = time.perf_counter()
     world = World(DEFAULT_TIMEOUT)
     configure_logging(world.rank)
+    if dist.is_initialized() and config.get("engine") == "virtual":
+        raise ConfigurationError(
+            "engine=virtual runs all ranks in one process; start it with python, without torchrun, or set "
+            "engine=processes"
+        )
     with contextlib.ExitStack() as until_the_end:
         with _refused_by_all(world):
             if world.rank == 0:
@@ -88,22 +94,25 @@ def _run_in_folder(
     }
     try:
         with _refused_by_all(world):
-            topology = check(
-                config, meanwhile=None if dist.is_initialized() else lambda: fork_server.start(PRELOAD)
-            ).topology
+            experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
         world.close()
         if world.rank == 0:
             logger.info("run folder: {}", folder)
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
-        run = train if dist.is_initialized() else _launch
-        summary = run(config, str(folder))
+        if dist.is_initialized():
+            summary = train(config, str(folder))
+        elif experiment.settings.engine == "virtual":
+            summary = train_virtual(experiment, folder)
+        else:
+            summary = _launch(config, str(folder))
         summary["overrides"] = list(overrides)
         summary["wall_time_s"] += time.perf_counter() - started_at
         if world.rank == 0:
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
-            run_folder.draw_figures(folder, world_size=summary["world_size"], topology=topology)
+            if config["figures"]:
+                run_folder.draw_figures(folder, world_size=summary["world_size"], topology=experiment.topology)
             run_folder.write_summary(folder, summary)
     except BaseException as error:
         why = reason(error)
@@ -141,6 +150,14 @@ def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     )
     summary: dict[str, Any] = summaries[0]
     return summary
+
+
+def _is_in_one_process(config: Mapping[str, Any]) -> bool:
+    return dist.is_initialized() or config.get("engine") == "virtual"
+
+
+def _start_fork_server() -> None:
+    fork_server.start(PRELOAD)
 
 
 @contextlib.contextmanager

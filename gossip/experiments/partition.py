@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 SCHEMES = ("iid", "by_class", "dirichlet")
-_DEFAULT_SHARDS_PER_RANK = 2
-_DEFAULT_ALPHA = 0.5
+DEFAULT_SHARDS_PER_RANK = 2
+DEFAULT_ALPHA = 0.5
 
 
 def partition(
@@ -84,10 +84,10 @@ def partition(
     if scheme == "iid":
         parts = np.array_split(generator.permutation(len(label_array)), world_size)
     elif scheme == "by_class":
-        shards = _DEFAULT_SHARDS_PER_RANK if shards_per_rank is None else shards_per_rank
+        shards = DEFAULT_SHARDS_PER_RANK if shards_per_rank is None else shards_per_rank
         parts = _by_class(label_array, world_size, shards, generator)
     else:
-        parts = _dirichlet(label_array, world_size, _DEFAULT_ALPHA if alpha is None else alpha, generator)
+        parts = _dirichlet(label_array, world_size, DEFAULT_ALPHA if alpha is None else alpha, generator)
     return tuple(np.sort(part).astype(np.int64, copy=False) for part in parts)
 
 

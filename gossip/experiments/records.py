@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+TOGETHER_FILE = "workers.jsonl"
+"""The records of a run whose ranks are all in one process: means over them."""
+
 
 class JsonlWriter:
     """Appends records to a file, one JSON object a line; a context manager.
@@ -110,6 +113,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         records.append(_record(line, path, number))
     return records
+
+
+def record_files(folder: Path, world_size: int) -> list[Path]:
+    """The files with a run's records: one per rank in the order of the ranks, or one for all of them."""
+    together = folder / TOGETHER_FILE
+    return [together] if together.exists() else [folder / f"rank{rank}.jsonl" for rank in range(world_size)]
 
 
 def cut_jsonl(path: str | Path, step: int) -> int:

@@ -47,7 +47,7 @@ class RunState:
         self._experiment, self._method, self._world = experiment, method, world
         self._checkpoints = folder / CHECKPOINT_FOLDER
         self._steps_per_epoch = experiment.shards.steps_per_epoch
-        self._all_positions = experiment.settings.epochs * self._steps_per_epoch
+        self._all_positions = experiment.total_steps
         self.scheduler: LRScheduler = experiment.make_scheduler(method.optimizer, self._all_positions)
         self.report = RankReport()
         self.step = 0
@@ -109,8 +109,11 @@ class RunState:
         data = checkpoint.data
         self.step = checkpoint.step
         self._earlier_wall_time_s = data["wall_time_s"]
-        self.position = data["epoch"] * self._steps_per_epoch
-        self.position += data["step_in_epoch"] * self._steps_per_epoch // data["steps_per_epoch"]
+        if self._experiment.settings.steps is None:
+            self.position = data["epoch"] * self._steps_per_epoch
+            self.position += data["step_in_epoch"] * self._steps_per_epoch // data["steps_per_epoch"]
+        else:  # the run is as long, however long an epoch is
+            self.position = data["epoch"] * data["steps_per_epoch"] + data["step_in_epoch"]
         if checkpoint.world_size != self._world.world_size:
             self._renew_scheduler()
             if self._world.rank == 0:

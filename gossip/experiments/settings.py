@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+METRICS = ("accuracy", "loss")
 METHODS = ("gossip", "ddp", "local")
+ENGINES = ("processes", "virtual")
 CLIPS = ("global", "bucket")
 BUFFERS = ("local", "average")
 DEBUGS = ("detail",)
@@ -26,6 +28,8 @@ class Settings:
     ----------
     method : str
         "gossip", "ddp" (torch's DistributedDataParallel) or "local" (no exchange at all).
+    engine : str
+        "processes": one per rank; "virtual": all replicas in one process.
     seed : int
         Of the partition, the initial values and the order of the samples.
     bucket_cap_mb : float
@@ -38,6 +42,8 @@ class Settings:
         "local", or "average": mixed like parameters.
     step_in_backward : bool
         Whether updates and exchanges begin inside the backward pass.
+    figures : bool
+        Whether figures are drawn at the end.
     debug : str or None
         "detail": every message is checked.
     exchange_every : int
@@ -53,10 +59,14 @@ class Settings:
     checkpoint_keep : int
         How many checkpoints stay.
     epochs : int
+    steps : int or None
+        Of the whole run, instead of ``epochs``; each rank then repeats its own samples.
     batch_size : int
         Samples per rank and step.
     evaluate_every_epochs : int
         Epochs between two evaluations on the test split; 0: only at the end.
+    evaluate_every_steps : int
+        Steps between two more of them; 0: none.
     consensus_every_steps : int
         Steps between two measurements of the consensus distance, each of which costs one global average; 0: only where
         the test split is evaluated.
@@ -70,12 +80,14 @@ class Settings:
     """
 
     method: str
+    engine: str
     seed: int
     bucket_cap_mb: float
     clip_grad_norm: float | None
     clip: str
     buffers: str
     step_in_backward: bool
+    figures: bool
     debug: str | None
     exchange_every: int
     warmup_rounds: int
@@ -84,13 +96,21 @@ class Settings:
     checkpoint_every: int
     checkpoint_keep: int
     epochs: int
+    steps: int | None
     batch_size: int
     evaluate_every_epochs: int
+    evaluate_every_steps: int
     consensus_every_steps: int
     world_size: int
     port: int | None
     timeout: timedelta
     num_threads: int | None
+
+    def evaluates_after(self, steps: int, *, epochs: int | None) -> bool:
+        """Whether to evaluate after so many steps; ``epochs`` is how many ended with the last one, None amid one."""
+        return (epochs is not None and every(self.evaluate_every_epochs, epochs)) or every(
+            self.evaluate_every_steps, steps
+        )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
@@ -103,12 +123,14 @@ class Settings:
         """
         settings = cls(
             method=_choice(config, "method", METHODS),
+            engine=_choice(config, "engine", ENGINES),
             seed=_integer(config, "seed", minimum=0),
             bucket_cap_mb=_positive(config, "bucket_cap_mb"),
             clip_grad_norm=_optional_positive(config, "clip_grad_norm"),
             clip=_choice(config, "clip", CLIPS),
             buffers=_choice(config, "buffers", BUFFERS),
             step_in_backward=_boolean(config, "step_in_backward"),
+            figures=_boolean(config, "figures"),
             debug=None if value_of(config, "debug") is None else _choice(config, "debug", DEBUGS),
             exchange_every=_integer(config, "topology.every", minimum=1),
             warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
@@ -117,8 +139,10 @@ class Settings:
             checkpoint_every=_integer(config, "checkpoint.every", minimum=0),
             checkpoint_keep=_integer(config, "checkpoint.keep", minimum=1),
             epochs=_integer(config, "training.epochs", minimum=1),
-            batch_size=_integer(config, "training.batch_size", minimum=1),
+            steps=_optional_integer(config, "training.steps", minimum=1),
+            batch_size=_batch_size(config),
             evaluate_every_epochs=_integer(config, "training.evaluate_every_epochs", minimum=0),
+            evaluate_every_steps=_integer(config, "training.evaluate_every_steps", minimum=0),
             consensus_every_steps=_integer(config, "training.consensus_every_steps", minimum=0),
             world_size=_integer(config, "launch.world_size", minimum=1),
             port=_optional_integer(config, "launch.port", minimum=1, maximum=65535),
@@ -129,6 +153,8 @@ class Settings:
         return settings
 
     def _check_combinations(self) -> None:
+        if self.engine == "virtual":
+            self._check_virtual()
         if self.method == "ddp":
             if self.checkpoint_every > 0:
                 raise ConfigurationError(
@@ -145,6 +171,26 @@ class Settings:
             raise ConfigurationError(
                 f"profile=true traces the usual exchanges, but debug={self.debug} brings its own; set one of them only"
             )
+
+    def _check_virtual(self) -> None:
+        only_processes = {
+            "step_in_backward=false": not self.step_in_backward,
+            f"debug={self.debug}": self.debug is not None,
+            "profile=true": self.profile,
+            f"checkpoint.every={self.checkpoint_every}": self.checkpoint_every > 0,
+            "resume=...": self.resumes,
+        }
+        for option, is_set in only_processes.items():
+            if is_set:
+                raise ConfigurationError(
+                    f"{option} is for ranks that are processes, not for engine=virtual; leave it out, or set "
+                    "engine=processes"
+                )
+
+
+def every(interval: int, count: int) -> bool:
+    """Whether ``count`` is a multiple; never, if the interval is 0."""
+    return interval > 0 and count % interval == 0
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -182,6 +228,20 @@ def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int 
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum and value > maximum):
         raise ConfigurationError(f"{key} must be an integer {allowed}, got {value!r}")
     return value
+
+
+def _batch_size(config: Mapping[str, Any]) -> int:
+    """Of each rank."""
+    total, world_size = value_of(config, "training.total_batch_size"), value_of(config, "launch.world_size")
+    if total is None:
+        return _integer(config, "training.batch_size", minimum=1)
+    _integer(config, "training.total_batch_size", minimum=1)
+    if total % world_size:
+        raise ConfigurationError(
+            f"training.total_batch_size={total} is no multiple of launch.world_size={world_size}; choose one, or set "
+            "training.batch_size"
+        )
+    return int(total // world_size)
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ def summarise(
     average: Evaluation,
     consensus_before: tuple[float, float],
     consensus_after: tuple[float, float],
+    parameter_bytes: int,
 ) -> dict[str, Any]:
     """The summary of a run that went well.
 
@@ -86,14 +88,18 @@ def summarise(
         Of the global average.
     consensus_before, consensus_after : (float, float)
         Absolute and relative consensus distance before and after the global average.
+    parameter_bytes : int
+        Of one replica.
     """
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
+    losses = [report["test_loss"] for report in reports]
     steps = reports[0]["steps"]
     return {
         "status": "completed",
         "reason": "",
         "method": settings.method,
+        "engine": settings.engine,
         "topology": experiment.topology.name if experiment.topology is not None else None,
         "algorithm": None if settings.method == "ddp" else experiment.algorithm.describe(),
         "compression": None if settings.method == "ddp" else experiment.compression.describe(),
@@ -105,18 +111,20 @@ def summarise(
         "local_test_accuracy_mean": statistics.fmean(accuracies),
         "local_test_accuracy_worst": min(accuracies),
         "local_test_accuracy_best": max(accuracies),
-        "local_test_loss_mean": statistics.fmean(report["test_loss"] for report in reports),
+        "local_test_loss_mean": statistics.fmean(losses),
+        "local_test_loss_worst": max(losses, key=lambda loss: (math.isnan(loss), loss)),
         "averaged_test_accuracy": average.accuracy,
         "averaged_test_loss": average.loss,
         "consensus_distance_before": consensus_before[0],
         "consensus_distance_before_relative": consensus_before[1],
         "consensus_distance_after": consensus_after[0],
         "consensus_distance_after_relative": consensus_after[1],
-        "epochs": settings.epochs,
+        "epochs": experiment.num_epochs,
         "steps": steps,
         "training_time_s": max(report["training_time_s"] for report in reports),
         **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
         "wait_by_peer_s": _wait_by_peer(reports),
+        "parameter_bytes": parameter_bytes,
         "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] for report in reports) / steps,
         **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
     }
@@ -155,17 +163,20 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("consensus distance after", _distance(summary, "consensus_distance_after")),
         ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
         ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
-        ("exposed wait, mean of the ranks", f"{summary['exposed_wait_s']:.2f} s"),
-        *_overlapped(summary),
+        *_measured(summary, "exposed_wait_s", "exposed wait, mean of the ranks"),
+        *_measured(summary, "overlapped_s", "exchanges beside computation, over buckets"),
         ("sent per rank and step", size(summary["bytes_sent_per_step"])),
     ]
 
 
-def _overlapped(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    overlapped_s = summary["overlapped_s"]
-    if overlapped_s is None:
-        return []
-    return [("exchanges beside computation, over buckets", f"{overlapped_s:.2f} s")]
+def _measured(summary: Mapping[str, Any], key: str, text: str) -> list[tuple[str, str]]:
+    """Nothing, where the method or the engine has no such time."""
+    return [] if summary[key] is None else [(text, seconds(summary[key]))]
+
+
+def seconds(duration_s: float | None) -> str:
+    """A time in seconds; "-" if it was not measured."""
+    return "-" if duration_s is None else f"{duration_s:.2f} s"
 
 
 def percent(accuracy: float) -> str:

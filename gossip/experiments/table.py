@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gossip.experiments.summary import percent, rows, size
+from gossip.experiments.summary import percent, rows, seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +23,7 @@ def print_run(summary: Mapping[str, Any], folder: Path) -> None:
     table.add_column("value", justify="right")
     for name, value in rows(summary):
         table.add_row(name, value)
-    _print(table)
+    print_table(table)
     print(f"run folder: {folder}")
 
 
@@ -50,7 +50,7 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
         cells = _sweep_cells(summary) if summary["status"] == "completed" else ()
         own = [override for override in summary["overrides"] if override not in common]
         table.add_row(summary["job"], "\n".join(own), summary["status"], *cells)
-    _print(table)
+    print_table(table)
     for summary in summaries:
         if summary["status"] != "completed":
             print(f"job {summary['job']} {summary['status']}: {summary['reason']}")
@@ -65,8 +65,8 @@ def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
         percent(summary["local_test_accuracy_worst"]),
         "not finite" if distance is None else f"{distance:.2g}",
         str(summary["steps"]),
-        f"{summary['training_time_s']:.2f} s",
-        f"{summary['exposed_wait_s']:.2f} s",
+        seconds(summary["training_time_s"]),
+        seconds(summary["exposed_wait_s"]),
         size(summary["bytes_sent_per_step"]),
     ]
 
@@ -83,7 +83,8 @@ def _ranks(world_size: int) -> str:
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
+    """Print to stdout, as wide as it is where that is no terminal."""
     from rich.console import Console
     from rich.measure import Measurement
 

@@ -16,12 +16,13 @@ from torch.autograd.profiler import record_function
 from gossip.checkpoints.exporting import write_module
 from gossip.communication.world import World
 from gossip.experiments.build import Experiment, build
-from gossip.experiments.evaluation import Evaluation, cross_entropy, evaluate, evaluate_together
+from gossip.experiments.evaluation import cross_entropy, evaluate, evaluate_together
 from gossip.experiments.loggers import Logger
 from gossip.experiments.methods import Method, make_method
 from gossip.experiments.progress import ProgressBar, configure_logging
 from gossip.experiments.records import JsonlWriter, cut_jsonl
 from gossip.experiments.run_state import RunState
+from gossip.experiments.settings import every
 from gossip.experiments.summary import RankReport, summarise
 from gossip.experiments.tracing import BACKWARD, FORWARD, Tracer
 
@@ -56,8 +57,7 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         )
     torch.manual_seed(settings.seed)
     module = experiment.make_module()
-    total_steps = settings.epochs * shards.steps_per_epoch
-    tracer = Tracer(Path(folder) / f"rank{world.rank}.trace.json", total_steps) if settings.profile else None
+    tracer = Tracer(Path(folder) / f"rank{world.rank}.trace.json", experiment.total_steps) if settings.profile else None
     method = make_method(experiment, module, world, tracer)
     torch.manual_seed(_rank_seed(settings.seed, world.rank))  # dropout: others on every rank
     state = RunState(experiment, method, world, Path(folder))
@@ -80,7 +80,7 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
             bar.update(last)
             if state.step < total_steps:
                 _log(loggers, last)
-                if _every(settings.checkpoint_every, state.step):
+                if every(settings.checkpoint_every, state.step):
                     writer.sync()  # a checkpoint that survives finds all the records before it
                     state.save()
         summary = _finish(experiment, method, world, state.report, last)
@@ -102,7 +102,7 @@ def _steps(
     inputs, targets = data.train_inputs[mine], data.train_targets[mine]
     total_steps, first_step = state.total_steps, state.step
     first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
-    for epoch in range(first_epoch, settings.epochs):
+    for epoch in range(first_epoch, experiment.num_epochs):
         first = first_batch if epoch == first_epoch else 0
         for some_inputs, some_targets in shards.batches(inputs, targets, rank=world.rank, epoch=epoch, first=first):
             if tracer is not None:
@@ -127,15 +127,18 @@ def _steps(
             }
             state.advance(record)
             if state.step < total_steps:
-                if _every(settings.consensus_every_steps, state.step):
+                if every(settings.consensus_every_steps, state.step):
                     record |= _consensus(method)
-                if state.position % shards.steps_per_epoch == 0 and _every(settings.evaluate_every_epochs, epoch + 1):
+                epoch_ended = state.position % shards.steps_per_epoch == 0
+                if settings.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None):
                     record |= _consensus(method)
-                    record |= _named("test", evaluate(method.module, data.test_inputs, data.test_targets))
+                    record |= evaluate(method.module, data.test_inputs, data.test_targets).named("test")
                     with method.averaged():
                         together = evaluate_together(method.module, data.test_inputs, data.test_targets, world)
-                    record |= _named("averaged_test", together)
+                    record |= together.named("averaged_test")
             yield record
+            if state.step == total_steps:  # amid an epoch, if the steps are given
+                return
 
 
 def _finish(
@@ -148,11 +151,12 @@ def _finish(
     method.global_avg()
     after = method.consensus_distance()
     average = evaluate_together(method.module, data.test_inputs, data.test_targets, world)
-    last |= _named("test", local) | _named("averaged_test", average)
+    last |= local.named("test") | average.named("averaged_test")
     last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
     report.finish(local)
     reports = world.gather_bytes(json.dumps(report.as_dict()).encode(), "gathering the ranks' reports")
-    return summarise(experiment, [json.loads(each) for each in reports], average, before, after)
+    parameter_bytes = sum(parameter.nbytes for parameter in method.module.parameters())
+    return summarise(experiment, [json.loads(each) for each in reports], average, before, after, parameter_bytes)
 
 
 def _cut_records(folder: Path, world: World, step: int) -> None:
@@ -174,14 +178,6 @@ def _log(loggers: list[Logger], record: Mapping[str, Any]) -> None:
 def _consensus(method: Method) -> dict[str, float]:
     distance, relative = method.consensus_distance()
     return {"consensus_distance": distance, "consensus_distance_relative": relative}
-
-
-def _named(name: str, evaluation: Evaluation) -> dict[str, float]:
-    return {f"{name}_loss": evaluation.loss, f"{name}_accuracy": evaluation.accuracy}
-
-
-def _every(interval: int, count: int) -> bool:
-    return interval > 0 and count % interval == 0
 
 
 def _rank_seed(seed: int, rank: int) -> int:

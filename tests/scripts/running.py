@@ -1,4 +1,4 @@
-"""Runs scripts/train.py as a user does, in a process group of its own."""
+"""Runs scripts/train.py and scripts/sweep.py as a user does, in a process group of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "scripts" / "train.py"
+SWEEP = REPOSITORY / "scripts" / "sweep.py"
 MODELS = REPOSITORY / "tests" / "gossip" / "experiments"  # faulty_models.py
 TIMEOUT_S = 120
 GRACE_S = 3.0
@@ -41,6 +42,13 @@ def train(folder: Path, *overrides: str, torchrun: int = 0) -> Finished:
     return Finished(process.returncode, stdout, stderr, _group(process.pid))
 
 
+def sweep(folder: Path, *overrides: str) -> Finished:
+    """Run scripts/sweep.py in ``folder``."""
+    with _start(folder, *overrides, script=SWEEP) as process:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    return Finished(process.returncode, stdout, stderr, _group(process.pid))
+
+
 @contextlib.contextmanager
 def running(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """Within the block the script runs; afterwards its process group is killed."""
@@ -53,11 +61,11 @@ def running(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
             process.communicate(timeout=TIMEOUT_S)
 
 
-def _start(folder: Path, *overrides: str, torchrun: int = 0) -> subprocess.Popen[str]:
+def _start(folder: Path, *overrides: str, torchrun: int = 0, script: Path = TRAIN) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
     python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, *launcher, str(TRAIN), *overrides],
+        [sys.executable, *launcher, str(script), *overrides],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

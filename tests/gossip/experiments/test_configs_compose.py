@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from composing import CONFIGS, composed
+from omegaconf import OmegaConf
 
 import topologies
 from gossip.experiments.build import build, check
@@ -18,6 +19,10 @@ TEXT = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16")
 
 def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def experiment_text(name: str) -> str:
+    return (CONFIGS / "experiment" / f"{name}.yaml").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +89,13 @@ def test_configs_topology_local_steps_and_warm_up() -> None:
         (("topology.every=4", "topology.warmup_rounds=100"), complete.then(ring.every(4), after=100)),
     ):
         assert build(composed("topology=ring", *overrides)).topology == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in options("experiment") if "sweeper" in experiment_text(name)])
+def test_configs_sweeps_leave_no_topology_out(name: str) -> None:
+    params = OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml").hydra.sweeper.params
+    sizes = [int(size) for size in str(params.get("launch.world_size", 16)).split(",")]
+    for topology in params.topology.split(","):
+        for size in sizes:
+            assert topologies.build(topology, size).world_size == size
+    assert len(params.seed.split(",")) > 1

@@ -102,6 +102,14 @@ def test_resumed_run_takes_another_number_of_ranks(tmp_path: Path, world_size: i
     assert continued_configuration(folder, {"resume": "x"}, {}, [])["launch"]["world_size"] == world_size
 
 
+def test_resumed_run_of_given_steps_is_as_long_on_other_ranks(tmp_path: Path) -> None:
+    config = interrupted(tmp_path / "run", "training.steps=17")
+    config["launch"] = {**config["launch"], "world_size": 2}
+    summary = run_job(config, tmp_path / "run")
+    assert (summary["steps"], summary["world_size"]) == (17, 2)
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "rank0.jsonl")] == list(range(17))
+
+
 def test_run_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -13,7 +13,7 @@ from torch import nn
 
 from gossip.checkpoints.exporting import write_module
 from gossip.experiments import models
-from gossip.experiments.sweep import finish_sweep
+from gossip.experiments.sweeps.run_table import finish_sweep
 
 COMPLETED = {
     "status": "completed",

@@ -58,3 +58,24 @@ def test_shards_targets_stay_with_their_inputs() -> None:
 def test_shards_smaller_than_a_batch_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rank 1 has only 5 samples, less than one batch of training\.batch_size=6"):
         Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=6, seed=0)
+
+
+def batch_of(step: int, shards: Shards, rank: int) -> list[int]:
+    number, batch = divmod(step, shards.steps_per_epoch)
+    return epoch(shards, rank, number)[batch]
+
+
+def test_shards_repeat_small_ones_in_orders_of_their_own() -> None:
+    shards = Shards([np.arange(0, 7), np.arange(7, 10)], batch_size=2, seed=0, repeats=True)
+    assert (shards.steps_per_epoch, shards.left_out_per_epoch) == (2, 0)
+    for rank, indices in enumerate(shards.indices):
+        samples = [sample for step in range(21) for sample in batch_of(step, shards, rank)]
+        passes = [samples[start : start + len(indices)] for start in range(0, len(samples), len(indices))]
+        assert all(sorted(each) == indices.tolist() for each in passes)
+        assert len({str(each) for each in passes}) > 1
+
+
+def test_shards_of_one_sample_fill_a_batch() -> None:
+    shards = Shards([np.arange(1), np.arange(1, 12)], batch_size=5, seed=0, repeats=True)
+    assert batch_of(0, shards, 0) == [0] * 5
+    assert batch_of(3, shards, 0) == [0] * 5

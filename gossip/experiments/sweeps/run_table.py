@@ -18,6 +18,7 @@ _COLUMNS = (
     "status",
     "reason",
     "method",
+    "engine",
     "topology",
     "algorithm",
     "compression",

@@ -1,0 +1,55 @@
+"""scripts/sweep.py from start to end, under joblib's launcher and under submitit's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from running import REPOSITORY, sweep
+
+from gossip.experiments.sweeps import sweeper
+
+TINY = ("experiment=smoke", "launch.world_size=3", "seed=0", "training.steps=10", "topology=ring", "compression=none")
+
+
+def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
+    run = sweep(tmp_path, *TINY, "topology=ring,hypercube", "optimizer.lr=0.1,-1", "hydra.launcher.n_jobs=2")
+    assert run.status == 1, run.stderr
+    assert "hypercube, optimizer.lr=0.1 on 3 ranks is left out: " in run.stderr
+    folder = tmp_path / "outputs" / "sweeps" / "smoke"
+    results = json.loads((folder / "results.json").read_text())
+    assert "hypercube, optimizer.lr=0.1 on 3 ranks is left out: " in results["description"]
+    rows = {row["label"]: row for row in results["rows"]}
+    assert {label: row["status"] for label, row in rows.items()} == {
+        f"{what}, optimizer.lr={lr}": status
+        for what in ("ring", "all-reduce", "no communication")
+        for lr, status in (("0.1", "completed"), ("-1", "failed"))
+    }
+    (reason,) = rows["ring, optimizer.lr=-1"]["reasons"]
+    assert "Invalid learning rate: -1" in reason
+    assert reason in run.stdout
+    assert rows["ring, optimizer.lr=0.1"]["curves"]["step"] == [10]
+    assert rows["ring, optimizer.lr=0.1"]["commands"] == [
+        "python scripts/train.py topology=ring compression=none launch.world_size=3 seed=0 experiment=smoke "
+        "training.steps=10 optimizer.lr=0.1"
+    ]
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert run.left_running == ()
+
+
+def test_sweep_jobs_of_submitit_run(tmp_path: Path) -> None:
+    run = sweep(tmp_path, *TINY, "method=ddp", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2")
+    assert run.status == 0, run.stderr
+    rows = json.loads((tmp_path / "outputs" / "sweeps" / "smoke" / "results.json").read_text())["rows"]
+    assert {row["label"]: row["status"] for row in rows} == {"all-reduce": "completed", "no communication": "completed"}
+
+
+def test_sweep_composes_for_slurm() -> None:
+    sweeper.register()
+    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
+        config = compose(
+            "sweep", ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=debug"], return_hydra_config=True
+        )
+    assert config.hydra.launcher._target_.endswith("SlurmLauncher")
+    assert config.hydra.launcher.partition == "debug"
