@@ -7,12 +7,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from gossip.arguments import check_positive
+from gossip.buckets import check_parameters
+from gossip.places import check_not_wrapped
+
 
 def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """The module itself, or the one that a function makes."""
+    """The module itself, or the one that a function makes, if replicas of it can be stacked.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It is none, has no parameters, or some that cannot be used.
+    """
     found = module if isinstance(module, nn.Module) or not callable(module) else module()
     if not isinstance(found, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module or a function that makes one, got {type(found).__name__}")
+    check_parameters(found)
+    check_not_wrapped(found)
+    _refuse_sparse_gradients(found)
+    if next(found.parameters(), None) is None:
+        raise ValueError(f"module {type(found).__name__} has no parameters: there is nothing to train or to mix")
     return found
 
 
@@ -32,14 +47,22 @@ def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: in
         raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
 
 
-def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Refuse a module whose gradients would be sparse."""
+def _refuse_sparse_gradients(module: nn.Module) -> None:
     for name, each in module.named_modules():
         if getattr(each, "sparse", False) is True:
             raise ValueError(
                 f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; "
                 "build it with sparse=False"
             )
+
+
+def check_update(*, clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
+    """Refuse values of those arguments of the wrapper that replicas have too."""
+    check_choice("clip", clip, ("global", "bucket"))
+    check_choice("buffers", buffers, ("local", "average"))
+    check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
+    if clip_grad_norm is not None:
+        check_positive("clip_grad_norm", clip_grad_norm, "norm")
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:

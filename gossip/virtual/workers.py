@@ -15,24 +15,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossip.algorithms import Algorithm, resolve_algorithm
-from gossip.arguments import check_positive, resolve_topology
+from gossip.arguments import resolve_topology
 from gossip.autograd import refuse_compiled_autograd
 from gossip.bucket_optimizer import OptimizerArgument
-from gossip.buckets import check_parameters, make_buckets
+from gossip.buckets import make_buckets
 from gossip.buffers import is_averaged
 from gossip.checkpoints.rng import restore_rng_states, rng_states
 from gossip.compression.codec import Compression
 from gossip.compression.names import resolve_compression
 from gossip.errors import GossipError
-from gossip.places import check_not_wrapped
 from gossip.stats import VirtualStats
-from gossip.virtual.arguments import (
-    check_choice,
-    check_integer,
-    make_module,
-    refuse_sparse_gradients,
-    resolve_devices,
-)
+from gossip.virtual.arguments import check_choice, check_integer, check_update, make_module, resolve_devices
 from gossip.virtual.batches import count_samples, divide, gather, scatter
 from gossip.virtual.calls import ReplicaCalls
 from gossip.virtual.exchange import StackedExchange
@@ -154,24 +147,14 @@ class VirtualWorkers:
     ) -> None:
         check_integer("world_size", world_size, 1)
         check_integer("dim", dim, 0)
-        check_choice("clip", clip, ("global", "bucket"))
-        check_choice("buffers", buffers, ("local", "average"))
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
-        if clip_grad_norm is not None:
-            check_positive("clip_grad_norm", clip_grad_norm, "norm")
+        check_update(clip=clip, clip_grad_norm=clip_grad_norm, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
         module = make_module(module)
         self.topology = resolve_topology(topology, world_size)
         self.algorithm = resolve_algorithm(algorithm)
         self.compression = resolve_compression(compression)
         self.compression.check(self.topology)
-        check_parameters(module)
-        check_not_wrapped(module)
-        refuse_sparse_gradients(module)
         chosen = resolve_devices(devices, world_size)
-        originals = dict(module.named_parameters())
-        if not originals:
-            raise ValueError(f"module {type(module).__name__} has no parameters: there is nothing to train or to mix")
 
         self.module = module.to(chosen[0])
         self.world_size = world_size
@@ -181,7 +164,8 @@ class VirtualWorkers:
         self._buckets = make_buckets(module.named_parameters(), int(min(bucket_cap_mb, 2**40) * 2**20))
         self._shards = make_shards(module, self._buckets, world_size, chosen, mixes_buffers=buffers == "average")
         stacks = {
-            id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in originals.items()
+            id(parameter): [shard.parameters[name] for shard in self._shards]
+            for name, parameter in module.named_parameters()
         }
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
