@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+GOSSIP = Path(__file__).parents[2] / "gossip"
+FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "lightning", "sklearn", "safetensors", "tensorboard", "rich"}
 
 SCRIPT = """
 import json, os, sys, threading
@@ -27,8 +35,7 @@ print(json.dumps({
 def test_import_in_a_fresh_interpreter() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     seen = json.loads(run.stdout)
-    forbidden = {"hydra", "omegaconf", "matplotlib", "lightning", "sklearn", "safetensors", "tensorboard", "rich"}
-    assert not forbidden & set(seen["modules"])
+    assert not FORBIDDEN & set(seen["modules"])
     assert not seen["compiler"]  # a second, of which most programs need nothing
     assert seen["threads"] == 1
     assert seen["environment"]
@@ -36,3 +43,21 @@ def test_import_in_a_fresh_interpreter() -> None:
     assert seen["handlers"] == 1
     assert seen["missing"] == []
     assert run.stderr == ""
+
+
+def imported(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """The packages that are loaded when a module is: not inside functions, and not for type checkers alone."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            yield str(statement.module).partition(".")[0]
+        elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            yield from imported(statement.orelse)
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported(each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.stmt))
+
+
+@pytest.mark.parametrize("path", sorted(GOSSIP.rglob("*.py")), ids=lambda path: str(path.relative_to(GOSSIP)))
+def test_no_module_loads_what_only_its_functions_need(path: Path) -> None:
+    assert not FORBIDDEN & set(imported(ast.parse(path.read_text()).body))

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
 
 from gossip.experiments import folder as run_folder
 from gossip.experiments.progress import configure_logging
@@ -26,8 +18,13 @@ from gossip.experiments.sweeps.plan import Plan, make_plan
 from gossip.experiments.sweeps.result_table import print_rows
 from gossip.experiments.sweeps.run_table import SWEEP_FILE, write_csv
 
+if TYPE_CHECKING:
+    from hydra.plugins.launcher import Launcher
+    from hydra.types import HydraContext, TaskFunction
+    from omegaconf import DictConfig
 
-class GridSweeper(Sweeper):
+
+class GridSweeper:
     """Runs what has not been run, and writes the report over all.
 
     The axes are hydra's: ``params`` and the command line, ``topology=ring,torus``. What they amount to is in
@@ -44,6 +41,9 @@ class GridSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra calls this once."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.core.plugins import Plugins
+
         self._context, self._config = hydra_context, config
         HydraConfig.instance().set_config(config)  # for ${hydra:...} in the sweep's folder
         self._launcher: Launcher = Plugins.instance().instantiate_launcher(
@@ -108,6 +108,8 @@ class GridSweeper(Sweeper):
 
     def _axes(self, arguments: Sequence[str]) -> dict[str, list[str]]:
         """For each key its overrides, one by one."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
         parser = OverridesParser.create(config_loader=self._context.config_loader)
         axes: dict[str, list[str]] = {}
         params = [f"{key}={value}" for key, value in self._params.items()]
@@ -122,6 +124,8 @@ class GridSweeper(Sweeper):
         return axes
 
     def _compose(self, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        from omegaconf import OmegaConf
+
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
         choices = dict(config.hydra.runtime.choices)
         del config.hydra
@@ -147,6 +151,12 @@ def register() -> None:
 
     Hydra makes only plugins whose name is of its package ``hydra_plugins``, which a repository cannot add modules to.
     """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.sweeper import Sweeper
+
+    Sweeper.register(GridSweeper)  # it is one, without hydra's class at import
     name = "hydra_plugins.gossip_training.GridSweeper"
-    Plugins.instance().class_name_to_class[name] = GridSweeper
+    known: dict[str, Any] = Plugins.instance().class_name_to_class
+    known[name] = GridSweeper
     ConfigStore.instance().store(group="hydra/sweeper", name="grid", node={"_target_": name, "params": {}})
