@@ -16,7 +16,7 @@ from loguru import logger
 from separate import SGD, assert_equal_states, batch, make_module, make_workers, train
 from torch import nn
 
-from gossip import CheckpointError, VirtualWorkers
+from gossip import CheckpointError, Choco, VirtualWorkers
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
@@ -61,6 +61,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert_equal_states(resumed.state_dict(), workers.state_dict())
     assert not warned
     assert os.listdir(tmp_path) == ["state"]
+
+
+def test_what_a_compression_makes_of_padding_is_not_missed() -> None:
+    def odd() -> VirtualWorkers:
+        torch.manual_seed(0)
+        return make_workers(nn.Linear(3, 5).double(), 3, topology="ring", compression=Choco(sparsifier="sign"))
+
+    workers, resumed = odd(), odd()
+    for step in range(4):
+        train(workers, batch(6, seed=step))
+    resumed.load_state_dict(workers.state_dict())
+    for step in range(4, 8):
+        train(workers, batch(6, seed=step))
+        train(resumed, batch(6, seed=step))
+    assert_equal_states(resumed.state_dict(), workers.state_dict())
 
 
 @pytest.mark.parametrize("before", [["cpu"], ["cpu"] * 2])
