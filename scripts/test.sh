@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs lint, types and the whole test suite; arguments are passed on to pytest.
+# Sets up .venv and runs lint, types and the whole test suite: first the project's own tests, then those beside other
+# libraries and programs. With arguments, pytest runs once, with these.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -13,7 +14,13 @@ check() {
 check lint .venv/bin/ruff check .
 check format .venv/bin/ruff format --check .
 check types .venv/bin/mypy
-check tests .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+pytest=(.venv/bin/python -m pytest -n 2 --dist loadgroup)
+if [ $# -gt 0 ]; then
+    check tests "${pytest[@]}" "$@"
+else
+    check tests "${pytest[@]}" tests --ignore=tests/interop
+    check interop "${pytest[@]}" tests/interop
+fi
 
 if [ ${#failed[@]} -eq 0 ]; then
     echo "test: all passed"
