@@ -181,6 +181,7 @@ def _import_matplotlib() -> Any:
         import matplotlib.ticker
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"figures need matplotlib ({error}); install gossip-training[plot]", name=error.name
+            f"figures need matplotlib ({error}); install it in a clone of the repository: pip install '.[plot]'",
+            name=error.name,
         ) from error
     return matplotlib

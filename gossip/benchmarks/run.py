@@ -26,7 +26,7 @@ from gossip.benchmarks.tables import Result, markdown
 from gossip.experiments.records import without_non_finite
 from gossip.experiments.settings import ConfigurationError
 
-WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; pip install 'gossip-training[bench]'"
+WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; in a clone of the repository: pip install '.[bench]'"
 
 
 def run(settings: Settings, folder: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,8 +46,6 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
 
     Raises
     ------
-    ImportError
-        safetensors is not installed.
     CheckpointError
         Rank 0 could not write; raised on every rank. A file that was there before is intact.
     ManifestError
@@ -86,19 +83,16 @@ def write_module(module: nn.Module, path: Path) -> None:
 
     Raises
     ------
-    OSError, ImportError
-        It cannot be written, or safetensors is not installed. A file that was there before is intact.
+    OSError
+        It cannot be written. A file that was there before is intact.
     """
     _write(module, {name: tensor.cpu().contiguous() for name, tensor in _exported(module)}, path)
 
 
 def _begin(module: nn.Module, path: Path, rank: int) -> str:
     """Whether rank 0 can write at all; and this replica's hash."""
-    if rank == 0:
-        if importlib.util.find_spec("safetensors") is None:
-            raise CheckpointError("gossip.export needs safetensors: pip install gossip-training[experiments]")
-        if not path.parent.is_dir():
-            raise CheckpointError(f"{path.parent} is not a folder; make it first")
+    if rank == 0 and not path.parent.is_dir():
+        raise CheckpointError(f"{path.parent} is not a folder; make it first")
     digest = hashlib.sha256()
     for _, tensor in _exported(module):
         if _is_averaged(tensor):

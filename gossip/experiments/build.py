@@ -24,7 +24,7 @@ from gossip.experiments.partition import partition
 from gossip.experiments.settings import ConfigurationError, Settings, value_of
 from topologies import Topology
 
-_NEEDED_AT_THE_END = ("matplotlib", "rich", "safetensors")  # too late to find out then
+_NEEDED_AT_THE_END = ("matplotlib", "rich")  # too late to find out then
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         make_topology(config, settings)
         for package in _NEEDED_AT_THE_END:
             if importlib.util.find_spec(package) is None:
-                raise ConfigurationError(f"a run needs {package}; install gossip-training[experiments]")
+                raise ConfigurationError(
+                    f"a run needs {package}; install it in a clone of the repository: pip install '.[experiments]'"
+                )
         if meanwhile is not None:
             meanwhile()
         experiment = build(config)

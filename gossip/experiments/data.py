@@ -91,7 +91,9 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
         from sklearn.model_selection import train_test_split
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"the digits need scikit-learn ({error}); install gossip-training[experiments]", name=error.name
+            f"the digits need scikit-learn ({error}); install it in a clone of the repository: pip install "
+            "'.[experiments]'",
+            name=error.name,
         ) from error
     bunch = load_digits()
     train_images, test_images, train_targets, test_targets = train_test_split(

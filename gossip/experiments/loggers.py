@@ -39,8 +39,8 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"TensorBoardLogger needs tensorboard ({error}); install gossip-training[tensorboard] or choose "
-                "another logger",
+                f"TensorBoardLogger needs tensorboard ({error}); install it in a clone of the repository, pip install "
+                "'.[tensorboard]', or choose another logger",
                 name=error.name,
             ) from error
         self._writer = SummaryWriter(str(folder))

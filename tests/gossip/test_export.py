@@ -123,15 +123,3 @@ def export_and_fail(folder: str) -> None:
 
 def test_export_that_fails_leaves_the_old_file_and_is_an_error_on_every_rank(tmp_path: Path) -> None:
     launch(export_and_fail, str(tmp_path), world_size=2)
-
-
-def test_export_without_safetensors_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = exporting.importlib.util.find_spec
-    monkeypatch.setattr(
-        exporting.importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "safetensors" else find_spec(name, *rest),
-    )
-    with pytest.raises(CheckpointError, match=r"pip install gossip-training\[experiments\]"):
-        gossip.export(make_model(), tmp_path / "model.safetensors")
-    assert names_in(tmp_path) == []

@@ -155,7 +155,7 @@ def test_other_sizes_are_refused(world_size: int, message: str) -> None:
 
 def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r'pip install "gossip-training\[plot\]"'):
+    with pytest.raises(ImportError, match=r"clone.*pip install '\.\[plot\]'"):
         gallery_page()
 
 

@@ -285,7 +285,7 @@ def test_consensus_errors_of_a_matrix_power() -> None:
 
 def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r'pip install "gossip-training\[plot\]"'):
+    with pytest.raises(ImportError, match=r"clone.*pip install '\.\[plot\]'"):
         draw(topologies.build("ring", 4), "ring.svg")
 
 

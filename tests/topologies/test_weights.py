@@ -222,7 +222,7 @@ def test_hopeless_sizes_are_refused(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["fdla", "fmmc"])
 def test_missing_cvxpy_says_how_to_get_it(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cvxpy", None)
-    with pytest.raises(ImportError, match=rf"'{scheme}' needs cvxpy.*pip install \"gossip-training\[weights\]\""):
+    with pytest.raises(ImportError, match=rf"'{scheme}' needs cvxpy.*clone.*pip install '\.\[weights\]'"):
         weighted_round(4, [(0, 1), (1, 2), (2, 3)], scheme)
 
 

@@ -33,7 +33,9 @@ def settings(font_type: str) -> AbstractContextManager[Any]:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('drawing needs matplotlib; install it with pip install "gossip-training[plot]"') from error
+        raise ImportError(
+            "drawing needs matplotlib; install it in a clone of the repository: pip install '.[plot]'"
+        ) from error
     chosen = {
         **matplotlib.rcParamsDefault,
         "svg.hashsalt": "topologies",

@@ -125,7 +125,7 @@ def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) 
         import cvxpy
     except ImportError as error:
         raise ImportError(
-            f'weights={scheme!r} needs cvxpy; install it with pip install "gossip-training[weights]"'
+            f"weights={scheme!r} needs cvxpy; install it in a clone of the repository: pip install '.[weights]'"
         ) from error
 
     columns = np.tile(np.arange(len(pairs)), 2)

@@ -84,7 +84,7 @@ def final_parameters(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [*KINDS, "decent_dp"])
 def test_methods_leave_nothing_behind_and_train(kind: str) -> None:
     if kind == "decent_dp" and not methods.decent_dp_is_installed():
-        pytest.skip("decent-dp is not installed: pip install 'gossip-training[bench]'")
+        pytest.skip("decent-dp is not installed: pip install '.[bench]'")
     first, second = gossip.launch(final_parameters, kind, world_size=2, num_threads=1)
     assert first.equal(second)
     assert not first.allclose(WORKLOADS["mlp"].initial_module(0).layers[1].weight[:4])

@@ -135,7 +135,7 @@ def test_figures_of_empty_records_are_refused(tmp_path: Path) -> None:
 
 def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"gossip-training\[plot\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[plot\]'"):
         training_figure(make_records(), tmp_path / "training.svg")
 
 

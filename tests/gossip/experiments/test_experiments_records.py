@@ -132,7 +132,7 @@ def test_tensorboard_logger_without_tensorboard_names_the_extra(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match=r"gossip-training\[tensorboard\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[tensorboard\]'"):
         TensorBoardLogger(tmp_path)
 
 
