@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from loguru import logger
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.dlpack import to_dlpack
 
 from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
@@ -17,10 +19,13 @@ from gossip.errors import GossipError
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
 
+Slot = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Where a parameter lies in its block: shape, stride, offset."""
+
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Some parameters of one dtype and device as views of one flat block.
+    """Some parameters of one dtype and device, side by side in the memory of one flat block.
 
     Attributes
     ----------
@@ -28,7 +33,9 @@ class Bucket:
         Its place in the order in which all ranks launch their buckets.
     names : tuple of str
     parameters : tuple of Parameter
-        Their ``data`` are views of ``block``, with the strides that they came with.
+        Their ``data`` lie in the block's memory, with the strides that they came with. Each has a storage of its own,
+        over its part alone: what saves or compares whole storages (``torch.save``, safetensors, accelerate) would
+        take all of a block for one tensor.
     trainable : bool
         Whether they required a gradient when the bucket was made.
     block : Tensor, [numel]
@@ -40,8 +47,9 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
     trainable: bool
     block: torch.Tensor
-    _homes: tuple[torch.Tensor, ...]
+    _slots: tuple[Slot, ...]
     _addresses: list[int]
+    _told: list[str]
 
     @cached_property
     def places(self) -> frozenset[int]:
@@ -51,8 +59,7 @@ class Bucket:
     @property
     def shape(self) -> BucketShape:
         """What a codec may know of it."""
-        views = [(tuple(home.shape), home.stride(), int(home.storage_offset())) for home in self._homes]
-        return BucketShape(self.index, self.block, views)
+        return BucketShape(self.index, self.block, self._slots)
 
     @torch.no_grad()
     def reclaim(self) -> None:
@@ -64,25 +71,39 @@ class Bucket:
             The new data are of another dtype, device or shape; names the parameter, which would be trained, but never
             mixed.
         """
-        if list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+        addresses = list(map(torch.Tensor.data_ptr, self.parameters))
+        if addresses == self._addresses:
             return
-        for name, parameter, home in zip(self.names, self.parameters, self._homes, strict=True):
-            if parameter.data_ptr() != home.data_ptr():
-                self._bring_back(name, parameter, home)
+        for number, (address, home) in enumerate(zip(addresses, self._addresses, strict=True)):
+            if address != home:
+                self._bring_back(self.names[number], self.parameters[number], self._slots[number])
 
-    def _bring_back(self, name: str, parameter: nn.Parameter, home: torch.Tensor) -> None:
-        values = parameter.data
+    def _bring_back(self, name: str, parameter: nn.Parameter, slot: Slot) -> None:
+        values, home = parameter.data, _home(self.block, slot)
         if parameter.dtype != home.dtype or parameter.device != home.device or parameter.shape != home.shape:
             raise GossipError(
                 f"parameter {name!r} has left its bucket: it is now {describe_tensor(values)}, but was "
                 f"{describe_tensor(home)} when the module was wrapped (module.to(), .half() or p.data = ...); convert "
                 "before wrapping, and write values of the same kind"
             )
+        if values.is_cpu and values.is_shared():
+            self._tell_of_shared_memory(name)
         home.copy_(values)
         parameter.data = home
 
+    def _tell_of_shared_memory(self, name: str) -> None:
+        """Once for all buckets: whoever sends the parameters to other processes sends all of them, again and again."""
+        if not self._told:
+            logger.warning(
+                "parameter {!r} was put into shared memory (share_memory_(), or sent to another process): it goes on "
+                "in its bucket, and what other processes see of it stays as it is now; send it again when it has "
+                "changed",
+                name,
+            )
+        self._told.append(name)
+
     def release(self) -> None:
-        """Give every parameter memory of its own: saving one must not save the block, now that nothing is fused."""
+        """Give every parameter memory of its own: the last one that somebody keeps must not keep the whole block."""
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
@@ -111,7 +132,7 @@ class Bucket:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of the block's size as one view per parameter, in its shape and strides."""
         start = flat.storage_offset()
-        return [flat.as_strided(home.shape, home.stride(), start + home.storage_offset()) for home in self._homes]
+        return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self._slots]
 
     def describe(self) -> str:
         """One line: dtype, device, size and what is inside."""
@@ -155,7 +176,8 @@ def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int)
         open_buckets[key] = (bucket, filled + size)
 
     order = sorted(range(len(plan)), key=lambda i: (not plan[i][0][1].requires_grad, last_position[i]))
-    return tuple(_make_bucket(index, plan[i]) for index, i in enumerate(order))
+    told: list[str] = []
+    return tuple(_make_bucket(index, plan[i], told) for index, i in enumerate(order))
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -180,7 +202,7 @@ def check_parameters(module: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} {refusal}")
         if parameter.numel():
             start = parameter.data_ptr()
-            spans.append((start, start + _span(parameter) * parameter.dtype.itemsize, name))
+            spans.append((start, start + _span(parameter.shape, parameter.stride()) * parameter.dtype.itemsize, name))
     spans.sort()
     for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
@@ -204,17 +226,17 @@ def _refusal(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
+def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], told: list[str]) -> Bucket:
     first = entries[0][1]
     numel = sum(_slot_numel(parameter) for _, parameter in entries)
     block = torch.zeros(max(numel, 1), dtype=first.dtype, device=first.device)
-    homes = []
+    slots: list[Slot] = []
     offset = 0
     for _, parameter in entries:
-        home = block[offset:].as_strided(parameter.shape, parameter.stride(), offset)
+        slots.append((tuple(parameter.shape), parameter.stride(), offset))
+        home = _home(block, slots[-1])
         home.copy_(parameter.data)
         parameter.data = home
-        homes.append(parameter.data)
         offset += _slot_numel(parameter)
     return Bucket(
         index=index,
@@ -222,9 +244,18 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]]) -> Buc
         parameters=tuple(parameter for _, parameter in entries),
         trainable=first.requires_grad,
         block=block,
-        _homes=tuple(homes),
-        _addresses=[home.data_ptr() for home in homes],
+        _slots=tuple(slots),
+        _addresses=[parameter.data_ptr() for _, parameter in entries],
+        _told=told,
     )
+
+
+def _home(block: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A parameter's part of the block: the same memory, which it keeps alive, as a storage of its own."""
+    shape, stride, offset = slot
+    part = block[offset : offset + _span(shape, stride)]
+    # The capsule, since the tensor's own __dlpack__ refuses all CUDA devices but the current one.
+    return torch.from_dlpack(to_dlpack(part)).as_strided(shape, stride)
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
@@ -232,16 +263,16 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie between its first and its last, both included."""
-    if tensor.numel() == 0:
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory lie between a tensor's first and its last, both included."""
+    if 0 in shape:
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
     unit = max(1, _ALIGNMENT_BYTES // parameter.dtype.itemsize)
-    return -(-_span(parameter) // unit) * unit
+    return -(-_span(parameter.shape, parameter.stride()) // unit) * unit
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -412,9 +412,6 @@ class GossipDataParallel(ModuleFace):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
         self.module = state["module"]
-        with torch.no_grad():
-            for parameter in self.module.parameters():  # out of the bucket that they were copied with
-                parameter.data = parameter.data.clone()
         self.topology = state["topology"]
         self.optimizer = None
         self._detached_step = state["step"]

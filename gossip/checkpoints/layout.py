@@ -69,14 +69,10 @@ def describe_optimizers(model: GossipDataParallel) -> dict[str, str]:
 
 def describe_buckets(model: GossipDataParallel) -> list[str]:
     """Which value lies where in each bucket: a message in flight fits no other arrangement."""
-    parameters = dict(model.module.named_parameters())
     lines = []
     for bucket in model._buckets:
-        places = []
-        for name in bucket.names:
-            parameter = parameters[name]
-            offset = parameter.storage_offset() - bucket.block.storage_offset()
-            places.append(f"{name}@{offset}{list(parameter.stride())}")
+        views = zip(bucket.names, bucket.shape.views, strict=True)
+        places = [f"{name}@{offset}{list(stride)}" for name, (_, stride, offset) in views]
         kind = "trainable" if bucket.trainable else "frozen"
         lines.append(f"{kind} {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
     return lines

@@ -70,7 +70,7 @@ def optimizer_states(model: GossipDataParallel) -> list[dict[str, Any]]:
 def module_state(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """Parameters, buffers (those too that state_dict leaves out), and gradients that no_sync has accumulated. Local.
 
-    Each value once: a parameter is cut out of its bucket's block, and a tied one has one name.
+    Each value once: a tied parameter has one name.
     """
     parameters = dict(module.named_parameters())
     gradients = {name: parameter.grad for name, parameter in parameters.items()}

@@ -83,8 +83,8 @@ def make_shards(
 def stacked_views(bucket: Bucket, block: torch.Tensor) -> list[torch.Tensor]:
     """A block of rows in the layout of ``bucket``, [k, numel], as one view per parameter, [k, *shape]."""
     return [
-        block.as_strided((len(block), *home.shape), (block.stride(0), *home.stride()), home.storage_offset())
-        for home in bucket.views(bucket.block)
+        block.as_strided((len(block), *shape), (block.stride(0), *stride), offset)
+        for shape, stride, offset in bucket.shape.views
     ]
 
 

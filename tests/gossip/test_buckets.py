@@ -30,7 +30,6 @@ def test_values_survive_and_share_one_aligned_block() -> None:
     (bucket,) = make_buckets(parameters, cap_bytes=10**6)
     for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
         assert torch.equal(parameter, wanted[name])
-        assert parameter.untyped_storage().data_ptr() == bucket.block.untyped_storage().data_ptr()
         assert parameter.numel() == 0 or parameter.data_ptr() % 16 == 0
     bucket.block.zero_()
     assert all(not parameter.any() for parameter in bucket.parameters)
