@@ -12,26 +12,43 @@ from torch import nn
 
 from gossip.buckets import Bucket
 from gossip.buffers import is_averaged
+from gossip.communication.scratch import Scratch
 from gossip.communication.world import World
-from gossip.errors import GossipError
+from gossip.errors import ExchangeError, GossipError
 from gossip.manifest import compare_manifests
 
 
-def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World) -> None:
-    """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective."""
+def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World, *, is_put_back: bool = False) -> None:
+    """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective.
+
+    Raises
+    ------
+    ExchangeError
+        Every single value is the mean (rank 0's), or still this rank's own; the text says which, unless the caller puts
+        all back. What fits into 64 MiB is never mixed: then it is all this rank's own, or all the mean if the error
+        came when another rank was about to assign it.
+    """
+    scratch = Scratch(world)
     with torch.no_grad():
-        _compare_buffers(module, world)
-        for bucket in buckets:
-            world.average_(bucket.block, f"averaging bucket {bucket.index}")
-            bucket.written()
-        for name, buffer in module.named_buffers():
-            if is_averaged(buffer):
-                world.average_(
-                    torch.view_as_real(buffer) if buffer.is_complex() else buffer,
-                    f"averaging buffer {name!r}",
-                )
-            else:
-                world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+        try:
+            _compare_buffers(module, world)
+            for bucket in buckets:
+                scratch.average(bucket.block, f"averaging bucket {bucket.index}")
+            for name, buffer in module.named_buffers():
+                if is_averaged(buffer):
+                    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                    scratch.average(values, f"averaging buffer {name!r}")
+                else:
+                    scratch.broadcast(buffer, f"broadcasting buffer {name!r} from rank 0")
+            scratch.assign()
+        except ExchangeError as error:
+            state = "parameters and buffers are as they were before"
+            if scratch.num_assigned and not is_put_back:
+                state = f"{scratch.num_assigned} values of parameters and buffers are the mean's, all others its own"
+            raise ExchangeError(f"{error}; on this rank {state}") from error
+        finally:
+            for bucket in buckets:
+                bucket.written()
 
 
 def _compare_buffers(module: nn.Module, world: World) -> None:

@@ -323,6 +323,12 @@ class GossipDataParallel(ModuleFace):
         """Replace every rank's parameters and float buffers by their mean; integer buffers by rank 0's. Collective.
 
         Waits for what is in flight and drops it: the replicas are equal. Training may go on, the rounds count on.
+
+        Raises
+        ------
+        ExchangeError
+            A rank is gone or did not take part in time. Nothing is half summed: every value is the mean, or still this
+            rank's own, and the text says which; up to 64 MiB of parameters and buffers change together or not at all.
         """
         engine = self._live()
         engine.check_between_steps()
@@ -349,13 +355,15 @@ class GossipDataParallel(ModuleFace):
         ------
         ValueError
             ``recalibrate`` is empty on all ranks.
+        ExchangeError
+            A rank is gone or did not take part in time; parameters and buffers are put back.
         """
         engine = self._live()
         engine.check_between_steps()
         engine.settle()
         with saved_state(self.module, self._buckets):
             with engine.fatal():
-                average_module_(self.module, self._buckets, self._world)
+                average_module_(self.module, self._buckets, self._world, is_put_back=True)
             engine.is_averaged = True
             try:
                 if recalibrate is not None:
