@@ -290,6 +290,7 @@ class StepEngine:
     def _begin_step(self) -> None:
         if not self._progress.has_begun:
             self._progress.has_begun = True
+            self._places.check_added()  # again, for loops that call the module past the model
             self.updater.check_held()
             if self.on_step_begin is not None:
                 self.on_step_begin()

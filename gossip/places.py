@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
+from collections.abc import Container
 from types import FrameType
 
 import torch
@@ -14,11 +15,8 @@ from gossip.buckets import describe_tensor
 from gossip.errors import GossipError
 
 
-class ParameterPlaces:
-    """Notices parameters that were replaced, removed or added since the module was wrapped.
-
-    A replaced one (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``) gives its values to the one
-    that lives in the buckets and that the optimizer knows, which takes its place again.
+class ModuleSnapshot:
+    """Which parameters and parts a module has, and where; cheap to compare with what it has now.
 
     Parameters
     ----------
@@ -27,15 +25,10 @@ class ParameterPlaces:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known = {id(parameter) for parameter in module.parameters()}
-        self._remember()
-        _open_places.add(self)
+        self.remember()
 
-    def close(self) -> None:
-        """The module may be wrapped again. Local."""
-        _open_places.discard(self)
-
-    def _remember(self) -> None:
+    def remember(self) -> None:
+        """Take what is there now for granted."""
         owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
         self._all_owners = [owner._parameters for _, owner in owners]
         self._sizes = [len(owned) for owned in self._all_owners]
@@ -46,12 +39,48 @@ class ParameterPlaces:
             if parameter is not None
         ]
         named = [(owner._modules, key, child) for _, owner in owners for key, child in owner._modules.items()]
+        self._all_parents = [owner._modules for _, owner in owners]
+        self._num_children = [len(children) for children in self._all_parents]
         self._parents = [parent for parent, _, _ in named]
         self._child_keys = [key for _, key, _ in named]
         self._children = [child for _, _, child in named]
         self._owners = [place[0] for place in self._places]
         self._keys = [place[1] for place in self._places]
         self._parameters = [place[2] for place in self._places]
+
+    def has_changed(self) -> bool:
+        """Whether a parameter or a part was added, replaced or removed since."""
+        found = map(dict.get, self._owners, self._keys)
+        children = map(dict.get, self._parents, self._child_keys)
+        return (
+            not all(map(operator.is_, found, self._parameters))
+            or not all(map(operator.is_, children, self._children))
+            or list(map(len, self._all_owners)) != self._sizes
+            or list(map(len, self._all_parents)) != self._num_children
+        )
+
+
+class ParameterPlaces(ModuleSnapshot):
+    """Notices parameters that were replaced, removed or added since the module was wrapped.
+
+    A replaced one (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``) gives its values to the one
+    that lives in the buckets and that the optimizer knows, which takes its place again. One that was added, by itself
+    or with a module (``module.append(...)``, a new adapter), is refused, frozen or not: no optimizer and no bucket has
+    it, and its values differ between the ranks. Modules without parameters may come and go.
+
+    Parameters
+    ----------
+    module : Module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._known = {id(parameter) for parameter in module.parameters()}
+        _open_places.add(self)
+
+    def close(self) -> None:
+        """The module may be wrapped again. Local."""
+        _open_places.discard(self)
 
     def check(self) -> None:
         """Put the known parameters back with the new values; cheap if nothing has changed.
@@ -61,17 +90,16 @@ class ParameterPlaces:
         GossipError
             A parameter is of another kind now, was removed, or is new; names it.
         """
-        found = map(dict.get, self._owners, self._keys)
-        children = map(dict.get, self._parents, self._child_keys)
-        if (
-            not all(map(operator.is_, found, self._parameters))
-            or not all(map(operator.is_, children, self._children))
-            or list(map(len, self._all_owners)) != self._sizes
-        ) and not _inside_functional_call():
+        if self.has_changed() and not _inside_functional_call():
             self._settle()
 
+    def check_added(self) -> None:
+        """Raise as :meth:`check` for a parameter in a new place, but change nothing: within a backward pass."""
+        if self.has_changed() and not _inside_functional_call():
+            self._refuse_added({(id(owned), key) for owned, key, _, _ in self._places})
+
     def check_all(self) -> None:
-        """As :meth:`check`, and look for modules with new parameters too."""
+        """As :meth:`check`, and look everywhere."""
         self.check()
         if {id(parameter) for parameter in self._module.parameters()} != self._known:
             self._settle()
@@ -80,24 +108,32 @@ class ParameterPlaces:
         present = {id(parameter) for parameter in self._module.parameters()}
         for owned, key, parameter, name in self._places:
             found = owned.get(key)
-            if found is parameter or id(parameter) in present:
-                continue  # still there, or moved, as a parametrization does
-            if found is None:
-                raise GossipError(
-                    f"parameter {name!r} was removed after the module was wrapped; close() the model and wrap the "
-                    "module again"
-                )
+            if found is None or found is parameter or id(parameter) in present:
+                continue  # gone, still there, or moved, as a parametrization does
             _adopt(name, parameter, found)
             for other, other_key, _, _ in self._places:
                 if other.get(other_key) is found:
                     other[other_key] = parameter
-        for name, parameter in self._module.named_parameters():
-            if id(parameter) not in self._known:
+        self._refuse_added()
+        present = {id(parameter) for parameter in self._module.parameters()}
+        for _, _, parameter, name in self._places:
+            if id(parameter) not in present:
                 raise GossipError(
-                    f"parameter {name!r} was added after the module was wrapped and would not be trained; close() the "
-                    "model and wrap the module again"
+                    f"parameter {name!r} was removed after the module was wrapped; close() the model and wrap the "
+                    "module again"
                 )
-        self._remember()
+        self.remember()
+
+    def _refuse_added(self, known_places: Container[tuple[int, str]] = ()) -> None:
+        for prefix, owner in self._module.named_modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in self._known or (id(owner._parameters), key) in known_places:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                raise GossipError(
+                    f"parameter {name!r} was added after the module was wrapped: it would be neither trained nor "
+                    "exchanged; add it before wrapping, or close() the model and wrap the module again"
+                )
 
 
 def _inside_functional_call() -> bool:

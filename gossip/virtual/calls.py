@@ -16,6 +16,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gossip.autograd import tensors_in
+from gossip.virtual.places import StackedPlaces
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,6 +47,7 @@ class ReplicaCalls:
         self._on_gradient = on_gradient
         self._copies: dict[int, _Copy] = {}
         names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._snapshot = StackedPlaces(module)
         self._places = {
             f"{prefix}.{key}" if prefix else key: names[id(each)]
             for prefix, owner in module.named_modules()
@@ -75,7 +77,13 @@ class ReplicaCalls:
         -------
         Any
             As the module's output, with tensors [k, ...].
+
+        Raises
+        ------
+        GossipError
+            The module has other parameters than its replicas, or other parts than copies that were made of it.
         """
+        self._snapshot.check(has_copies=bool(self._copies))
         if not self.is_vectorised:
             return self._one_by_one(ranks, parameters, buffers, inputs, is_split)
         saved = {name: buffer.clone() for name, buffer in buffers.items()}
