@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,9 @@ from topologies.validation import SUM_TOLERANCE, Stochasticity
 
 #: Up to so many ranks exactness is a statement about the whole matrix, beyond about eight random vectors.
 _MAX_DENSE_PRODUCT = 1024
+
+#: What a single round must leave of a distance, at most, to end it. Rounds that only come closer leave more of it.
+_ENDED = 1e-6
 
 
 def exact_after(topology: Topology, *, start: int | None = None) -> int | None:
@@ -50,20 +53,41 @@ def exact_after(topology: Topology, *, start: int | None = None) -> int | None:
     assert repeated.period is not None
     every = repeated.phases[-1].every
     most = max(0, repeated.warmup - first) + 2 * repeated.period + every * (topology.world_size - 1).bit_length()
-    mixed = start_values = _start_values(topology.world_size)
-    mean = start_values.mean(axis=0)
-    scale = np.ones((topology.world_size, 1))
-    for exchange in range(most):
-        round_ = repeated.round(first + exchange)
-        mixed = round_.mix(mixed)
-        if topology.stochasticity == "column":
-            scale = round_.mix(scale)
-        distance = float(np.abs(mixed / scale - mean).max())
-        if distance <= ROUNDING * max(1.0, float(np.abs(start_values).max())):
+    for exchange, (round_, distance) in enumerate(_distances(repeated, first, most)):
+        if distance <= ROUNDING:
             return num_rounds_of(exchange + 1)
         if distance <= 1e-6 and not round_.is_identity:
             return None
     return None
+
+
+def vanishes_within(topology: Topology, num_rounds: int) -> bool:
+    """Return whether the product of some of the first rounds is J, of a schedule with a period or without one.
+
+    A product that comes closer and closer is J to rounding at some point, too. It does not count: one round must take
+    it there from a distance a million times as large.
+    """
+    before = 1.0
+    for _, distance in _distances(topology, 0, num_rounds):
+        if distance <= min(ROUNDING, _ENDED * before):
+            return True
+        if distance <= 1e-2 * ROUNDING:
+            return False  # what is below has too few digits to tell an end from rounding
+        before = distance
+    return False
+
+
+def _distances(topology: Topology, first: int, num_rounds: int) -> Iterator[tuple[Round, float]]:
+    """Yield rounds from ``first`` on, each with how far it leaves the ranks from the mean, relative to the start."""
+    mixed = start_values = _start_values(topology.world_size)
+    mean, largest = start_values.mean(axis=0), max(1.0, float(np.abs(start_values).max()))
+    scale = np.ones((topology.world_size, 1))
+    for t in range(first, first + num_rounds):
+        round_ = topology.round(t)
+        mixed = round_.mix(mixed)
+        if topology.stochasticity == "column":
+            scale = round_.mix(scale)
+        yield round_, float(np.abs(mixed / scale - mean).max()) / largest
 
 
 def _start_values(world_size: int) -> FloatArray:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from topologies.analysis.exactness import sums
+from topologies.analysis.exactness import sums, vanishes_within
 from topologies.analysis.operators import MAX_DENSE_SPECTRUM, ROUNDING, Disagreement
 from topologies.analysis.structure import distinct_rounds, exchanges_from
 from topologies.round import Round
@@ -145,8 +145,8 @@ def consensus_rate(topology: Topology) -> float:
     """Return the factor per round by which a disagreement shrinks in the long run; 0.0 if it vanishes exactly.
 
     It is the spectral radius of the period's product (without the mean) to the power of 1 / period. Without a
-    period it is a sample, the mean factor over the first rounds (64, or fewer if hardly anything is left by then).
-    1.0: the ranks never agree.
+    period it is a sample, the mean factor over the first rounds (64, or fewer if hardly anything is left by then);
+    0.0 if the product of some of them is J. 1.0: the ranks never agree.
 
     Examples
     --------
@@ -161,6 +161,8 @@ def consensus_rate(topology: Topology) -> float:
     period = repeated.topology.period
     if period is None:
         num_rounds = SAMPLED_ROUNDS
+        if vanishes_within(repeated.topology, num_rounds):
+            return 0.0  # the rounds before that say nothing: none of them may have changed the worst disagreement
         while (factor := disagreement(repeated.topology, num_rounds, 0).norm()) < 1e-9 and num_rounds > 1:
             num_rounds //= 2  # down to what is more than rounding
     else:
