@@ -21,6 +21,9 @@ from topologies.reports.recommending import recommend
 from topologies.reports.tables import markdown_table, update_table
 from topologies.topology import Topology
 
+#: Rows of ``recommend`` without ``--all``.
+_RECOMMENDED = 5
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a wrong command line in one line."""
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--bandwidth-gbps", type=float, required=True, metavar="GBPS", help="of a node's link, in Gbit/s"
     )
     recommendation.add_argument("--message-mb", type=float, required=True, metavar="MB", help="of one message, in MB")
+    recommendation.add_argument("--all", action="store_true", help=f"not only the first {_RECOMMENDED}")
     recommendation.set_defaults(run=_recommend)
 
     table = commands.add_parser("table", help="all families with their key figures, in Markdown")
@@ -191,17 +195,16 @@ def _compare(parsed: argparse.Namespace) -> str:
 
 
 def _recommend(parsed: argparse.Namespace) -> str:
-    return str(
-        recommend(
-            parsed.world_size,
-            topologies=parsed.names or None,
-            latency_us=parsed.latency_us,
-            bandwidth_gbps=parsed.bandwidth_gbps,
-            message_mb=parsed.message_mb,
-            local_size=parsed.local_size,
-            tolerance=parsed.tolerance,
-        )
+    found = recommend(
+        parsed.world_size,
+        topologies=parsed.names or None,
+        latency_us=parsed.latency_us,
+        bandwidth_gbps=parsed.bandwidth_gbps,
+        message_mb=parsed.message_mb,
+        local_size=parsed.local_size,
+        tolerance=parsed.tolerance,
     )
+    return found.to_text(None if parsed.all else _RECOMMENDED)
 
 
 def _table(parsed: argparse.Namespace) -> str:

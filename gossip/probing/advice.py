@@ -10,6 +10,7 @@ from gossip.probing.measuring import Measured
 from gossip.simulation import Cluster, SimulatedRun, SlowRank, Workload, simulate_time
 from topologies import Topology, analysis
 from topologies.reports.comparing import chosen_topologies
+from topologies.reports.disguises import without_disguises
 from topologies.reports.samples import title_of
 from topologies.reports.units import bytes_text, seconds_text
 
@@ -18,6 +19,7 @@ TOLERANCE = 0.01
 #: steps with steps that learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
 _MOST_ROUNDS_FACTOR = 4
 _SAME = 1.02  # predictions this close are no reason to prefer one
+_BUSY_PERCENT = 40  # a jitter of so much is not that of a machine which does nothing else
 _HELPS = 1.05  # all-reduce must take so many times as long before it is given up for a mean that is not exact
 
 
@@ -69,7 +71,21 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """Whether gossip helps here, and which topology to take."""
+        """Whether gossip helps here, which topology to take, and whether the machine was too busy to say so."""
+        return self._choice + self._doubt
+
+    @property
+    def _doubt(self) -> str:
+        jitter_percent = round(100 * self.measured.workload.jitter)
+        if jitter_percent < _BUSY_PERCENT or self.measured.cluster.world_size == 1:
+            return ""
+        return (
+            f" The machine is busy (the same step's computation varies by {jitter_percent} %), so this answer is weak: "
+            f"measure again when nothing else runs."
+        )
+
+    @property
+    def _choice(self) -> str:
         n = self.measured.cluster.world_size
         if n == 1:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
@@ -161,7 +177,7 @@ def advise(measured: Measured, *, topologies: Iterable[str | Topology] | None = 
     ----------
     measured : Measured
     topologies : iterable of str or Topology, optional
-        By default every registered one that serves the world size.
+        By default every registered one that serves the world size, without those whose exchanges are another's.
     num_steps : int
         Of each simulated run.
     """
@@ -169,7 +185,9 @@ def advise(measured: Measured, *, topologies: Iterable[str | Topology] | None = 
     n = cluster.world_size
     run = simulate_time("ddp", cluster, workload, num_steps)
     all_reduce = Predicted("ddp", None, run, 2.0 * (n - 1) / n, 1, 0.0)
-    chosen = chosen_topologies(topologies, n, cluster.local_size) if n > 1 else ()
+    chosen = list(chosen_topologies(topologies, n, cluster.local_size)) if n > 1 else []
+    if topologies is None:
+        chosen = without_disguises(chosen)
     rows = [_predict(topology, cluster, workload, num_steps) for topology in chosen if topology.doubly_stochastic]
     good = [row for row in rows if row.rounds is not None and row.rounds <= _most_rounds(n)]
     best = None

@@ -38,7 +38,7 @@ def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path
     assert content["workload"]["forward_s"] > 0
     assert 0 <= content["workload"]["contention"] <= 1
     assert len(content["workload"]["bucket_bytes"]) == 8
-    assert ("ring" in {row["method"] for row in content["predictions"]}) == (world_size > 1)
+    assert ("complete" in {row["method"] for row in content["predictions"]}) == (world_size > 1)
 
 
 def test_probe_joins_torchrun_and_prints_once() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from topologies import analysis
 from topologies.analysis.traffic import RoundTraffic, check_local_size
 from topologies.reports.comparing import chosen_topologies
+from topologies.reports.disguises import without_disguises
 from topologies.reports.samples import title_of
 from topologies.reports.units import seconds_text
 from topologies.topology import Topology
@@ -65,12 +66,21 @@ class Recommended:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Topologies by predicted time, the fastest first; ``str()`` shows the arithmetic."""
+    """Topologies by predicted time, the fastest first; ``str()`` shows the arithmetic.
+
+    Attributes
+    ----------
+    ranked
+        All of them, the fastest first.
+    num_disguised
+        How many were left out because their exchanges are those of another one.
+    """
 
     ranked: tuple[Recommended, ...]
     world_size: int
     network: Network
     tolerance: float
+    num_disguised: int = 0
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return one dictionary of plain JSON types per topology, the fastest first."""
@@ -85,24 +95,59 @@ class Recommendation:
             for each in self.ranked
         ]
 
-    def __str__(self) -> str:
+    def to_text(self, num_rows: int | None = None) -> str:
+        """Return the table of the first ``num_rows`` topologies, by default of all, and a sentence on the first.
+
+        Examples
+        --------
+        >>> found = recommend(4, latency_us=20, bandwidth_gbps=25, message_mb=100)
+        >>> found.to_text(2).splitlines()[-1].split("; ")[:2]
+        ['complete agrees first, after 48.12 ms', '18 more take longer, see them with --all']
+        """
         network = self.network
         per_node = "1 rank" if network.local_size == 1 else f"{network.local_size} ranks"
-        lines = [
-            f"{self.world_size} ranks, {per_node} per node; a message of {network.message_mb:g} MB takes "
-            f"{seconds_text(network.wire_seconds(1.0))} on a node's link of {network.bandwidth_gbps:g} Gbit/s.",
-            f"Predicted: the longest round; the time until {100 * self.tolerance:.3g} % is left of the worst "
-            f"disagreement if rounds follow without a pause =",
-            "exchanges x (steps x latency + messages of the busiest node x MB / bandwidth). Inside a node it is free.",
-            "",
-        ]
-        width = max((len(title_of(each.topology)) for each in self.ranked), default=0)
-        for place, each in enumerate(self.ranked, start=1):
-            lines.append(
-                f"{place:>3}. {title_of(each.topology):<{width}}  {seconds_text(each.longest_round_seconds):>8}  "
-                f"{seconds_text(each.seconds):>8} = {each.arithmetic}"
-            )
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"{self.world_size} ranks, {per_node} per node; a message of {network.message_mb:g} MB takes "
+                f"{seconds_text(network.wire_seconds(1.0))} on a node's link of {network.bandwidth_gbps:g} Gbit/s.",
+                f"Time to {self._left} of the worst disagreement, if rounds follow without a pause =",
+                "exchanges x (steps x latency + messages of the busiest node x MB / bandwidth). Inside a node it is "
+                "free.",
+                "",
+                *self._table(self.ranked[:num_rows]),
+                "",
+                self._closing(len(self.ranked[:num_rows])),
+            ]
+        )
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    @property
+    def _left(self) -> str:
+        return f"{100 * self.tolerance:.3g} %"
+
+    def _table(self, shown: Sequence[Recommended]) -> Iterator[str]:
+        titles = [title_of(each.topology) for each in shown]
+        longest = [seconds_text(each.longest_round_seconds) for each in shown]
+        times = [seconds_text(each.seconds) for each in shown]
+        places = [f"{place}." for place in range(1, len(shown) + 1)]
+        heads = "", "topology", "longest round", f"time to {self._left}", "= exchanges"
+        columns = places, titles, longest, times, [f"= {each.arithmetic}" for each in shown]
+        widths = [max(map(len, (head, *column))) for head, column in zip(heads, columns, strict=True)]
+        for place, title, round_, time, arithmetic in (heads, *zip(*columns, strict=True)):
+            yield f"{place:>{widths[0]}} {title:<{widths[1]}}  {round_:>{widths[2]}}  {time:>{widths[3]}} {arithmetic}"
+
+    def _closing(self, num_shown: int) -> str:
+        if not self.ranked:
+            return f"No topology gets down to {self._left} of the worst disagreement; allow more with tolerance."
+        first = self.ranked[0]
+        parts = [f"{title_of(first.topology)} agrees first, after {seconds_text(first.seconds)}"]
+        if num_more := len(self.ranked) - num_shown:
+            parts.append(f"{num_more} more take longer, see them with --all")
+        if self.num_disguised:
+            parts.append(f"{self.num_disguised} others, whose exchanges are those of one of them, are left out")
+        return "; ".join(parts) + "."
 
 
 def recommend(
@@ -126,8 +171,9 @@ def recommend(
     world_size
         Number of ranks n.
     topologies
-        Names and topologies as for :func:`topologies.compare`; by default every family that serves n. What never
-        gets to the tolerance is left out.
+        Names and topologies as for :func:`topologies.compare`; by default every family that serves n, without those
+        whose exchanges are another's, such as ``local_global`` on a single node, which is ``complete`` in every other
+        round. What never gets to the tolerance is left out.
     latency_us
         Microseconds per step between two nodes (alpha), 0 or more.
     bandwidth_gbps
@@ -157,8 +203,9 @@ def recommend(
         message_mb=_check_number("message_mb", message_mb),
         local_size=check_local_size(local_size, world_size),
     )
-    ranked = []
-    for topology in chosen_topologies(topologies, world_size, network.local_size):
+    ranked, chosen = [], list(chosen_topologies(topologies, world_size, network.local_size))
+    candidates = without_disguises(chosen) if topologies is None else chosen
+    for topology in candidates:
         if topology.world_size != world_size:
             raise ValueError(
                 f"topologies holds {topology.name!r} for {topology.world_size} ranks, world_size is {world_size}; "
@@ -167,7 +214,7 @@ def recommend(
         if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
             ranked.append(_recommended(topology, rounds, network))
     ranked.sort(key=lambda each: (each.seconds, each.rounds, title_of(each.topology)))
-    return Recommendation(tuple(ranked), world_size, network, tolerance)
+    return Recommendation(tuple(ranked), world_size, network, tolerance, len(chosen) - len(candidates))
 
 
 def _recommended(topology: Topology, rounds: int, network: Network) -> Recommended:

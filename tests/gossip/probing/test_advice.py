@@ -10,6 +10,7 @@ import topologies
 from gossip.probing import Measured, advise
 from gossip.simulation import Cluster, SlowRank, Workload
 from topologies.reports.comparing import chosen_topologies
+from topologies.reports.disguises import without_disguises
 from topologies.reports.samples import title_of
 
 WORKLOAD = Workload(0.03, 0.06, (25_000_000,) * 2, update_s=0.01, mix_s=0.005)
@@ -50,7 +51,7 @@ def test_advice_for_one_rank() -> None:
 @pytest.mark.parametrize(("n", "local_size"), [(2, 1), (3, 1), (5, 1), (8, 4)])
 def test_rows_are_ddp_and_every_topology_that_serves_the_ranks(n: int, local_size: int) -> None:
     advice = advise(measured(n, 1.0, local_size=local_size), num_steps=5)
-    serving = [t for t in chosen_topologies(None, n, local_size) if t.doubly_stochastic]
+    serving = without_disguises(t for t in chosen_topologies(None, n, local_size) if t.doubly_stochastic)
     assert sorted(row.title for row in advice.rows) == sorted(["ddp", *map(title_of, serving)])
     times = [row.run.step_time_s for row in advice.rows]
     assert times == sorted(times)
@@ -84,3 +85,25 @@ def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
     assert "each rank counts as a node" in text
     assert "ddp: 1.75 x 50 MB / 1 Gbit/s = 700 ms on the link of a node, beside backward of 60 ms" in text
     assert f"at most {4 * math.ceil(math.log2(8))} rounds" in text
+
+
+def test_one_node_is_not_told_to_be_idle_in_every_second_round() -> None:
+    """On one node local_global is complete in every other round: the shortest step, and no topology of its own."""
+    cluster = Cluster(1, 4, local_latency_us=50.0, local_bandwidth_gbps=1.0)
+    advice = advise(Measured(cluster, WORKLOAD, is_regular=True, num_pairs=4))
+    assert advice.best is not None
+    assert advice.best.topology is not None
+    assert not any(advice.best.topology.round(t).is_identity for t in range(advice.best.topology.period or 16))
+    assert "local_global" not in str(advice)
+    asked = advise(Measured(cluster, WORKLOAD, is_regular=True, num_pairs=4), topologies=["complete", "local_global"])
+    assert {row.title for row in asked.rows} == {"ddp", "complete", "local_global (local_size=4)"}
+
+
+@pytest.mark.parametrize(("jitter", "is_weak"), [(0.1, False), (0.39, False), (0.4, True), (1.7, True)])
+@pytest.mark.parametrize("gbps", [1.0, 400.0])
+def test_a_busy_machine_makes_a_weak_answer(jitter: float, gbps: float, is_weak: bool) -> None:
+    workload = Workload(0.03, 0.06, (25_000_000,) * 2, jitter=jitter)
+    advice = advise(measured(8, gbps, workload), topologies=["one_peer_exponential"], num_steps=20)
+    said = f"The machine is busy (the same step's computation varies by {100 * jitter:.0f} %), so this answer is weak"
+    assert (said in str(advice).splitlines()[-1]) == is_weak
+    assert ("busy" in advice.sentence) == is_weak
