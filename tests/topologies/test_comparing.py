@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,28 @@ def test_curves_that_agree_share_a_line(tmp_path: Path) -> None:
     assert all(f"<!-- {label} -->" in text for label in labels)
 
 
+def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Path) -> None:
+    asked = [
+        "ring", "torus", "exponential", "one_peer_exponential", "base", "random_matching", "matcha", "local_global",
+        "complete", "star", "path", "directed_ring",
+    ]  # fmt: skip
+    found = topologies.compare(asked, world_size=24)
+    assert len(found.rows) > 10  # more than there are colours
+    found.draw(tmp_path / "asked.svg")
+    text = (tmp_path / "asked.svg").read_text()
+    for row in found.rows:
+        assert f"<!-- {row.topology} -->" in text or f"<!-- = {row.topology} -->" in text, row.topology
+    assert "in grey" not in text
+    legend = text[text.index('id="legend_1"') :]
+    dashes = re.findall(r'style="fill: none;( stroke-dasharray: [^;]+;)?[^"]*stroke: (#\w+)', legend)
+    assert len(dashes) == len(set(dashes)) == legend.count("<!-- ") - 1  # the title is not a line's
+
+
+def test_of_all_families_the_figure_names_ten(tmp_path: Path) -> None:
+    topologies.compare(world_size=6).draw(tmp_path / "all.svg")
+    assert re.search(r"<!-- fewest bytes first; \d+ more in grey -->", (tmp_path / "all.svg").read_text())
+
+
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"path must end in \.svg or \.png"):
         topologies.compare(["ring"], world_size=4).draw(tmp_path / "figure.pdf")
@@ -223,10 +246,36 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["recommend", "--world-size", "24", "--local-size", "8", *arguments]) == 0
     out = capsys.readouterr().out
     assert "24 ranks, 8 ranks per node; a message of 100 MB takes 32 ms" in out
-    assert "1. complete" in out
     assert "46 x 20 us + 1.917 x 100 MB / 25 Gbit/s" in out
     assert main(["compare", "--world-size", "8", "rng"]) == 2
     assert "unknown topology 'rng'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "num_rows"), [([], 5), (["--all"], 20), (["ring", "path"], 2)])
+def test_recommend_prints_heads_five_rows_and_a_sentence(
+    arguments: list[str], num_rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = ["--latency-us", "50", "--bandwidth-gbps", "1", "--message-mb", "50", "--world-size", "4"]
+    assert main(["recommend", *network, *arguments]) == 0
+    introduction, table, sentence = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
+    assert introduction[0].startswith("4 ranks, 1 rank per node; a message of 50 MB takes 400 ms")
+    heads, *rows = table
+    assert re.split("  +", heads.strip()) == ["topology", "longest round", "time to 1 % = exchanges"]
+    assert [int(row.split(".")[0]) for row in rows] == list(range(1, num_rows + 1))
+    assert len({row.index(" = ") for row in table}) == 1
+    assert all(row[: row.index(" = ")].endswith(("ms", " s")) for row in rows)
+    first = rows[0].split()[1]
+    assert len(sentence) == 1
+    assert sentence[0].startswith(f"{first} agrees first, after ")
+    assert ("15 more take longer, see them with --all" in sentence[0]) == (num_rows == 5)
+    assert ("19 others, whose exchanges are those of one of them, are left out" in sentence[0]) == (num_rows != 2)
+    assert sentence[0].endswith(".")
+
+
+def test_recommend_says_so_where_nothing_agrees() -> None:
+    apart = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
+    found = topologies.recommend(4, topologies=[apart], latency_us=1, bandwidth_gbps=1, message_mb=1)
+    assert str(found).splitlines()[-1].startswith("No topology gets down to 1 % of the worst disagreement; ")
 
 
 @pytest.mark.parametrize("size", ["MB", "1.2.3MB", "-5MB", "5 apples", ""])

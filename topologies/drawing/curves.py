@@ -24,6 +24,7 @@ _COLOURED = 10
 _MOST_ROUNDS = 120
 _LEAST_ERROR = 1e-6
 _GREY = "#c4c9ce"
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))  # for further lines
 _COLOURS = (
     "#2f6db3", "#c8641b", "#2a9d5c", "#b3283a", "#7d5ba6", "#8c6239", "#d667a5", "#1f9aa8", "#8a8f1f", "#444f5a",
 )  # fmt: skip
@@ -38,23 +39,23 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         from matplotlib.ticker import MaxNLocator
 
         curves = _curves(comparison)
-        coloured = curves[:_COLOURED]
+        coloured = curves if comparison.asked else curves[:_COLOURED]
         labels = [
             "\n= ".join(textwrap.shorten(name, 44, placeholder=" ..") for name in curve.names) for curve in coloured
         ]
         num_lines = sum(label.count("\n") + 1 for label in labels)
+        styles = [_style(index) for index in range(len(coloured))]
         figure = Figure(figsize=(12.0, max(4.6, 0.18 * num_lines + 0.8)))
         places = {"left": 0.065, "right": 0.72, "bottom": 0.12, "top": 0.9, "wspace": 0.08}
         by_rounds, by_bytes = figure.subplots(1, 2, sharey=True, gridspec_kw=places)
         for index, curve in reversed(list(enumerate(curves))):
-            style: dict[str, Any] = {"color": _GREY, "linewidth": 0.8, "zorder": 1}
-            if index < _COLOURED:
-                style = {"color": _COLOURS[index], "linewidth": 1.6, "zorder": 3}
+            style = styles[index] if index < len(coloured) else {"color": _GREY, "linewidth": 0.8, "zorder": 1}
             _draw_errors(by_rounds, np.arange(len(curve.errors), dtype=np.float64), curve.errors, style)
             _draw_errors(by_bytes, curve.sent, curve.errors, style)
-        shown = [_rounds_shown(curve, comparison.tolerance) for curve in coloured]
+        leading = curves[:_COLOURED]  # they say how far the axes go, or the slowest would press all others together
+        shown = [_rounds_shown(curve, comparison.tolerance) for curve in leading]
         by_rounds.set_xlim(0, _most(shown))
-        by_bytes.set_xlim(0, _most([curve.sent[rounds] for curve, rounds in zip(coloured, shown, strict=True)]))
+        by_bytes.set_xlim(0, _most([curve.sent[rounds] for curve, rounds in zip(leading, shown, strict=True)]))
         by_rounds.set_xlabel("rounds")
         by_bytes.set_xlabel("bytes sent per rank" if comparison.message_bytes != 1.0 else "messages sent per rank")
         by_rounds.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -70,7 +71,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         figure.suptitle(f"Consensus of {comparison.heading}", fontsize=11)
         others = len(curves) - len(coloured)
         figure.legend(
-            [Line2D([], [], color=colour, linewidth=1.6) for colour in _COLOURS[: len(labels)]],
+            [Line2D([], [], **style) for style in styles],
             labels,
             loc="upper left",
             bbox_to_anchor=(0.73, 0.92),
@@ -81,6 +82,17 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
             title_fontsize=8,
         )
         save(figure, path)
+
+
+def _style(index: int) -> dict[str, Any]:
+    """Return what tells the line of this number from the others with a name: its colour, then its dashes."""
+    dashes, colour = divmod(index, len(_COLOURS))
+    return {
+        "color": _COLOURS[colour],
+        "linestyle": _DASHES[dashes % len(_DASHES)],
+        "linewidth": 1.6,
+        "zorder": 3,
+    }
 
 
 @dataclass

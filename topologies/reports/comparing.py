@@ -73,6 +73,8 @@ class Comparison:
         The topologies, those first that send the fewest bytes until they agree.
     rows
         Their figures, in the same order.
+    asked
+        Whether they were named or passed, and not all families looked at.
     """
 
     topologies: tuple[Topology, ...]
@@ -81,6 +83,7 @@ class Comparison:
     message_bytes: float
     local_size: int
     tolerance: float
+    asked: bool = True
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return one dictionary of plain JSON types per topology."""
@@ -98,7 +101,8 @@ class Comparison:
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write a figure: what is left of the worst disagreement against rounds, and against bytes sent per rank.
 
-        The ten topologies that send the fewest bytes have colours, the others are grey.
+        Every topology that was asked for has a name in the legend, also where its line lies on another's. Of all
+        families the ten that send the fewest bytes have; the others are grey.
 
         Raises
         ------
@@ -204,6 +208,7 @@ def compare(
         message_bytes=message_bytes,
         local_size=local_size,
         tolerance=tolerance,
+        asked=topologies is not None,
     )
 
 
