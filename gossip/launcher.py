@@ -1,4 +1,4 @@
-"""Workers on this machine, started from a preloaded fork server; or this process as one of torchrun's.
+"""Workers on this machine, started from a preloaded fork server; or this process as one that somebody else started.
 
 The launching process keeps the key-value store, so that the store outlives every rank, and the workers' life hangs on
 the launcher's: a worker leaves when its launcher is gone, however that went.
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from gossip import fork_server
 from gossip.errors import LaunchError
+from gossip.joining import DEFAULT_TIMEOUT, find_placement, joined_process_group
 
-DEFAULT_TIMEOUT = timedelta(minutes=5)
 _SIBLING_GRACE_S = 0.5
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
@@ -60,11 +60,6 @@ class _Failure:
     secondary: bool
 
 
-def under_torchrun() -> bool:
-    """Whether this process is a rank that somebody else started (``RANK`` and ``WORLD_SIZE`` are set)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def launch(
     function: Callable[..., Any],
     *args: Any,
@@ -77,8 +72,12 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
 
-    Under torchrun (``RANK`` is set) nothing is started: this process joins torchrun's group, runs the function as that
-    one rank, and the list holds its one result; an exception is printed and ends the process.
+    Where somebody else has started the ranks nothing is started: this process joins them, runs the function as that one
+    rank, and the list holds its one result; an exception is printed and ends the process. So it is under torchrun
+    (``RANK`` and ``WORLD_SIZE`` are set), and in a step of SLURM's of several tasks (``srun -n 4 python ...``), where
+    the function finds the variables that torchrun sets. ``MASTER_ADDR`` is the step's first host, unless it is set, and
+    ``MASTER_PORT`` follows from the ids of job and step. In a batch script without srun, in an allocation's shell and
+    in a step of one task the workers are started here.
 
     Parameters
     ----------
@@ -108,23 +107,24 @@ def launch(
     Raises
     ------
     ValueError
-        ``world_size``, ``port`` or ``num_threads`` is out of range, ``world_size`` differs from torchrun's, or torch
-        was built without ``backend``.
+        ``world_size``, ``port`` or ``num_threads`` is out of range, ``world_size`` is not that of the ranks that
+        somebody else started, or torch was built without ``backend``.
     TypeError
         ``function`` or ``args`` cannot be pickled.
     RuntimeError
         Called inside a worker, or while a worker imports the calling script, for want of
         ``if __name__ == "__main__":``.
     LaunchError
-        The port is taken, or a worker failed; the others have been ended by then.
+        The port is taken, a step's first host is not known, or a worker failed; the others have been ended by then.
     """
     if _is_worker:
         raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
-    if under_torchrun():
-        if int(os.environ["WORLD_SIZE"]) != world_size:
+    placement = find_placement()
+    if placement is not None:
+        if placement.world_size != world_size:
             raise ValueError(
-                f"world_size is {world_size}, but torchrun started {os.environ['WORLD_SIZE']} processes; "
-                f"pass world_size={os.environ['WORLD_SIZE']} or change torchrun's --nproc-per-node"
+                f"world_size is {world_size}, but {placement.starter} started {placement.world_size} processes; "
+                f"pass world_size={placement.world_size} or change {placement.remedy}"
             )
         with joined_process_group(backend=backend, timeout=timeout):
             try:
@@ -174,28 +174,6 @@ def launch(
             channel.close()
         del store
     return results
-
-
-@contextlib.contextmanager
-def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
-    """Within the block this process is a member of the group that torchrun's environment describes.
-
-    The store's keys carry torchrun's attempt number: the keys of an attempt that died would otherwise be taken for this
-    one's (pytorch #135712).
-    """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"attempt{attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _check_arguments(

@@ -2,12 +2,13 @@
 
     python scripts/probe.py --world-size 4
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d scripts/probe.py
+    srun --nodes 4 --ntasks-per-node 8 python scripts/probe.py
     python scripts/probe.py --world-size 4 --parameters-mb 400 --batch-size 256 --output probe.json
 
 Every rank trains an MLP of the given size without communication: compute per step, and jitter. Pairs of ranks exchange
 small and large messages: latency and bandwidth; once more while all compute: what the two cost each other.
 gossip.simulate_time then predicts a step of all-reduce and of every topology that serves the world size. Without
-torchrun the workers are started on this machine.
+torchrun or srun the workers are started on this machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from gossip import launch
+from gossip.joining import find_placement
 from gossip.probing import Measured, advise, measure
 
 NUM_LAYERS = 8
@@ -55,7 +57,7 @@ def probe(arguments: argparse.Namespace) -> Measured:
 def main() -> None:
     """Measure, predict and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, default=4, help="workers on this machine; torchrun says it itself")
+    parser.add_argument("--world-size", type=int, default=4, help="workers on this machine; torchrun and srun say it")
     parser.add_argument("--parameters-mb", type=float, default=16.0, help="of the MLP, in 10^6 bytes of float32")
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
@@ -70,10 +72,11 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(arguments, name)}")
     if arguments.steps < 2:
         parser.error(f"--steps must be at least 2, got {arguments.steps}")
-    world_size = int(os.environ.get("WORLD_SIZE", arguments.world_size))
+    placement = find_placement()
+    world_size = arguments.world_size if placement is None else placement.world_size
     backend = "nccl" if arguments.device == "cuda" else "gloo"
     measured = launch(probe, arguments, world_size=world_size, backend=backend)[0]
-    if os.environ.get("RANK", "0") != "0":
+    if placement is not None and placement.rank != 0:
         return
     advice = advise(measured)
     print(advice)

@@ -3,6 +3,7 @@
 python scripts/train.py topology=ring launch.world_size=8
 python scripts/train.py -m topology=ring,one_peer_exponential,complete
 torchrun --nproc-per-node 4 scripts/train.py
+srun --ntasks 4 python scripts/train.py
 """
 
 import sys

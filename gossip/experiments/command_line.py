@@ -1,4 +1,4 @@
-"""The command line over hydra: one run, a sweep, or one rank under torchrun; and what a user's mistakes look like."""
+"""The command line over hydra: a run, a sweep, or a rank that others started; and what a user's mistakes look like."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gossip.experiments.job import reason, run_job
 from gossip.experiments.settings import ConfigurationError
 from gossip.experiments.summary import percent
 from gossip.experiments.table import print_run
-from gossip.launcher import DEFAULT_TIMEOUT, joined_process_group, under_torchrun
+from gossip.joining import DEFAULT_TIMEOUT, Placement, find_placement, joined_process_group
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"
 """The environment variable from which the configuration takes the last part of the run folder's name."""
@@ -54,8 +54,12 @@ def main(config_folder: Path, config_name: str) -> int:
         raises ``SystemExit(143)``.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    if under_torchrun():
-        return _main_of_one_rank(config_folder, config_name)
+    try:
+        placement = find_placement()
+    except ValueError as error:  # of SLURM's variables
+        return report(ConfigurationError(str(error)), config_folder)
+    if placement is not None:
+        return _main_of_one_rank(config_folder, config_name, placement)
     os.environ[NAME_VARIABLE] = run_folder.new_name()
     try:
         if config_name == SWEEP:
@@ -143,6 +147,11 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
     overrides = list(settings.overrides.task)
     in_sweep = settings.mode == RunMode.MULTIRUN
     try:
+        if in_sweep and find_placement() is not None:
+            raise ConfigurationError(
+                "a run of a sweep starts its ranks itself, but SLURM has started several tasks for it; set "
+                "hydra.launcher.tasks_per_node=1"
+            )
         config = _plain(hydra_config)
         if dist.is_initialized():
             config["launch"]["world_size"] = dist.get_world_size()
@@ -176,7 +185,7 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
         raise ConfigurationError(f"resume={asked['resume']} goes on in that folder; leave out hydra.run.dir={folder}")
     keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
     if dist.is_initialized():
-        keys.append("launch.world_size")  # torchrun has set it
+        keys.append("launch.world_size")  # whoever started the ranks has set it
     defaults = _plain(compose(config_name), complete=False)
     return resuming.continued_configuration(folder, asked, defaults, keys)
 
@@ -189,31 +198,38 @@ def _plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def _main_of_one_rank(config_folder: Path, config_name: str) -> int:
-    """Under torchrun: every rank runs this, with one run folder for all."""
+def _main_of_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
+    """Under torchrun or srun: every rank runs this, with one run folder for all."""
+    try:
+        with joined_process_group():
+            return _run_one_rank(config_folder, config_name, placement)
+    except LaunchError as error:
+        return report(error, config_folder)
+
+
+def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    with joined_process_group():
-        rank = dist.get_rank()
-        try:
-            os.environ[NAME_VARIABLE] = _name_of_rank_0()
-            if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
-                raise ConfigurationError(
-                    "a sweep (-m) cannot run under torchrun, which starts the ranks of one run; start the sweep with "
-                    "python, or each run with torchrun"
-                )
-            _run_hydra(config_folder, config_name)
-        except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
-            # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
-            status = report(error, config_folder) if rank == 0 else REFUSED
-            dist.barrier()
-            return status
-        except BaseException as error:
-            status = _report_rank(error, rank)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)  # communication that cannot end any more must not hold the process
+    rank = dist.get_rank()
+    try:
+        os.environ[NAME_VARIABLE] = _name_of_rank_0()
+        if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
+            raise ConfigurationError(
+                f"a sweep (-m) cannot run under {placement.starter}, which starts the ranks of one run; start the "
+                f"sweep with python, or each run with {placement.starter}"
+            )
+        _run_hydra(config_folder, config_name)
+    except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
+        # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
+        status = report(error, config_folder) if rank == 0 else REFUSED
+        dist.barrier()
+        return status
+    except BaseException as error:
+        status = _report_rank(error, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # communication that cannot end any more must not hold the process
     return 0
 
 

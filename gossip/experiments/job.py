@@ -23,7 +23,8 @@ from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
 from gossip.experiments.training import train
 from gossip.experiments.virtual_training import train_virtual
-from gossip.launcher import DEFAULT_TIMEOUT, launch
+from gossip.joining import DEFAULT_TIMEOUT
+from gossip.launcher import launch
 
 PRELOAD = (
     "gossip.experiments.training",
@@ -38,8 +39,8 @@ PRELOAD = (
 def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Run one configuration to its end.
 
-    With ``torch.distributed`` initialised (torchrun) this process is one of the ranks, all of which call this, and rank
-    0 writes what they share. Otherwise ``launch.world_size`` workers are started here.
+    With ``torch.distributed`` initialised (torchrun, srun) this process is one of the ranks, all of which call this,
+    and rank 0 writes what they share. Otherwise ``launch.world_size`` workers are started here.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
     configure_logging(world.rank)
     if dist.is_initialized() and config.get("engine") == "virtual":
         raise ConfigurationError(
-            "engine=virtual runs all ranks in one process; start it with python, without torchrun, or set "
+            "engine=virtual runs all ranks in one process; start it with python, without torchrun or srun, or set "
             "engine=processes"
         )
     with contextlib.ExitStack() as until_the_end:

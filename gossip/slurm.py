@@ -1,0 +1,177 @@
+"""The step of a SLURM job that this process is a task of, from the environment that ``srun`` gives it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+FIRST_PORT, NUM_PORTS = 15000, 15000
+"""Of the ports for stores: all below those that Linux gives to outgoing connections (32768 and above)."""
+
+_STRIDE = 7919  # prime to NUM_PORTS: neither two jobs one after the other nor two steps of one job have one port
+_BRACKETS = re.compile(r"([^\[\]]*)(?:\[([^\[\]]+)\])?")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of several tasks, each of which is a rank, and this process's place in it.
+
+    Attributes
+    ----------
+    job, step : int
+        Their ids. A job that is requeued keeps its own, and its steps are counted from 0 again.
+    restarts : int
+        How often the job has been requeued.
+    task, num_tasks : int
+        Of the step.
+    local_task, num_local_tasks : int
+        Of those on this node.
+    node, num_nodes : int
+    first_host : str
+        Of the step's nodes.
+    """
+
+    job: int
+    step: int
+    restarts: int
+    task: int
+    num_tasks: int
+    local_task: int
+    num_local_tasks: int
+    node: int
+    num_nodes: int
+    first_host: str
+
+    @property
+    def port(self) -> int:
+        """Of the key-value store on the first host; the same for all tasks, another one for steps at the same time."""
+        return FIRST_PORT + (_STRIDE * self.job + self.step) % NUM_PORTS
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether this task is the first one on the first host: task 0, unless tasks were distributed by hand."""
+        return (self.node, self.local_task) == (0, 0)
+
+
+def step_of(environment: Mapping[str, str]) -> Step | None:
+    """The step that the environment describes; None in a batch script, an allocation's shell or a step of one task.
+
+    ``SLURM_NTASKS`` says nothing: batch scripts have it too, in one process. Nor do the variables of a step alone: a
+    job that was submitted from within a step has inherited them. There they contradict what SLURM set for the script.
+
+    Raises
+    ------
+    ValueError
+        A variable is missing or makes no sense.
+    """
+    if not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():
+        return None
+    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    if num_tasks < 2 or _is_inherited(environment):
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    first_host = next(hosts(nodes), "")
+    if not first_host:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} names no host; start the ranks with srun, or with torchrun")
+    return Step(
+        job=_number(environment, "SLURM_JOB_ID"),
+        step=_number(environment, "SLURM_STEP_ID"),
+        restarts=_number(environment, "SLURM_RESTART_COUNT", default=0),
+        task=_number(environment, "SLURM_PROCID"),
+        num_tasks=num_tasks,
+        local_task=_number(environment, "SLURM_LOCALID"),
+        num_local_tasks=_num_local_tasks(environment, num_tasks),
+        node=_number(environment, "SLURM_NODEID", default=0),
+        num_nodes=_number(environment, "SLURM_STEP_NUM_NODES", default=len(list(hosts(nodes)))),
+        first_host=first_host,
+    )
+
+
+def hosts(node_list: str) -> Iterator[str]:
+    """The hosts of a list in SLURM's brackets, in order, as ``scontrol show hostnames`` prints them.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+
+    Examples
+    --------
+    >>> list(hosts("node[08-10,12],gpu5"))
+    ['node08', 'node09', 'node10', 'node12', 'gpu5']
+    """
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", node_list):
+        matches = [match for match in _BRACKETS.finditer(item) if match.group()]
+        if "".join(match.group() for match in matches) != item:
+            raise ValueError(f"{node_list!r} is no list of nodes of SLURM's, such as node[01-03,7],gpu5")
+        parts = [
+            [text] if inside is None else [text + each for each in _numbers(inside, node_list)]
+            for text, inside in (match.groups() for match in matches)
+        ]
+        yield from map("".join, itertools.product(*parts))
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """What ``SLURM_STEP_TASKS_PER_NODE`` says, node by node.
+
+    Raises
+    ------
+    ValueError
+        It is nothing of the kind.
+
+    Examples
+    --------
+    >>> tasks_per_node("4(x2),1")
+    [4, 4, 1]
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise ValueError(f"{text!r} is no count of tasks per node, such as 4(x2),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _numbers(inside: str, node_list: str) -> Iterator[str]:
+    """The numbers within a pair of brackets, as wide as they are written there."""
+    for part in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ValueError(f"{node_list!r} is no list of nodes of SLURM's: {part!r} is no number and no range")
+        first, last = match[1], match[2] or match[1]
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{len(first)}}"
+
+
+def _is_inherited(environment: Mapping[str, str]) -> bool:
+    """Whether the step's variables are another job's, from within which this one was submitted."""
+    if _number(environment, "SLURM_STEP_NUM_NODES", default=0) > _number(
+        environment, "SLURM_JOB_NUM_NODES", default=2**31
+    ):
+        return True
+    if not {"SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys():
+        return False
+    tasks_here = environment["SLURM_GTIDS"].split(",")
+    counts = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    node = _number(environment, "SLURM_NODEID")
+    return environment["SLURM_PROCID"] not in tasks_here or node >= len(counts) or counts[node] != len(tasks_here)
+
+
+def _num_local_tasks(environment: Mapping[str, str], num_tasks: int) -> int:
+    if "SLURM_GTIDS" in environment:
+        return len(environment["SLURM_GTIDS"].split(","))
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys():
+        return tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[_number(environment, "SLURM_NODEID")]
+    return num_tasks
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        raise ValueError(f"{name} must be a number in a step of SLURM's, got {text!r}; start the ranks with srun")
+    return int(text)

@@ -1,0 +1,127 @@
+"""Ranks that a real SLURM starts: slurmctld and slurmd on this machine, srun and sbatch as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import cluster, why_not
+
+from gossip.experiments.records import read_jsonl
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN = (sys.executable, str(REPOSITORY / "scripts" / "train.py"))
+MODELS = REPOSITORY / "tests" / "gossip" / "experiments"  # faulty_models.py
+TIMEOUT_S = 200
+TINY = ("training.epochs=1", "training.batch_size=60", "figures=false", "launch.num_threads=1")
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.xdist_group("slurm"),  # one cluster
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of commands that use the cluster."""
+    with cluster(tmp_path_factory.mktemp("slurm")) as environment:
+        yield {**environment, "PYTHONPATH": str(MODELS), "OMP_NUM_THREADS": "1"}
+
+
+def run(slurm: dict[str, str], folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=slurm, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def batch_script(folder: Path, *command: str) -> str:
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/bash\n{' '.join(command)}\n")
+    return str(path)
+
+
+def result(folder: Path) -> tuple[object, ...]:
+    """What does not depend on time, nor on the command line."""
+    summary = json.loads((folder / "summary.json").read_text())
+    losses = [[record["loss"] for record in read_jsonl(path)] for path in sorted(folder.glob("rank*.jsonl"))]
+    numbers = {key: value for key, value in summary.items() if not key.endswith("_s") and key != "overrides"}
+    return numbers, losses, (folder / "model.safetensors").read_bytes()
+
+
+def test_srun_of_four_tasks_is_one_run_with_the_bits_of_four_workers(tmp_path: Path, slurm: dict[str, str]) -> None:
+    srun = subprocess.Popen(
+        ["srun", "-n", "4", *TRAIN, *TINY], cwd=tmp_path, env=slurm, stderr=subprocess.PIPE, text=True
+    )
+    # A batch script of one task has SLURM_NTASKS and SLURM_PROCID too, and starts its own workers.
+    script = batch_script(tmp_path, *TRAIN, *TINY, "launch.world_size=4", "hydra.run.dir=workers")
+    batch = run(slurm, tmp_path, "sbatch", "--wait", "--ntasks=1", "--output=batch.out", script)
+    assert batch.returncode == 0, (tmp_path / "batch.out").read_text()
+    _, errors = srun.communicate(timeout=TIMEOUT_S)
+    assert srun.returncode == 0, errors
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert result(folder) == result(tmp_path / "workers")
+    assert json.loads((folder / "summary.json").read_text())["world_size"] == 4
+    assert errors.count("run folder: ") == 1
+
+
+MEETING_SCRIPT = """
+import os, time, pathlib
+import torch, torch.distributed as dist
+from gossip import launch
+
+def meet():
+    step = os.environ["SLURM_STEP_ID"]
+    pathlib.Path(f"here{step}").touch()
+    deadline = time.monotonic() + 100
+    while len(list(pathlib.Path().glob("here*"))) < 2:  # both steps are in their groups at the same time
+        assert time.monotonic() < deadline, "the other step did not come"
+        time.sleep(0.05)
+    steps = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(steps, torch.tensor([float(step)]))
+    places = os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["MASTER_ADDR"]
+    return step, [int(each) for each in steps], places
+
+if __name__ == "__main__":
+    assert "MASTER_ADDR" not in os.environ
+    (first,) = launch(meet, world_size=2)
+    (second,) = launch(meet, world_size=2)
+    assert first == second, (first, second)
+    assert "RANK" not in os.environ
+    os.write(1, f"{first}\\n".encode())  # one write: lines must not mingle
+"""
+
+
+def test_two_steps_at_once_do_not_meet(tmp_path: Path, slurm: dict[str, str]) -> None:
+    (tmp_path / "meet.py").write_text(MEETING_SCRIPT)
+    step = f"srun --exact -n 2 {sys.executable} meet.py"
+    salloc = run(slurm, tmp_path, "salloc", "-n", "4", "bash", "-c", f"{step} & {step} & wait -n && wait -n")
+    assert salloc.returncode == 0, salloc.stderr
+    assert sorted(salloc.stdout.splitlines()) == [
+        str((str(step), [step, step], (str(rank), str(rank), "2", "localhost")))
+        for step in range(2)
+        for rank in range(2)
+    ]
+
+
+def test_killing_one_task_ends_all_and_names_it(tmp_path: Path, slurm: dict[str, str]) -> None:
+    killed = 0  # the one that keeps the key-value store
+    faulty = (
+        "model._target_=faulty_models.FailingModel",
+        "~model.hidden",
+        f"+model.rank={killed}",
+        "+model.how=killed",
+    )
+    srun = run(slurm, tmp_path, "srun", "-n", "3", *TRAIN, *TINY, *faulty)
+    assert srun.returncode == 128 + 9
+    assert f"task {killed}: Killed" in srun.stderr
+    failures = [line for line in srun.stderr.splitlines() if line.startswith("rank ") and " failed: " in line]
+    assert {line.partition(" failed: ")[0] for line in failures} == {"rank 1", "rank 2"}
+    (folder,) = (tmp_path / "outputs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert f"rank {killed}" in summary["reason"].partition("failed: ")[2]
