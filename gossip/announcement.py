@@ -12,6 +12,7 @@ from gossip.buckets import Bucket
 from gossip.communication.debug_transport import DebugTransport
 from gossip.communication.transports import DistributedTransport, Transport
 from gossip.compression.codec import Compression
+from gossip.frozen import FrozenParameters
 from gossip.mixing import AnyBucket
 from topologies import Topology
 
@@ -24,9 +25,10 @@ def announce(
     compression: Compression,
     arguments: Arguments,
     buckets: Sequence[AnyBucket],
+    frozen: FrozenParameters,
     transport: Transport | None,
 ) -> None:
-    """Log ranks, schedule, algorithm, compression, buckets and transport at level INFO."""
+    """Log ranks, schedule, algorithm, compression, buckets, what is frozen, and transport at level INFO."""
     size = topology.world_size
     period = "no period" if topology.period is None else f"period {topology.period}"
     logger.info(
@@ -42,7 +44,8 @@ def announce(
     listed = [_describe(bucket) for bucket in buckets]
     hidden = len(listed) - _MAX_BUCKETS_LISTED
     text = ", ".join(listed[:_MAX_BUCKETS_LISTED]) + (f", {hidden} more" if hidden > 0 else "")
-    logger.info("{} bucket{}: {}", len(listed), "" if len(listed) == 1 else "s", text or "nothing to train")
+    silent = f"; {_size(frozen.num_bytes)} of frozen parameters are not sent" if frozen else ""
+    logger.info("{} bucket{}: {}{}", len(listed), "" if len(listed) == 1 else "s", text or "nothing to train", silent)
     if isinstance(transport, DistributedTransport | DebugTransport):
         logger.info("{}", transport.describe())
 
@@ -54,7 +57,7 @@ def _when(arguments: Arguments) -> str:
 
 
 def _describe(bucket: AnyBucket) -> str:
-    kind = ("" if bucket.trainable else "frozen ") if isinstance(bucket, Bucket) else "buffers "
+    kind = "" if isinstance(bucket, Bucket) else "buffers "
     dtype = str(bucket.block.dtype).removeprefix("torch.")
     return f"{kind}{_size(bucket.block.nbytes)} {dtype} on {bucket.block.device}"
 

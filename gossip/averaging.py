@@ -15,10 +15,18 @@ from gossip.buffers import is_averaged
 from gossip.communication.scratch import Scratch
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
+from gossip.frozen import FrozenParameters
 from gossip.manifest import compare_manifests
 
 
-def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World, *, is_put_back: bool = False) -> None:
+def average_module_(
+    module: nn.Module,
+    buckets: Sequence[Bucket],
+    frozen: FrozenParameters,
+    world: World,
+    *,
+    is_put_back: bool = False,
+) -> None:
     """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective.
 
     Raises
@@ -34,6 +42,8 @@ def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World, 
             _compare_buffers(module, world)
             for bucket in buckets:
                 scratch.average(bucket.block, f"averaging bucket {bucket.index}")
+            for name, values in frozen.differing_values():
+                scratch.average(values, f"averaging frozen parameter {name!r}")
             for name, buffer in module.named_buffers():
                 if is_averaged(buffer):
                     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
@@ -49,6 +59,7 @@ def average_module_(module: nn.Module, buckets: Sequence[Bucket], world: World, 
         finally:
             for bucket in buckets:
                 bucket.written()
+            frozen.note_differing()
 
 
 def _compare_buffers(module: nn.Module, world: World) -> None:
@@ -87,18 +98,23 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
                 owned[key] = buffer  # a forward pass may have put another one there
 
 
-def consensus_distance(buckets: Sequence[Bucket], world: World) -> tuple[float, float]:
+def consensus_distance(buckets: Sequence[Bucket], frozen: FrozenParameters, world: World) -> tuple[float, float]:
     """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
     squares = torch.zeros(2, dtype=torch.float64)
-    mean_norm = 0.0
-    for bucket in buckets:
-        mean = bucket.block.clone()
-        world.average_(mean, f"consensus distance of bucket {bucket.index}")
-        squares[0] += torch.linalg.vector_norm(bucket.block - mean, dtype=torch.float64).cpu() ** 2
-        mean_norm = math.hypot(mean_norm, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
+    mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
+    exchanged = [(f"bucket {bucket.index}", bucket.block) for bucket in buckets]
+    for name, values in (*exchanged, *frozen.differing_values()):
+        mean = values.clone()
+        world.average_(mean, f"consensus distance of {name}")
+        squares[0] += _norm(values - mean) ** 2
+        mean_norm = math.hypot(mean_norm, _norm(mean))
     world.sum_(squares, "consensus distance")
     distance = math.sqrt(float(squares[0]) / world.world_size)
     return distance, distance / mean_norm if mean_norm else 0.0
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -36,8 +36,6 @@ class Bucket:
         Their ``data`` lie in the block's memory, with the strides that they came with. Each has a storage of its own,
         over its part alone: what saves or compares whole storages (``torch.save``, safetensors, accelerate) would
         take all of a block for one tensor.
-    trainable : bool
-        Whether they required a gradient when the bucket was made.
     block : Tensor, [numel]
         The values, padded with zeros so that every parameter starts at a multiple of 16 bytes.
     """
@@ -45,7 +43,6 @@ class Bucket:
     index: int
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
-    trainable: bool
     block: torch.Tensor
     _slots: tuple[Slot, ...]
     _addresses: list[int]
@@ -136,17 +133,17 @@ class Bucket:
 
     def describe(self) -> str:
         """One line: dtype, device, size and what is inside."""
-        kind = "trainable" if self.trainable else "frozen"
         dtype = str(self.block.dtype).removeprefix("torch.")
-        return f"{kind} {dtype} {self.block.device.type} {self.block.numel()}: {' '.join(self.names)}"
+        return f"{dtype} {self.block.device.type} {self.block.numel()}: {' '.join(self.names)}"
 
 
-def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int) -> tuple[Bucket, ...]:
+def make_buckets(
+    parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int, first_index: int = 0
+) -> tuple[Bucket, ...]:
     """Move ``parameters`` into the blocks of buckets.
 
-    Buckets are filled in reverse order of registration, which is about the order in which gradients arrive,
-    separately per dtype and device, and apart for frozen parameters, whose buckets come last. A parameter larger than
-    ``cap_bytes`` gets a bucket of its own.
+    Buckets are filled in reverse order of registration, which is about the order in which gradients arrive, separately
+    per dtype and device. A parameter larger than ``cap_bytes`` gets a bucket of its own.
 
     Parameters
     ----------
@@ -154,6 +151,8 @@ def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int)
         Floating point, without overlap in memory; each one's ``data`` is replaced.
     cap_bytes : int
         What a bucket may hold.
+    first_index : int
+        Of the first bucket.
 
     Returns
     -------
@@ -162,9 +161,9 @@ def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int)
     """
     plan: list[list[tuple[str, nn.Parameter]]] = []
     last_position: list[int] = []
-    open_buckets: dict[tuple[bool, torch.dtype, torch.device], tuple[int, int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for position, (name, parameter) in enumerate(reversed(list(parameters))):
-        key = (parameter.requires_grad, parameter.dtype, parameter.device)
+        key = (parameter.dtype, parameter.device)
         size = _slot_numel(parameter) * parameter.dtype.itemsize
         bucket, filled = open_buckets.get(key, (-1, cap_bytes))
         if bucket < 0 or filled + size > cap_bytes:
@@ -175,9 +174,9 @@ def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int)
         last_position[bucket] = position
         open_buckets[key] = (bucket, filled + size)
 
-    order = sorted(range(len(plan)), key=lambda i: (not plan[i][0][1].requires_grad, last_position[i]))
+    order = sorted(range(len(plan)), key=last_position.__getitem__)
     told: list[str] = []
-    return tuple(_make_bucket(index, plan[i], told) for index, i in enumerate(order))
+    return tuple(_make_bucket(index, plan[i], told) for index, i in enumerate(order, first_index))
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -242,7 +241,6 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], told: 
         index=index,
         names=tuple(name for name, _ in entries),
         parameters=tuple(parameter for _, parameter in entries),
-        trainable=first.requires_grad,
         block=block,
         _slots=tuple(slots),
         _addresses=[parameter.data_ptr() for _, parameter in entries],

@@ -28,8 +28,6 @@ class BufferBucket:
     block : Tensor, [numel]
     parameters, places : tuple, frozenset
         None.
-    trainable : bool
-        False.
     """
 
     index: int
@@ -39,7 +37,6 @@ class BufferBucket:
     _numels: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...] = ()
     places: frozenset[int] = frozenset()
-    trainable: bool = False
 
     @property
     def shape(self) -> BucketShape:

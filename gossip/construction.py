@@ -12,7 +12,7 @@ from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.announcement import announce
 from gossip.arguments import Arguments, check_arguments, resolve_topology
 from gossip.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
-from gossip.buckets import Bucket, check_parameters, make_buckets
+from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import make_buffer_buckets
 from gossip.communication.debug_transport import DebugTransport, check_debug
 from gossip.communication.flags import AgreedFlag
@@ -24,6 +24,7 @@ from gossip.compression.values import Uncompressed
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
 from gossip.foreign_optimizers import OptimizerWatch
+from gossip.frozen import FrozenParameters, broadcast_parameters_
 from gossip.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import check_not_wrapped
@@ -42,8 +43,6 @@ class Parts:
     algorithm : Algorithm
     compression : Compression
     optimizers : tuple of Optimizer
-    buckets : tuple of Bucket
-        Of the parameters, in launch order.
     engine : StepEngine
         Makes the steps, also of buckets of buffers.
     """
@@ -52,7 +51,6 @@ class Parts:
     algorithm: Algorithm
     compression: Compression
     optimizers: tuple[Optimizer, ...]
-    buckets: tuple[Bucket, ...]
     engine: StepEngine
 
 
@@ -75,9 +73,12 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         raise
     compare_manifests(world, manifest)
 
-    buckets = make_buckets(module.named_parameters(), arguments.bucket_cap_bytes)
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    buckets = make_buckets(trained, arguments.bucket_cap_bytes)
     for bucket in buckets:
         world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
+    broadcast_parameters_(frozen, arguments.bucket_cap_bytes, world)
     for name, buffer in module.named_buffers():
         world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
     everything: tuple[AnyBucket, ...] = buckets
@@ -105,17 +106,19 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     engine = StepEngine(
         module,
         everything,
+        FrozenParameters(frozen, world),
         mixer,
         updater,
         rank=world.rank,
         step_in_backward=arguments.step_in_backward,
+        bucket_cap_bytes=arguments.bucket_cap_bytes,
         watch=OptimizerWatch(module.named_parameters(), optimizers),
     )
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
     if world.rank == 0:
-        announce(topology, algorithm, compression, arguments, everything, transport)
-    return Parts(topology, algorithm, compression, optimizers, buckets, engine)
+        announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
+    return Parts(topology, algorithm, compression, optimizers, engine)
 
 
 def _check(

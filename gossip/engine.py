@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from gossip.autograd import TWO_MODELS, BackwardRange, refuse_compiled_autograd, steps_another_model, tensors_in
 from gossip.await_points import AwaitPoints
 from gossip.bucket_optimizer import fire_step_hooks
+from gossip.buckets import make_buckets
 from gossip.errors import GossipError
 from gossip.foreign_optimizers import OptimizerWatch
+from gossip.frozen import FrozenParameters
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import ParameterPlaces
 from gossip.stats import Meter, StepStats
@@ -35,15 +37,21 @@ class StepEngine:
     ----------
     module : Module
     buckets : sequence of Bucket or BufferBucket
+    frozen : FrozenParameters
+        All parameters that are in no bucket.
     mixer : Mixer
     updater : Updater
     rank : int
     watch : OptimizerWatch
     step_in_backward : bool
         Whether backward passes make steps, or calls of the optimizers' ``step()``.
+    bucket_cap_bytes : int
+        What a bucket of parameters that are unfrozen later may hold.
 
     Attributes
     ----------
+    unfrozen : list of list of str
+        Names of the parameters that got buckets since the model was wrapped, those of one step together.
     step : int
         Number of steps made; also the index of the next round.
     synchronise : bool
@@ -60,15 +68,19 @@ class StepEngine:
         self,
         module: nn.Module,
         buckets: Sequence[AnyBucket],
+        frozen: FrozenParameters,
         mixer: Mixer,
         updater: Updater,
         *,
         rank: int,
         step_in_backward: bool,
+        bucket_cap_bytes: int,
         watch: OptimizerWatch,
     ) -> None:
         self.module = module
-        self.buckets = buckets
+        self.buckets = list(buckets)
+        self.frozen = frozen
+        self.unfrozen: list[list[str]] = []
         self.mixer = mixer
         self.updater = updater
         self.rank = rank
@@ -78,6 +90,7 @@ class StepEngine:
         self.on_step_begin: Callable[[], None] | None = None
         self.error: BaseException | None = None
         self._watch = watch
+        self._bucket_cap_bytes = bucket_cap_bytes
         self._steps_in_backward = step_in_backward
         self._by_bucket = step_in_backward and not updater.needs_all_gradients
         self._optimizer_steps = False  # within it, optimizer.step() is ours
@@ -89,15 +102,8 @@ class StepEngine:
         self._forward_began = self._backward_began = 0.0
         self._places = ParameterPlaces(module)
         self._hooks: list[RemovableHandle] = []
-        self._without_hook = (
-            [(bucket, place) for bucket in buckets for place in range(len(bucket.parameters))]
-            if step_in_backward
-            else []
-        )
-        self._hook_parameters()
-        self._await_points = AwaitPoints(
-            module, buckets if mixer.algorithm.combines_before_forward else (), self._combine
-        )
+        self._hook_parameters(buckets)
+        self._await_points = self._make_await_points()
 
     # ------------------------------------------------------------------ around a forward pass
 
@@ -110,8 +116,8 @@ class StepEngine:
             # The whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost.
             self._queue_callback()
         self.check_places()
-        if self._without_hook:
-            self._hook_parameters()
+        if self._steps_in_backward:
+            self.frozen.hook(self._on_unfrozen_gradient)
         self._forward_began = time.perf_counter()
 
     def check_places(self) -> None:
@@ -144,17 +150,19 @@ class StepEngine:
 
     # ------------------------------------------------------------------ inside a backward pass
 
-    def _hook_parameters(self) -> None:
-        """Give a hook to every parameter that requires a gradient by now."""
-        still_without = []
-        for bucket, place in self._without_hook:
-            parameter = bucket.parameters[place]
-            if parameter.requires_grad:
+    def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
+        for bucket in buckets if self._steps_in_backward else ():
+            for place, parameter in enumerate(bucket.parameters):
+                requires_grad = parameter.requires_grad  # not if a checkpoint says that it is exchanged
+                parameter.requires_grad_(True)
                 hook = self._make_hook(bucket.index, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            else:
-                still_without.append((bucket, place))
-        self._without_hook = still_without
+                parameter.requires_grad_(requires_grad)
+
+    def _on_unfrozen_gradient(self, parameter: torch.Tensor) -> None:
+        """Its bucket is made when the step begins; it may be the only one that has a gradient."""
+        if self.synchronise and not self._progress.has_gradients:
+            self._on_first_gradient(parameter)
 
     def _make_hook(self, index: int, place: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -292,8 +300,41 @@ class StepEngine:
             self._progress.has_begun = True
             self._places.check_added()  # again, for loops that call the module past the model
             self.updater.check_held()
+            self._exchange_unfrozen()
             if self.on_step_begin is not None:
                 self.on_step_begin()
+
+    def _exchange_unfrozen(self) -> None:
+        """Give buckets to the parameters that were unfrozen; all ranks do so in the same step, or raise."""
+        names = self.frozen.unfrozen()
+        if not names:
+            return
+        if self.on_step_begin is not None:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: parameter {names[0]!r} was unfrozen inside join(), where the "
+                "ranks are at different steps and cannot begin to exchange it together; unfreeze before the block"
+            )
+        self.frozen.agree_to_unfreeze(names, self.step)
+        self.unfreeze(names)
+
+    def unfreeze(self, names: Sequence[str]) -> None:
+        """Exchange those of these parameters that are still frozen. Local, on all ranks before the same step."""
+        released = self.frozen.release(names)
+        buckets = make_buckets(released, self._bucket_cap_bytes, first_index=len(self.buckets))
+        if not buckets:
+            return
+        self.unfrozen.append([name for name, _ in released])
+        self.buckets += buckets
+        self.mixer.add(buckets)
+        self.updater.add(buckets)
+        self._progress.awaited_gradients += [set(bucket.places) for bucket in buckets]
+        self._hook_parameters(buckets)
+        self._await_points.close()
+        self._await_points = self._make_await_points()
+
+    def _make_await_points(self) -> AwaitPoints:
+        awaited = self.buckets if self.mixer.algorithm.combines_before_forward else ()
+        return AwaitPoints(self.module, awaited, self._combine)
 
     @torch.no_grad()
     def _launch_next(self) -> None:
@@ -406,6 +447,7 @@ class StepEngine:
                 "step": self.step,
                 "overflow": None if self.updater.scaler is None else self.updater.scaler.flag.wait(),
                 "mixer": self.mixer.state_dict(),
+                "frozen": self.frozen.state_dict(),
                 "measured": self._progress.meter.state_dict(),
                 "num_bad_steps": self._num_bad_steps,
             }
@@ -414,6 +456,7 @@ class StepEngine:
         """Go on from a step and what was in flight then (no "mixer": nothing)."""
         with self.fatal():
             self.mixer.load_state_dict(state.get("mixer"))
+        self.frozen.load_state_dict(state.get("frozen"))
         self.step = state["step"]
         self._num_bad_steps = state.get("num_bad_steps", 0)
         self._progress.meter.load_state_dict(state.get("measured", {}))
@@ -493,6 +536,7 @@ class StepEngine:
         self._await_points.close()
         self._places.close()
         self._watch.close()
+        self.frozen.close()
         for bucket in self.buckets:
             bucket.release()
         self.mixer.in_flight = [None] * len(self.buckets)

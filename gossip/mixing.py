@@ -168,23 +168,27 @@ class Mixer:
         self._topology = topology
         self._transport = transport
         self._rank = rank
-        self._buckets = buckets
+        self._buckets = list(buckets)
         self._compression = compression
-        self.codecs = self._make_codecs()
+        self.codecs = self._make_codecs(buckets)
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
         if self._readers and any(codec.sent is None for codec in self.codecs):
             raise ValueError(no_messages_to_see(compression, self._readers[0]))
 
-    def _make_codecs(self) -> list[Codec]:
+    def add(self, buckets: Sequence[AnyBucket]) -> None:
+        """Exchange these too, from the round of this step on. Local, on all ranks before the same step."""
+        self._buckets += buckets
+        self.in_flight += [None] * len(buckets)
+        self.codecs += self._make_codecs(buckets)
+
+    def _make_codecs(self, buckets: Sequence[AnyBucket]) -> list[Codec]:
         if self._transport is None:
             return []
         plain = Uncompressed()
-        compressions = [self._compression if isinstance(bucket, Bucket) else plain for bucket in self._buckets]
-        codecs = [
-            each.codec(bucket.shape, self._rank) for each, bucket in zip(compressions, self._buckets, strict=True)
-        ]
+        compressions = [self._compression if isinstance(bucket, Bucket) else plain for bucket in buckets]
+        codecs = [each.codec(bucket.shape, self._rank) for each, bucket in zip(compressions, buckets, strict=True)]
         if isinstance(self._transport, DistributedTransport):
-            for bucket, codec in zip(self._buckets, codecs, strict=True):
+            for bucket, codec in zip(buckets, codecs, strict=True):
                 self._transport.prepare(codec, bucket.index)
         return codecs
 
@@ -269,7 +273,7 @@ class Mixer:
         """Drop what is in flight and take over what was, as exchanges that have arrived; None: begin anew."""
         self.drop()
         if state is None:
-            self.codecs = self._make_codecs()
+            self.codecs = self._make_codecs(self._buckets)
             return
         for index, entry in enumerate(state["in_flight"]):
             if entry is not None:

@@ -58,15 +58,21 @@ class Updater:
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
-        self._buckets = buckets
+        self._buckets: list[AnyBucket] = []
         self._parameters = parameters
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
         self._rank = rank
         self._num_held = self._count_held()
         self._has_overflowed = False
-        self._by_bucket = [
-            [BucketOptimizer(optimizer, bucket.parameters) for optimizer in optimizers] for bucket in buckets
+        self._by_bucket: list[list[BucketOptimizer]] = []
+        self.add(buckets)
+
+    def add(self, buckets: Sequence[AnyBucket]) -> None:
+        """Update these too. Local."""
+        self._buckets += buckets
+        self._by_bucket += [
+            [BucketOptimizer(optimizer, bucket.parameters) for optimizer in self.optimizers] for bucket in buckets
         ]
 
     @property

@@ -22,6 +22,7 @@ from gossip.bucket_optimizer import (
     OptimizerArgument,
     restore_step,
 )
+from gossip.buckets import Bucket
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transports import Transport
 from gossip.communication.world import World
@@ -51,7 +52,9 @@ class GossipDataParallel(ModuleFace):
     Parameters
     ----------
     module : Module
-        Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers go to all ranks.
+        Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers go to all ranks. Those
+        that require no gradient are equal from then on, and are not exchanged until they are unfrozen, which all ranks
+        must do before the same step.
     optimizer : callable, Optimizer, sequence of Optimizer, or None
         A factory that is called once with the list of ``(name, parameter)`` (``functools.partial(torch.optim.AdamW,
         lr=3e-4)``), or one or several optimizers built over the module's parameters. None leaves the parameters as
@@ -195,7 +198,6 @@ class GossipDataParallel(ModuleFace):
         self.topology = parts.topology
         self._arguments = arguments
         self._world = world
-        self._buckets = parts.buckets
         self._engine: StepEngine | None = parts.engine
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
         # through that. The hooks do not know the wrapper, so that its end can end them.
@@ -335,7 +337,9 @@ class GossipDataParallel(ModuleFace):
         engine.settle()
         engine.drop_in_flight()
         with engine.fatal():
-            average_module_(self.module, self._buckets, self._world)
+            engine.frozen.compare()
+            average_module_(self.module, self._buckets, engine.frozen, self._world)
+            engine.frozen.are_equal()
 
     @contextlib.contextmanager
     def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
@@ -361,9 +365,11 @@ class GossipDataParallel(ModuleFace):
         engine = self._live()
         engine.check_between_steps()
         engine.settle()
-        with saved_state(self.module, self._buckets):
+        with engine.fatal():
+            engine.frozen.compare()
+        with saved_state(self.module, self._buckets), engine.frozen.saved():
             with engine.fatal():
-                average_module_(self.module, self._buckets, self._world, is_put_back=True)
+                average_module_(self.module, self._buckets, engine.frozen, self._world, is_put_back=True)
             engine.is_averaged = True
             try:
                 if recalibrate is not None:
@@ -385,7 +391,8 @@ class GossipDataParallel(ModuleFace):
         engine.check_between_steps()
         engine.settle()
         with engine.fatal():
-            return consensus_distance(self._buckets, self._world)
+            engine.frozen.compare()
+            return consensus_distance(self._buckets, engine.frozen, self._world)
 
     # ------------------------------------------------------------------ values and copies
 
@@ -456,6 +463,11 @@ class GossipDataParallel(ModuleFace):
             self.close()
         elif self._engine is not None:
             self._finalizer()
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """Of the parameters that are exchanged, in launch order."""
+        return [bucket for bucket in self._live().buckets if isinstance(bucket, Bucket)]
 
     def _live(self) -> StepEngine:
         if self._engine is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,12 @@ from torch import nn
 from gossip.checkpoints.files import sync_folder
 from gossip.checkpoints.layout import describe_tensor, persistent_buffers
 from gossip.checkpoints.together import compare, engine_of, together
+from gossip.digests import chunks_in_memory_order, digest_of, memory_order
 from gossip.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gossip.communication.world import World
     from gossip.wrapper import GossipDataParallel
-
-_CHUNK_BYTES = 16 * 2**20
 
 
 @torch.inference_mode(False)
@@ -61,14 +59,17 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
     engine_of(model).check_alive()
     path = Path(path)
     module, world = model.module, model._world
-    replicas = together(model, "gossip.export", lambda: _begin(module, path, world.rank))
+    with model._live().fatal():
+        model._live().frozen.compare()
+    equal = model._live().frozen.names_of_equal()
+    replicas = together(model, "gossip.export", lambda: _begin(module, path, world.rank, equal))
     entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in _exported(module)}
     compare(model, entries, "comparing what is exported")
     tensors: dict[str, torch.Tensor] = {}
     are_equal = len(set(replicas)) == 1
     with model._live().fatal():
         for name, tensor in _exported(module):
-            if are_equal or not _is_averaged(tensor):
+            if are_equal or name in equal or not _is_averaged(tensor):
                 average = tensor.cpu() if world.rank == 0 else None
             else:
                 average = _average(tensor, world, f"averaging {name!r}")
@@ -89,16 +90,12 @@ def write_module(module: nn.Module, path: Path) -> None:
     _write(module, {name: tensor.cpu().contiguous() for name, tensor in _exported(module)}, path)
 
 
-def _begin(module: nn.Module, path: Path, rank: int) -> str:
-    """Whether rank 0 can write at all; and this replica's hash."""
+def _begin(module: nn.Module, path: Path, rank: int, equal: Container[str]) -> str:
+    """Whether rank 0 can write at all; and the hash of what need not be ``equal`` on all ranks."""
     if rank == 0 and not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is not a folder; make it first")
-    digest = hashlib.sha256()
-    for _, tensor in _exported(module):
-        if _is_averaged(tensor):
-            for chunk in _chunks(tensor):
-                digest.update(chunk.cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    hashed = (tensor for name, tensor in _exported(module) if name not in equal and _is_averaged(tensor))
+    return digest_of(hashed).hex()
 
 
 def _exported(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,7 +113,7 @@ def _average(tensor: torch.Tensor, world: World, what: str) -> torch.Tensor | No
     """The mean over ranks, on the CPU of rank 0; in chunks."""
     result = torch.empty(tensor.numel(), dtype=tensor.dtype) if world.rank == 0 else None
     place = 0
-    for chunk in _chunks(tensor):
+    for chunk in chunks_in_memory_order(tensor):
         wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
         world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, what)
         if result is not None:
@@ -124,21 +121,9 @@ def _average(tensor: torch.Tensor, world: World, what: str) -> torch.Tensor | No
         place += len(chunk)
     if result is None:
         return None
-    order = _memory_order(tensor)
+    order = memory_order(tensor)
     inverse = sorted(range(tensor.dim()), key=order.__getitem__)
     return result.view([tensor.shape[dim] for dim in order]).permute(inverse)
-
-
-def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Flat, in the order of the elements in memory: only a tensor with gaps is copied for it."""
-    flat = tensor.permute(_memory_order(tensor)).reshape(-1)
-    chunks: Sequence[torch.Tensor] = flat.split(max(1, _CHUNK_BYTES // tensor.element_size()))
-    return chunks
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def _write(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:

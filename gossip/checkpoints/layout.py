@@ -21,6 +21,7 @@ def describe(model: GossipDataParallel) -> dict[str, Any]:
         "module": describe_module(model.module),
         "optimizers": describe_optimizers(model),
         "buckets": describe_buckets(model),
+        "unfrozen": [list(names) for names in model._live().unfrozen],
         "topology": describe_topology(model.topology),
         "compression": model.compression.describe(),
     }
@@ -73,8 +74,7 @@ def describe_buckets(model: GossipDataParallel) -> list[str]:
     for bucket in model._buckets:
         views = zip(bucket.names, bucket.shape.views, strict=True)
         places = [f"{name}@{offset}{list(stride)}" for name, (_, stride, offset) in views]
-        kind = "trainable" if bucket.trainable else "frozen"
-        lines.append(f"{kind} {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
+        lines.append(f"trainable {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
     return lines
 
 

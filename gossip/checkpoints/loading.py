@@ -118,6 +118,8 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
     manifest = contents.manifest
 
     together(model, f"{contents.path} does not fit", lambda: _check_fit(model, contents, parts))
+    for names in manifest.get("unfrozen", ()):
+        model._live().unfreeze(names)  # the buckets that it had when it was saved
     changes = _changes(model, manifest)
     engine_state = contents.state["engine"]
     if changes:

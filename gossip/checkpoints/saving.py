@@ -69,7 +69,10 @@ def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int
     >>> gossip.save(model, "checkpoints", scheduler=scheduler, batch=17)  # doctest: +SKIP
     PosixPath('checkpoints/step_0000000123')
     """
-    engine_of(model).check_between_steps()
+    engine = engine_of(model)
+    engine.check_between_steps()
+    with engine.fatal():
+        engine.frozen.compare()
     path, step = Path(folder), model.step
     state = _announce(model, path, keep, parts)
     state["engine"] = model._live().state_dict()

@@ -22,6 +22,7 @@ from gossip.compression.values import Uncompressed
 from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
 from gossip.experiments.tracing import TracedTransport, Tracer
+from gossip.frozen import FrozenParameters
 from gossip.wrapper import GossipDataParallel
 from topologies import Round, Topology
 
@@ -242,7 +243,7 @@ class AllReduceMethod:
 
     def global_avg(self) -> None:
         """Average the buffers; the parameters are equal anyway."""
-        average_module_(self.module, (), self._world)
+        average_module_(self.module, (), FrozenParameters((), self._world), self._world)
 
     def close(self) -> None:
         """Nothing is left to do: the group ends with its process."""

@@ -62,7 +62,8 @@ class PlainSteps:
         *,
         bucket_cap_mb: float,
     ) -> None:
-        buckets = make_buckets(module.named_parameters(), int(bucket_cap_mb * 2**20))
+        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        buckets = make_buckets(trained, int(bucket_cap_mb * 2**20))
         self._device = buckets[0].block.device
         self._bucket_bytes = tuple(bucket.block.nbytes for bucket in buckets)
         self._exchanges = [_PretendedExchange(bucket) for bucket in buckets]

@@ -35,22 +35,16 @@ def test_values_survive_and_share_one_aligned_block() -> None:
     assert all(not parameter.any() for parameter in bucket.parameters)
 
 
-def test_dtypes_and_frozen_parameters_have_buckets_of_their_own() -> None:
+def test_dtypes_have_buckets_of_their_own() -> None:
     parameters = [
         *((f"single{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), (4,)))),
         *((f"double{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), dtype=torch.float64))),
         *((f"half{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), dtype=torch.bfloat16))),
     ]
-    parameters[0][1].requires_grad_(False)
-    buckets = make_buckets(parameters, cap_bytes=10**6)
-    assert [bucket.names for bucket in buckets] == [("half0",), ("double0",), ("single1",), ("single0",)]
-    assert [bucket.trainable for bucket in buckets] == [True, True, True, False]
-    assert [bucket.block.dtype for bucket in buckets] == [
-        torch.bfloat16,
-        torch.float64,
-        torch.float32,
-        torch.float32,
-    ]
+    buckets = make_buckets(parameters, cap_bytes=10**6, first_index=5)
+    assert [bucket.names for bucket in buckets] == [("half0",), ("double0",), ("single1", "single0")]
+    assert [bucket.index for bucket in buckets] == [5, 6, 7]
+    assert [bucket.block.dtype for bucket in buckets] == [torch.bfloat16, torch.float64, torch.float32]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def test_another_world_size_starts_from_the_mean(old: int, new: int, tmp_path: P
             rows = torch.stack([rank[name] for rank in saved])
             if tensor.is_floating_point() and not name.endswith(" step"):
                 torch.testing.assert_close(tensor, rows.double().mean(0).to(tensor.dtype))
-                assert not torch.equal(rows[0], rows[-1]) or old == 1 or name.startswith("frozen")
+                # Nothing trains the one, and batch norm takes away what the other adds.
+                assert not torch.equal(rows[0], rows[-1]) or old == 1 or name in ("frozen", "first.bias")
             else:
                 assert torch.equal(tensor, rows[0]), name
         assert_same(state, loaded[0][0])

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import gossip
-from gossip import CheckpointError, launch
-from gossip.checkpoints import exporting
+from gossip import CheckpointError, digests, launch
 
 
 class Everything(DroppingNet):
@@ -31,7 +30,7 @@ class Everything(DroppingNet):
 
 
 def export_while_training(folder: str) -> None:
-    exporting._CHUNK_BYTES = 40  # several chunks, which do not end where rows do
+    digests.CHUNK_BYTES = 40  # several chunks, which do not end where rows do
     undisturbed = make_model(module=Everything, topology="exponential")
     for _ in range(5):
         one_step(undisturbed)
