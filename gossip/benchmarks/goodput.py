@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from gossip.benchmarks.counters import InterfaceBytes
+from gossip.communication.gathering import gather_plain
 
 _WARM_UP_S = 0.4  # slow start, and what a token bucket had saved
 _WINDOW_S = 1.0
@@ -40,17 +42,18 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float) -> 
     ------
     OSError
         The peer cannot be reached.
+    ExchangeError
+        A rank did not take part in time.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     peer = rank ^ 1
     connection: socket.socket | None = None
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(timeout_s)
-        places: list[tuple[str, int] | None] = [None] * world_size
-        dist.all_gather_object(places, listener.getsockname())
+        patience = timedelta(seconds=timeout_s)
+        places = gather_plain(listener.getsockname(), "measuring what the links carry", patience)
         if peer < world_size:
-            place = places[peer]
-            assert place is not None
+            place = (str(places[peer][0]), int(places[peer][1]))
             connection = listener.accept()[0] if rank < peer else socket.create_connection(place, timeout=timeout_s)
     dist.barrier()
     if connection is None:

@@ -6,11 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from gossip.communication.gathering import gather_plain
+from gossip.launcher import DEFAULT_TIMEOUT
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
 _NUM_RANDOM_MATCHINGS = 3
@@ -98,9 +101,8 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
             continue
         latency_s = _latency_s(peer, device)
         mine.append(Link(rank, peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
-    everyone: list[list[Link]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return [link for links in everyone for link in links]
+    everyone = gather_plain([asdict(link) for link in mine], "gathering what the links took", DEFAULT_TIMEOUT)
+    return [Link(**link) for links in everyone for link in links]
 
 
 def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes: int, device: torch.device) -> float:
@@ -147,8 +149,7 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
         together_s = sending.result()
     steps_meanwhile = num_steps * together_s / computed_s
     mine = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
-    everyone: list[float | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather_plain(mine, "gathering what computing took from the links", DEFAULT_TIMEOUT)
     return statistics.fmean(each for each in everyone if each is not None)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip.communication.gathering import gather_plain
 from gossip.communication.shared_memory import machine
+from gossip.launcher import DEFAULT_TIMEOUT
 from gossip.probing.computing import PlainSteps, StepTimes
 from gossip.probing.links import Link, measure_contention, measure_links
 from gossip.simulation import Cluster, SlowRank, Workload
@@ -72,7 +73,8 @@ def measure(
     if dist.is_initialized():
         dist.barrier()
     plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
-    steps = _gather(plain.measure(num_steps))
+    measured = gather_plain(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
+    steps = [StepTimes(**{**each, "bucket_bytes": tuple(each["bucket_bytes"])}) for each in measured]
     workload = workload_of(steps)
     device = next(module.parameters()).device
     links: list[Link] = []
@@ -80,19 +82,11 @@ def measure(
         links = measure_links(message_bytes, device)
         step_s = workload.compute_s + workload.mix_s
         contention = measure_contention(plain.make, step_s, message_bytes, device)
-        workload = dataclasses.replace(workload, contention=contention)
-    machines = [str(each) for each in _gather(machine())]
+        workload = replace(workload, contention=contention)
+    machines = gather_plain(str(machine()), "telling which rank is on which machine", DEFAULT_TIMEOUT)
     local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
     return Measured(cluster, workload, local_size is not None, len(links) // 2)
-
-
-def _gather(mine: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def workload_of(steps: Sequence[StepTimes]) -> Workload:
