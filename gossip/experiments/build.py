@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from gossip.experiments.data import Data
 from gossip.experiments.loggers import Logger
 from gossip.experiments.partition import partition
 from gossip.experiments.settings import ConfigurationError, Settings, value_of
+from gossip.experiments.targets import OPTION, TARGET, check_targets
 from topologies import Topology
 
 _NEEDED_AT_THE_END = ("matplotlib", "rich")  # too late to find out then
@@ -90,34 +91,33 @@ def build(config: Mapping[str, Any]) -> Experiment:
         Something in it cannot be had; the text says what.
     """
     import_modules(config)
+    check_targets(config)
     settings = Settings.from_config(config)
-    data_config = dict(config["data"])
-    partition_config = data_config.pop("partition", {})
-    data: Data = _factory(data_config, "data")()
+    data: Data = _factory(config, "data", leaving_out=("partition",))()
     shards = Shards(
-        partition(data.train_labels, settings.world_size, seed=settings.seed, **partition_config),
+        partition(data.train_labels, settings.world_size, seed=settings.seed, **config["data"].get("partition", {})),
         batch_size=settings.batch_size,
         seed=settings.seed,
         repeats=settings.steps is not None,
     )
-    model = _factory(config["model"], "model")
+    model = _factory(config, "model")
     return Experiment(
         settings=settings,
         data=data,
         shards=shards,
         topology=make_topology(config, settings),
-        algorithm=resolve_algorithm(_factory(config["algorithm"], "algorithm")()),
+        algorithm=resolve_algorithm(_factory(config, "algorithm")()),
         compression=make_compression(config),
         make_module=lambda: model(data.input_shape, data.num_classes),
-        make_optimizer=_factory(config["optimizer"], "optimizer"),
-        make_scheduler=_factory(config["scheduler"], "scheduler"),
-        make_logger=_factory(config["logger"], "logger") if config["logger"].get("_target_") else None,
+        make_optimizer=_factory(config, "optimizer"),
+        make_scheduler=_factory(config, "scheduler"),
+        make_logger=_factory(config, "logger") if config["logger"].get("_target_") else None,
     )
 
 
 def make_compression(config: Mapping[str, Any]) -> Compression:
     """What goes on the wire."""
-    return resolve_compression(_factory(config["compression"], "compression")())
+    return resolve_compression(_factory(config, "compression")())
 
 
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
@@ -158,6 +158,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
     """
     try:
         import_modules(config)
+        check_targets(config)
         settings = Settings.from_config(config)
         make_topology(config, settings)
         for package in _NEEDED_AT_THE_END:
@@ -215,17 +216,19 @@ def _check_model_takes_data(module: nn.Module, data: Data) -> None:
         )
 
 
-def _factory(config: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """What ``config["_target_"]`` names, with the other entries as keyword arguments."""
+def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
+    """What ``config[key]["_target_"]`` names, with the other entries as keyword arguments."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    if not config.get("_target_"):
-        raise ConfigurationError(f"{key} has no _target_; choose one of the group's files, {key}=...")
+    section = {name: value for name, value in config[key].items() if name not in leaving_out}
+    if not section.get(TARGET):
+        raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
+    check_targets({key: section, OPTION: config.get(OPTION)})
     try:
-        factory: Callable[..., Any] = instantiate({**config, "_partial_": True}, _convert_="all")
+        factory: Callable[..., Any] = instantiate({**section, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         raise ConfigurationError(
-            f"{key}._target_={config['_target_']} cannot be imported: {error.__cause__ or error}"
+            f"{key}.{TARGET}={section[TARGET]} cannot be made: {error.__cause__ or error}"
         ) from error
     return factory

@@ -155,7 +155,10 @@ def read_overrides(folder: Path) -> list[str]:
     from omegaconf import OmegaConf
 
     path = folder / OVERRIDES_FILE
-    return [str(override) for override in OmegaConf.load(path)] if path.exists() else []
+    if not path.exists():
+        return []
+    overrides = OmegaConf.to_container(OmegaConf.load(path))  # as they are, not resolved
+    return [str(override) for override in overrides] if isinstance(overrides, list) else []
 
 
 def changed_versions(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from gossip.checkpoints.folder import find_checkpoints
 from gossip.errors import CheckpointError
 from gossip.experiments import folder as run_folder
 from gossip.experiments.settings import ConfigurationError
+from gossip.experiments.targets import OPTION, check_imports, trusted_names
 
 CHECKPOINT_FOLDER = "checkpoints"
 MAY_CHANGE = ("launch", "checkpoint", "profile")
@@ -63,6 +64,8 @@ def continued_configuration(
     except Exception as error:  # of omegaconf, of yaml, of the system
         raise ConfigurationError(f"{folder / run_folder.CONFIG_FILE} cannot be read: {error}") from error
     assert isinstance(config, dict)
+    check_imports(config.get("imports") or (), asked, str(folder / run_folder.CONFIG_FILE))
+    config[OPTION] = list(trusted_names(asked))  # a folder cannot say that it is to be trusted
     saved, now, without = (dict(_leaves(each)) for each in (config, asked, defaults))
     prefixes = tuple(keys)
     wanted = {

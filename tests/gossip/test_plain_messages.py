@@ -36,7 +36,9 @@ def unpickled(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PICKLING_MODULES:
             yield str(node.module)
         elif isinstance(node, ast.Attribute | ast.Name | ast.alias):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else node.name
+            name = (
+                node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else node.name
+            )
             if name in PICKLING_COLLECTIVES:
                 yield name
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from running import run_folders, train
 
-FAULTY = ("model._target_=faulty_models.FailingModel", "~model.hidden", "training.epochs=1", "launch.world_size=3")
+FAULTY = (
+    "model._target_=faulty_models.FailingModel",
+    "trusted_targets=[faulty_models]",
+    "~model.hidden",
+    "training.epochs=1",
+    "launch.world_size=3",
+)
 
 
 def test_train_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path) -> None:

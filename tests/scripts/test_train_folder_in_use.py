@@ -12,6 +12,7 @@ from gossip.experiments.folder import CONFIG_FILE, lock
 
 BLOCKED = (
     "model._target_=faulty_models.FailingModel",
+    "trusted_targets=[faulty_models]",
     "~model.hidden",
     "+model.how=block",
     "launch.world_size=2",

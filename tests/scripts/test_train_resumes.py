@@ -16,8 +16,10 @@ from gossip.experiments.records import read_jsonl
 pytestmark = pytest.mark.xdist_group("train_resumes")  # what its fixtures make is made once
 
 STOPS_AT = 12
+TRUSTED = "trusted_targets=[faulty_models]"
 RUN = (
     "model._target_=faulty_models.FailingModel",
+    TRUSTED,
     "~model.hidden",
     f"+model.step={STOPS_AT}",
     "+model.dropout=0.2",
@@ -62,7 +64,7 @@ def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    run = train(tmp_path, "resume=run", f"+model.once={tmp_path}/stopped", "training.epochs=1")
+    run = train(tmp_path, "resume=run", TRUSTED, f"+model.once={tmp_path}/stopped", "training.epochs=1")
     assert run.status == 0, run.stderr
     (warning,) = [line for line in run.stderr.splitlines() if " WARNING " in line]
     assert "checkpoint step_0000000010 is left out: rank 1: " in warning
@@ -82,6 +84,6 @@ def test_train_interrupted_run_leaves_whole_checkpoints(tmp_path: Path) -> None:
 
 def test_train_terminated_run_goes_on_under_torchrun(tmp_path: Path, whole: list[Any]) -> None:
     assert stopped(tmp_path, "terminate") == 143
-    run = train(tmp_path, "resume=run", torchrun=2)
+    run = train(tmp_path, "resume=run", TRUSTED, torchrun=2)
     assert run.status == 0, run.stderr
     assert result(tmp_path / "run") == whole

@@ -66,7 +66,12 @@ def command(
         (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535, got 99999"),
         (["launch.timeout_s=soon"], "error: launch.timeout_s must be a positive number, got 'soon'"),
         (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
-        (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model cannot be imported"),
+        (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
+        (
+            ["model._target_=nowhere.Model", "trusted_targets=[nowhere]"],
+            "error: model._target_=nowhere.Model cannot be imported: No module named 'nowhere'",
+        ),
+        (["trusted_targets=torch"], "error: trusted_targets='torch' is no list of packages; write trusted_targets=["),
         (["model._target_=null"], "error: model has no _target_"),
         (["optimizer.lr=-1"], "error: Invalid learning rate: -1"),
         (["data.partition.alpha=1"], "error: alpha=1 means nothing for scheme 'iid'"),
@@ -83,7 +88,8 @@ def command(
         (["algorithm.gamma=2"], "error: gamma must be between 0 and 1"),
         (
             ["algorithm._target_=torch.nn.Identity", "~algorithm.gamma"],
-            "error: algorithm must be a name or a gossip.Al",
+            "error: algorithm._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
+            "algorithm these are classes of gossip.algorithms.",
         ),
         (["clip_grad_norm=0"], "error: clip_grad_norm must be a positive number, got 0"),
         (["clip=globl"], "error: there is no clip=globl; did you mean global? Available: global, bucket"),

@@ -117,7 +117,7 @@ def test_methods_repeat_themselves_by_seed(tmp_path: Path, method: str) -> None:
     ],
 )
 def test_methods_name_the_rank_that_dies(tmp_path: Path, method: str, how: str, reason: str) -> None:
-    config = composed("training.epochs=1", "launch.world_size=3", f"method={method}")
+    config = composed("training.epochs=1", "launch.world_size=3", f"method={method}", "trusted_targets=[faulty_models]")
     config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": how}
     with pytest.raises(LaunchError) as caught:
         run(config, tmp_path / "run")

@@ -20,6 +20,7 @@ LAST_CHECKPOINT = 10
 SMALL = (
     "~model.hidden",
     "model._target_=faulty_models.FailingModel",
+    "trusted_targets=[faulty_models]",
     f"+model.step={FAILS_AT}",
     "+model.dropout=0.2",
     "training.epochs=2",

@@ -53,8 +53,9 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_tracing_shows_an_exchange_beside_the_next_forward(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    model = ("model._target_=faulty_models.LateModel", "~model.hidden", f"+model.step={LATE_STEP}")
-    traces = run(tmp_path / "run", *model, f"+model.pipe={pipe}", "topology=one_peer_exponential")
+    model = ("model._target_=faulty_models.LateModel", "trusted_targets=[faulty_models]")
+    late = ("~model.hidden", f"+model.step={LATE_STEP}", f"+model.pipe={pipe}")
+    traces = run(tmp_path / "run", *model, *late, "topology=one_peer_exponential")
     for events in traces:
         for name in (FORWARD, BACKWARD, "gossip::wait", "gossip::mix", "gossip::update", "gossip::send"):
             assert len(named(events, name)) == len(WINDOW), name
