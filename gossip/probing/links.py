@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication.gathering import gather_plain
-from gossip.launcher import DEFAULT_TIMEOUT
+from gossip.joining import DEFAULT_TIMEOUT
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
 _NUM_RANDOM_MATCHINGS = 3

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gossip.communication.gathering import gather_plain
 from gossip.communication.shared_memory import machine
-from gossip.launcher import DEFAULT_TIMEOUT
+from gossip.joining import DEFAULT_TIMEOUT
 from gossip.probing.computing import PlainSteps, StepTimes
 from gossip.probing.links import Link, measure_contention, measure_links
 from gossip.simulation import Cluster, SlowRank, Workload
