@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 
 import pytest
 import torch
@@ -81,6 +82,29 @@ def test_training_on_gpus_equals_training_on_cpus(
         assert distance == pytest.approx(expected_distance, rel=1e-6)
         for ours, theirs in zip(state, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@needs_a_gpu
+def test_parameters_on_a_gpu_have_storages_of_their_own() -> None:
+    device = torch.device("cuda", NUM_GPUS - 1)  # where there are several, not the current one
+    module = NormalisedNet().to(device)
+    lengths = [len(saved(module.state_dict())), len(saved(module.first.bias))]
+    sizes = {name: parameter.numel() * parameter.itemsize for name, parameter in module.named_parameters()}
+    with GossipDataParallel(module, SGD, bucket_cap_mb=TINY_BUCKETS) as model:
+        for edited in (False, True):
+            if edited:
+                module.first.bias.data = torch.ones(6, device=device)
+            model(torch.ones(8, 4, device=device)).square().mean().backward()
+            assert {name: each.untyped_storage().nbytes() for name, each in model.named_parameters()} == sizes
+            assert [len(saved(model.state_dict())), len(saved(module.first.bias))] == lengths
+            held = [bucket.block.data_ptr() for bucket in model._buckets]
+            assert {bucket.parameters[0].data_ptr() for bucket in model._buckets} == set(held)
+
+
+def saved(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
 
 
 def wrap_on_the_cpu() -> str:
