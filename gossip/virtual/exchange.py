@@ -51,7 +51,7 @@ class StackedExchange:
     ----------
     shards : sequence of Shard
     buckets : sequence of Bucket
-        Whose layout the first blocks of a shard have; further ones are float buffers, which are never compressed.
+        Whose layout the first blocks of a shard have; the others are float buffers, which are never compressed.
     optimizers : sequence of Optimizer
         Those with a ``pre_average_hook`` see every exchange, see :class:`gossip.UsesExchange`: of all replicas at once.
     topology : Topology
@@ -62,8 +62,8 @@ class StackedExchange:
     ----------
     in_flight : list of InFlight or None
         By block.
-    codecs : list of list of Codec
-        By bucket and rank; empty where messages are values.
+    codecs : dict of int to list of Codec
+        By block, and then by rank; none of blocks whose messages are values.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class StackedExchange:
         compression: Compression,
     ) -> None:
         self._shards = shards
-        self._buckets = buckets
+        self._buckets = dict(enumerate(buckets))  # by block
         self._topology = topology
         self._algorithm = algorithm
         self._compression = compression
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
         self.in_flight: list[InFlight | None] = []
-        self.codecs: list[list[Codec]] = []
+        self.codecs: dict[int, list[Codec]] = {}
         self._known_rows: KnownRows = {}
         self._codec_bytes = 0.0  # in the newest round, the mean over ranks
         self._values_sent: list[tuple[Round, bool, int]] = []  # round, whether summed on the wire, bytes of a message
@@ -100,17 +100,29 @@ class StackedExchange:
     def forget(self) -> None:
         """Drop what is in flight and what codecs remember."""
         self.drop()
-        ranks = range(self._topology.world_size)
-        if len(ranks) > 1 and self._compression.messages(self._shards[0].blocks[0][:1]) is None:
-            self.codecs = [
-                [
-                    self._compression.codec(BucketShape(bucket.index, block, bucket.shape.views), rank)
-                    for block, rank in zip(self._rows(bucket.index), ranks, strict=True)
-                ]
-                for bucket in self._buckets
-            ]
-            if self._readers and any(codec.sent is None for codecs in self.codecs for codec in codecs):
-                raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
+        self.codecs = {index: codecs for index in self._buckets if (codecs := self._make_codecs(index))}
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Exchange these too, whose blocks the shards have got, from the round of this step on."""
+        for bucket in buckets:
+            index = len(self.in_flight)
+            self.in_flight.append(None)
+            self._buckets[index] = bucket
+            if codecs := self._make_codecs(index):
+                self.codecs[index] = codecs
+
+    def _make_codecs(self, index: int) -> list[Codec]:
+        """One for each rank; none where messages are values."""
+        ranks, bucket = range(self._topology.world_size), self._buckets[index]
+        if len(ranks) == 1 or self._compression.messages(self._shards[0].blocks[index][:1]) is not None:
+            return []
+        codecs = [
+            self._compression.codec(BucketShape(bucket.index, block, bucket.shape.views), rank)
+            for block, rank in zip(self._rows(index), ranks, strict=True)
+        ]
+        if self._readers and any(codec.sent is None for codec in codecs):
+            raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
+        return codecs
 
     def _rows(self, index: int) -> list[torch.Tensor]:
         """Each rank's values in a block."""
@@ -131,10 +143,10 @@ class StackedExchange:
         if round_.is_identity:
             return
         for index in range(len(self.in_flight)):
-            if self.codecs and index < len(self._buckets):
+            if index in self.codecs:
                 self.in_flight[index] = self._talk(index, round_, step)
                 continue
-            compression = self._compression if index < len(self._buckets) else Uncompressed()
+            compression = self._compression if index in self._buckets else Uncompressed()
             blocks = [shard.blocks[index] for shard in self._shards]
             messages = [_values(compression, block) for block in blocks]
             wide = accumulation_dtype(blocks[0].dtype)
@@ -174,7 +186,7 @@ class StackedExchange:
                     difference[refused] = 0
                     num_refused[shard.ranks.start : shard.ranks.stop] += refused.cpu()
                 self._algorithm.combine_(block, difference, in_flight.round_index)
-                if self.codecs and index < len(self._buckets):
+                if index in self.codecs:
                     for gap in self._buckets[index].padding:
                         block[:, gap] = 0
         written(self._shards)
@@ -196,14 +208,15 @@ class StackedExchange:
                 }
                 for each in self.in_flight
             ],
-            "codecs": [[codec.state_dict() for codec in codecs] for codecs in self.codecs],
+            "codecs": [[codec.state_dict() for codec in codecs] for codecs in self.codecs.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Take over what :meth:`state_dict` gave; False if it is of other blocks, and then nothing is."""
         sizes = [shard.blocks[index].shape[1] for shard in self._shards[:1] for index in range(len(self.in_flight))]
         saved = state["in_flight"]
-        if len(saved) != len(sizes) or [len(each) for each in state["codecs"]] != [len(each) for each in self.codecs]:
+        own = list(self.codecs.values())
+        if len(saved) != len(sizes) or [len(each) for each in state["codecs"]] != [len(each) for each in own]:
             return False
         if any(
             each is not None and each["differences"].shape[1] != size for each, size in zip(saved, sizes, strict=True)
@@ -213,9 +226,9 @@ class StackedExchange:
             if entry is not None:
                 sent = None if entry["sent"] is None else self._dealt(entry["sent"])
                 self.in_flight[index] = InFlight(entry["round"], self._dealt(entry["differences"]), sent)
-        for codecs, states in zip(self.codecs, state["codecs"], strict=True):
-            for codec, own in zip(codecs, states, strict=True):
-                codec.load_state_dict(own)
+        for codecs, states in zip(own, state["codecs"], strict=True):
+            for codec, remembered in zip(codecs, states, strict=True):
+                codec.load_state_dict(remembered)
         return True
 
     def _dealt(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -234,7 +247,7 @@ class StackedExchange:
 
     def _show(self, index: int, in_flight: InFlight) -> None:
         """Call the optimizers' pre_average_hook for their parameters in a bucket."""
-        if in_flight.sent is None or index >= len(self._buckets):
+        if in_flight.sent is None or index not in self._buckets:
             return
         bucket, round_ = self._buckets[index], self._topology.round(in_flight.round_index)
         for optimizer in self._readers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from gossip.buckets import Bucket
 from gossip.buffers import is_averaged
+from gossip.digests import memory_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,17 +23,18 @@ class Shard:
     ranks : range
     device : torch.device
     parameters : mapping of str to Parameter, [k, *shape]
-        By the bare module's names: views of ``blocks``.
+        By the bare module's names: views of ``blocks``, but for those that are frozen.
     buffers : dict of str to Tensor, [k, *shape]
-    blocks : tuple of Tensor, [k, numel]
-        What is exchanged: one per bucket of parameters, then one per float buffer, if those are mixed.
+    blocks : list of Tensor, [k, numel]
+        What is exchanged: one per bucket of parameters, one per float buffer, if those are mixed, and one per bucket of
+        parameters that were unfrozen later.
     """
 
     ranks: range
     device: torch.device
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    blocks: tuple[torch.Tensor, ...]
+    blocks: list[torch.Tensor]
 
     def rows(self, first: int, stop: int) -> slice:
         """The rows of the ranks from ``first`` to ``stop`` that are here."""
@@ -54,7 +57,7 @@ def make_shards(
     ----------
     module : Module
     buckets : sequence of Bucket
-        Of its parameters; their layout becomes that of every row.
+        Of its parameters, but for those that are frozen; their layout becomes that of every row.
     world_size : int
     devices : sequence of torch.device
         At most as many as there are ranks; one may come several times.
@@ -72,11 +75,14 @@ def make_shards(
                 bucket.names, bucket.parameters, stacked_views(bucket, block), strict=True
             ):
                 parameters[name] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-        names = [name for name, _ in module.named_parameters()]
+        every = {
+            name: parameters[name] if name in parameters else _frozen(parameter, ranks, device)
+            for name, parameter in module.named_parameters()
+        }
         buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in module.named_buffers()}
         if mixes_buffers:
             blocks += [_flat(buffer) for buffer in buffers.values() if is_averaged(buffer) and buffer.numel()]
-        shards.append(Shard(ranks, device, {name: parameters[name] for name in names}, buffers, tuple(blocks)))
+        shards.append(Shard(ranks, device, every, buffers, blocks))
     return tuple(shards)
 
 
@@ -112,6 +118,19 @@ def mean_of(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
     return (total / sum(map(len, stacks))).to(stacks[0].dtype)
 
 
+def distance_from_mean(shards: Sequence[Shard]) -> tuple[float, float]:
+    """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
+    square, mean_square = 0.0, 0.0
+    for name in shards[0].parameters:
+        stacks = [shard.parameters[name].detach() for shard in shards]
+        mean = mean_of(stacks)
+        mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
+        for stack in stacks:
+            square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
+    distance = math.sqrt(square / shards[-1].ranks.stop)
+    return distance, distance / math.sqrt(mean_square) if mean_square else 0.0
+
+
 @torch.no_grad()
 def load_into(
     module: nn.Module, shards: Sequence[Shard], choose: Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -125,6 +144,14 @@ def load_into(
 
 def _repeated(values: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
     return values.detach().to(device).expand(count, *values.shape).clone(memory_format=torch.contiguous_format)
+
+
+def _frozen(parameter: nn.Parameter, ranks: range, device: torch.device) -> nn.Parameter:
+    """The stack of a parameter that is in no bucket, each row with the order of dimensions in memory that it has."""
+    order = memory_order(parameter)
+    rows = _repeated(parameter.permute(order), len(ranks), device)
+    inverse = sorted(range(parameter.dim()), key=order.__getitem__)
+    return nn.Parameter(rows.permute(0, *(1 + dim for dim in inverse)), requires_grad=False)
 
 
 def _flat(buffer: torch.Tensor) -> torch.Tensor:

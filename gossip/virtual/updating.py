@@ -64,11 +64,17 @@ class StackedUpdater:
         self._stacks = stacks
         self._num_held = num_held(optimizers)
         self._clip_grad_norm = clip_grad_norm
-        clips_all = clip_grad_norm is not None and clip == "global"
-        self._names = [list(shards[0].parameters)] if clips_all else [list(bucket.names) for bucket in buckets]
+        self._clips_all = clip_grad_norm is not None and clip == "global"
+        self._names = [list(shards[0].parameters)] if self._clips_all else []
+        self.add(buckets)
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
         self._reached: dict[str, torch.Tensor] = {}  # of parameters of replicas that ran one by one: which ranks', [n]
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Update these parameters too."""
+        if not self._clips_all:
+            self._names += [list(bucket.names) for bucket in buckets]
 
     def note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
         """Keep the scale for those ranks that have none yet; for the others return what makes up the difference."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,7 +18,7 @@ from gossip.arguments import resolve_topology
 from gossip.autograd import refuse_compiled_autograd
 from gossip.bucket_optimizer import OptimizerArgument
 from gossip.buckets import make_buckets
-from gossip.buffers import is_averaged
+from gossip.buffers import is_averaged, make_buffer_buckets
 from gossip.checkpoints.rng import restore_rng_states, rng_states
 from gossip.compression.codec import Compression
 from gossip.compression.names import resolve_compression
@@ -29,6 +28,7 @@ from gossip.virtual.arguments import check_choice, check_integer, check_update, 
 from gossip.virtual.batches import count_samples, divide, gather, scatter
 from gossip.virtual.calls import ReplicaCalls
 from gossip.virtual.exchange import StackedExchange
+from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.saved import (
     check_fits,
     load_module_state,
@@ -38,7 +38,7 @@ from gossip.virtual.saved import (
     read_state,
     write_state,
 )
-from gossip.virtual.shards import Shard, load_into, make_shards, mean_of, rows_of, written
+from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_shards, mean_of, rows_of, written
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.updating import StackedUpdater, along_rows
 from topologies import Topology
@@ -161,8 +161,11 @@ class VirtualWorkers:
         self.step = 0
         self._dim = dim
         self._reduces_by_mean = loss_reduction == "mean"
-        self._buckets = make_buckets(module.named_parameters(), int(min(bucket_cap_mb, 2**40) * 2**20))
-        self._shards = make_shards(module, self._buckets, world_size, chosen, mixes_buffers=buffers == "average")
+        cap_bytes = int(min(bucket_cap_mb, 2**40) * 2**20)
+        buckets = make_buckets([each for each in module.named_parameters() if each[1].requires_grad], cap_bytes)
+        self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
+        num_buffer_buckets = len(make_buffer_buckets(module, len(buckets))) if buffers == "average" else 0
+        self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + num_buffer_buckets)
         stacks = {
             id(parameter): [shard.parameters[name] for shard in self._shards]
             for name, parameter in module.named_parameters()
@@ -170,11 +173,11 @@ class VirtualWorkers:
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
         self._updater = StackedUpdater(
-            self._shards, self._buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
+            self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
         )
         self._calls = ReplicaCalls(module, self._updater.note_reached)
         self._exchange = StackedExchange(
-            self._shards, self._buckets, self._optimizers, self.topology, self.algorithm, self.compression
+            self._shards, buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
         self._synchronise = True
         self._is_averaged = False
@@ -360,6 +363,7 @@ class VirtualWorkers:
                 f"step {self.step}: inside averaged() the replicas cannot be trained; leave the block first"
             )
         self._updater.stack_new_groups()
+        self._unfreeze(self._frozen.unfrozen())
         refused = self._exchange.combine_()
         skipped = self._updater.apply(self.step)
         self._exchange.send(self.step)
@@ -369,20 +373,17 @@ class VirtualWorkers:
         self._newest = self.step, int(skipped.sum()), int((refused > 0).sum())
         self.step += 1
 
+    def _unfreeze(self, names: Sequence[str]) -> None:
+        buckets = self._frozen.release(names)
+        self._updater.add(buckets)
+        self._exchange.add(buckets)
+
     # ------------------------------------------------------------------ averaging
 
     @torch.no_grad()
     def consensus_distance(self) -> tuple[float, float]:
         """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
-        square, mean_square = 0.0, 0.0
-        for name in self._shards[0].parameters:
-            stacks = [shard.parameters[name].detach() for shard in self._shards]
-            mean = mean_of(stacks)
-            mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
-            for stack in stacks:
-                square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
-        distance = math.sqrt(square / self.world_size)
-        return distance, distance / math.sqrt(mean_square) if mean_square else 0.0
+        return distance_from_mean(self._shards)
 
     @torch.no_grad()
     def global_avg(self) -> None:
@@ -429,6 +430,7 @@ class VirtualWorkers:
             "num_bad_steps": self._updater.num_bad_steps.clone(),
             "scales": self._updater.scales.clone(),
             "compression": self.compression.describe(),
+            "unfrozen": [list(names) for names in self._frozen.released],
             **module_state(self._shards),
             "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
             **self._exchange.state_dict(),
@@ -452,6 +454,8 @@ class VirtualWorkers:
         self._updater.drop_gradients()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, copy.deepcopy(saved), len(self._shards), self.world_size)
+        for names in state.get("unfrozen", ()):
+            self._unfreeze(names)
         self.step = state["step"]
         self._exchange.forget()
         left_out = restore_rng_states(state["rng"])

@@ -52,6 +52,7 @@ class Separate:
         self.optimizers = [each if isinstance(each, tuple) else (each,) for each in made]
         self.topology = topologies.build(topology, world_size) if isinstance(topology, str) else topology
         self.step = 0
+        self._trained: set[int] = set()  # what has required no gradient so far is not exchanged
         self._combines_first = combines_first
         self._clip = clip
 
@@ -73,6 +74,9 @@ class Separate:
             self._clip(self.modules[rank])
             for optimizer in self.optimizers[rank]:
                 optimizer.step()
+        for number, parameter in enumerate(self.modules[0].parameters()):
+            if parameter.requires_grad:
+                self._trained.add(number)
         if self._combines_first:
             self._mix(self.step)
         for module in self.modules:
@@ -82,7 +86,9 @@ class Separate:
     @torch.no_grad()
     def _mix(self, step: int) -> None:
         matrix = torch.from_numpy(self.topology.round(step).matrix())
-        for each in zip(*(module.parameters() for module in self.modules), strict=True):
+        for number, each in enumerate(zip(*(module.parameters() for module in self.modules), strict=True)):
+            if number not in self._trained:
+                continue
             mixed = torch.tensordot(matrix, torch.stack(each).double(), 1)
             for parameter, values in zip(each, mixed, strict=True):
                 parameter.copy_(values)

@@ -353,3 +353,60 @@ def interrupted(folder: str, options: dict[str, Any]) -> None:
 )
 def test_a_run_that_unfroze_resumes_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     launch(interrupted, str(tmp_path), options, world_size=3)
+
+
+# ---------------------------------------------------------------- virtual workers
+
+
+def thaw_stacks(workers: gossip.VirtualWorkers, step: int) -> None:
+    for name, stack in workers.named_parameters():
+        if (name.startswith("2.") and step >= THAW_STEP) or (name == "0.bias" and step >= THAW_STEP + 1):
+            stack.requires_grad_(True)
+
+
+def unfreezing_real(compression: str | None) -> tuple[list[torch.Tensor], list[int]]:
+    model = make_model(topology="ring", compression=compression, bucket_cap_mb=1e-4)
+    sent = []
+    for step in range(NUM_STEPS):
+        thaw(model, step)
+        step_of(model, step)
+        sent.append(model.stats().bytes_sent)  # type: ignore[union-attr]
+    values = [parameter.detach().clone() for parameter in model.module.parameters()]
+    model.close()
+    return values, sent
+
+
+@pytest.mark.parametrize("compression", [None, "int8", "choco"])
+def test_virtual_workers_unfreeze_as_processes_do(compression: str | None) -> None:
+    found = launch(unfreezing_real, compression, world_size=4)
+    options = {"compression": compression, "bucket_cap_mb": 1e-4, "devices": ["cpu", "cpu"]}
+    workers = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)
+    resumed = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)
+    for step in range(NUM_STEPS):
+        thaw_stacks(workers, step)
+        mean_square(workers, batch(step)).backward()
+        if compression is None:  # else some of a step's bytes follow in the next one
+            assert workers.stats().bytes_sent == sum(sent[step] for _, sent in found) / 4  # type: ignore[union-attr]
+        if step == THAW_STEP + 1:
+            resumed.load_state_dict(workers.state_dict())
+        if step > THAW_STEP + 1:
+            thaw_stacks(resumed, step)
+            mean_square(resumed, batch(step)).backward()
+    for rank, (values, _) in enumerate(found):
+        both = zip(workers.replica(rank).parameters(), resumed.replica(rank).parameters(), strict=True)
+        for value, (parameter, again) in zip(values, both, strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=1e-11, atol=1e-11)
+            assert torch.equal(parameter, again)
+
+
+def test_frozen_stacks_are_not_mixed_but_averaged() -> None:
+    workers = gossip.VirtualWorkers(make_module(), 2, SGD, "complete", devices=["cpu"])
+    stack = dict(workers.named_parameters())["2.weight"]
+    with torch.no_grad():
+        stack[1] += 1
+    before = stack.detach().clone()
+    for step in range(2):
+        mean_square(workers, batch(step)).backward()
+    assert torch.equal(stack, before)
+    with workers.averaged() as module:
+        torch.testing.assert_close(module[2].weight, before.mean(0))  # type: ignore[index]

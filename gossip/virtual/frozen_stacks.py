@@ -1,0 +1,63 @@
+"""Stacks of parameters that nothing trains: equal in all replicas, and not exchanged until they are unfrozen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from gossip.buckets import Bucket, make_buckets
+from gossip.virtual.shards import Shard, stacked_views
+
+
+class FrozenStacks:
+    """What :class:`gossip.frozen.FrozenParameters` is to one rank, for all replicas at once.
+
+    Parameters
+    ----------
+    module : Module
+    shards : sequence of Shard
+    cap_bytes : int
+        What a bucket of one replica's parameters may hold.
+    num_buckets : int
+        How many a process has already, those of buffers included: noise is drawn by a bucket's index.
+
+    Attributes
+    ----------
+    released : list of list of str
+        Names of the parameters that were unfrozen, those of one step together.
+    """
+
+    def __init__(self, module: nn.Module, shards: Sequence[Shard], cap_bytes: int, num_buckets: int) -> None:
+        named = module.named_parameters()
+        self._parameters = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        self._shards = shards
+        self._cap_bytes = cap_bytes
+        self._num_buckets = num_buckets
+        self.released: list[list[str]] = []
+
+    def unfrozen(self) -> list[str]:
+        """Those whose stacks require a gradient by now."""
+        return [
+            name for name in self._parameters if any(shard.parameters[name].requires_grad for shard in self._shards)
+        ]
+
+    @torch.no_grad()
+    def release(self, names: Collection[str]) -> tuple[Bucket, ...]:
+        """Move the stacks of those of these parameters that are still frozen into blocks, which the shards get too."""
+        names = [name for name in self._parameters if name in names]
+        if not names:
+            return ()
+        self.released.append(names)
+        parameters = [(name, self._parameters.pop(name)) for name in names]
+        buckets = make_buckets(parameters, self._cap_bytes, self._num_buckets)
+        self._num_buckets += len(buckets)
+        for shard in self._shards:
+            for bucket in buckets:
+                block = bucket.block.new_zeros(len(shard.ranks), bucket.block.numel(), device=shard.device)
+                for name, view in zip(bucket.names, stacked_views(bucket, block), strict=True):
+                    view.copy_(shard.parameters[name])
+                    shard.parameters[name].data = view
+                shard.blocks.append(block)
+        return buckets
