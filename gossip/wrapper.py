@@ -128,11 +128,7 @@ class GossipDataParallel(ModuleFace):
 
     Between steps ``module`` holds x(t); what is in flight is not applied to it. Edits between steps (in-place writes,
     ``load_state_dict``, ``p.data = ...``) are kept. A deep copy or an unpickled model is detached: it has the module,
-    but no optimizer, hooks or communication.
-
-    Parameters lie side by side in the memory of their buckets, each with a storage of its own, so that whatever saves
-    them (``torch.save``, safetensors, accelerate) writes each as from the bare module. Other processes see no later
-    steps of what is sent to them through ``torch.multiprocessing``: send clones, whenever they are wanted.
+    but no optimizer, hooks or communication. To other processes send clones: what they share sees no later step.
 
     An update whose gradients are not finite is skipped, and messages that are not finite are refused; both are counted
     in :meth:`stats` and, 16 steps in a row, an error. (On a GPU neither is checked: it would hold up the host.)
