@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,10 +18,12 @@ from loguru import logger
 from gossip import fork_server
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, LaunchError
+from gossip.experiments import attempts, resuming
 from gossip.experiments import folder as run_folder
-from gossip.experiments import resuming
+from gossip.experiments.attempts import State
 from gossip.experiments.config_errors import explain
 from gossip.experiments.job import reason, run_job
+from gossip.experiments.progress import configure_logging
 from gossip.experiments.settings import ConfigurationError
 from gossip.experiments.summary import percent
 from gossip.experiments.table import print_run
@@ -130,7 +133,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
             errors.append(error)
 
     sweeper.register()
-    OmegaConf.register_new_resolver("gossip.run_folder", resuming.folder_to_use, replace=True)
+    OmegaConf.register_new_resolver("gossip.run_folder", _FolderChoice(), replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
     hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
     if errors:
@@ -155,11 +158,20 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
         config = _plain(hydra_config)
         if dist.is_initialized():
             config["launch"]["world_size"] = dist.get_world_size()
+        state = State.BEGIN
+        if config.get("resume") is not None and in_sweep:
+            raise ConfigurationError("resume=... goes on with one run; leave out -m")
+        if not in_sweep and _is_to_go_on_if_it_can(config.get("resume")):
+            state = State[_said_by_rank_0(lambda: attempts.state_of(folder).name, "looking into the run folder")]
+            config["resume"] = str(folder) if state is State.GO_ON else None
+        if state is State.ENDED:
+            configure_logging(dist.get_rank() if dist.is_initialized() else 0)
+            logger.info("the run in {} has ended: there is nothing left to do", folder)
+            return
         if config.get("resume") is not None:
-            if in_sweep:
-                raise ConfigurationError("resume=... goes on with one run; leave out -m")
             config = _resumed(config, folder, overrides, str(settings.job.config_name))
-        summary = run_job(config, folder, overrides)
+        overrides = [override for override in overrides if not override.startswith("resume=")]
+        summary = run_job(config, folder, overrides, again=state is State.BEGIN_AGAIN)
     except Exception as error:
         if not in_sweep:
             raise
@@ -176,6 +188,28 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
         print_run(summary, folder)
 
 
+def _is_to_go_on_if_it_can(resume: str | None) -> bool:
+    """Whether the run may have begun already, in an attempt that did not end well."""
+    return resume == attempts.AUTO or (resume is None and attempts.restarter() is not None)
+
+
+class _FolderChoice:
+    """The folder of the run, for the configuration to ask for: chosen once, by rank 0. The first call is collective."""
+
+    def __init__(self) -> None:
+        self._found: str | None = None
+
+    def __call__(self, output_root: str, name: str, resume: str | None, *, _root_: Any) -> str:
+        if not _is_to_go_on_if_it_can(resume):
+            return resuming.folder_to_use(output_root, name, resume)
+        if self._found is None:
+            asked = {str(key): _plain_value(_root_[key]) for key in _root_ if key != "hydra"}
+            self._found = _said_by_rank_0(
+                lambda: str(attempts.find(Path(output_root), asked) or f"{output_root}/{name}"), "choosing a run folder"
+            )
+        return self._found
+
+
 def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_name: str) -> dict[str, Any]:
     """The configuration of the run that goes on in ``folder``."""
     from hydra import compose
@@ -188,6 +222,12 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
         keys.append("launch.world_size")  # whoever started the ranks has set it
     defaults = _plain(compose(config_name), complete=False)
     return resuming.continued_configuration(folder, asked, defaults, keys)
+
+
+def _plain_value(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
@@ -213,7 +253,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
 
     rank = dist.get_rank()
     try:
-        os.environ[NAME_VARIABLE] = _name_of_rank_0()
+        os.environ[NAME_VARIABLE] = _said_by_rank_0(run_folder.new_name, "agreeing on a run folder")
         if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
             raise ConfigurationError(
                 f"a sweep (-m) cannot run under {placement.starter}, which starts the ranks of one run; start the "
@@ -244,11 +284,12 @@ def _report_rank(error: BaseException, rank: int) -> int:
     return FAILED
 
 
-def _name_of_rank_0() -> str:
+def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
+    """What ``text`` returns on rank 0. Collective."""
     world = World(DEFAULT_TIMEOUT)
-    names = world.gather_bytes(run_folder.new_name().encode(), "agreeing on a run folder")
+    texts = world.gather_bytes(text().encode() if world.rank == 0 else b"", what)
     world.close()
-    return names[0].decode()
+    return texts[0].decode()
 
 
 def _terminate(signal_number: int, _: FrameType | None) -> None:

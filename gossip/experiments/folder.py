@@ -26,6 +26,7 @@ CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.yaml"
 SUMMARY_FILE = "summary.json"
 VERSIONS_FILE = "versions.json"
+STARTED_BY_FILE = "started_by.json"
 LOCK_FILE = "run.lock"
 _PACKAGES = (
     "gossip-training",
@@ -139,6 +140,18 @@ def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
     except OSError as error:
         raise _cannot_be_written(folder, error) from error
     _write_json(folder / VERSIONS_FILE, versions())
+
+
+def clear(folder: Path) -> None:
+    """Forget a run that has left nothing to go on from, so that :func:`claim` can begin it again. Locked."""
+    for path in (folder / CONFIG_FILE, folder / SUMMARY_FILE, *folder.glob("rank*.jsonl")):
+        path.unlink(missing_ok=True)
+
+
+def sign(folder: Path, identities: Mapping[str, str]) -> None:
+    """Write down who would start this run again, and what they call it; nothing where nobody would."""
+    if identities:
+        _write_json(folder / STARTED_BY_FILE, identities)
 
 
 def update_config(folder: Path, config: Mapping[str, Any]) -> None:

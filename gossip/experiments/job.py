@@ -16,8 +16,8 @@ from loguru import logger
 from gossip import fork_server
 from gossip.communication.world import World
 from gossip.errors import LaunchError
+from gossip.experiments import attempts, resuming
 from gossip.experiments import folder as run_folder
-from gossip.experiments import resuming
 from gossip.experiments.build import check
 from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
@@ -36,7 +36,9 @@ PRELOAD = (
 """What workers need and the fork server imports for them."""
 
 
-def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def run_job(
+    config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = (), *, again: bool = False
+) -> dict[str, Any]:
     """Run one configuration to its end.
 
     With ``torch.distributed`` initialised (torchrun, srun) this process is one of the ranks, all of which call this,
@@ -50,6 +52,8 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
         Of this run alone; locked as long as it runs.
     overrides : sequence of str
         What the user set on the command line, for the summary.
+    again : bool
+        Whether the run begins in the folder of an attempt that left no checkpoint.
 
     Returns
     -------
@@ -75,10 +79,13 @@ def run_job(config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = 
         with _refused_by_all(world):
             if world.rank == 0:
                 until_the_end.enter_context(run_folder.lock(folder))
+                if again:
+                    run_folder.clear(folder)
                 if config.get("resume") is None:
                     run_folder.claim(folder, config, overrides)
                 else:
                     resuming.check_resumable(folder)
+                run_folder.sign(folder, attempts.identities())
         if config.get("resume") is not None:
             overrides = resuming.all_overrides(folder, overrides)
         return _run_in_folder(config, folder, overrides, world, started_at)

@@ -57,13 +57,7 @@ def continued_configuration(
     ConfigurationError
         What is asked for now is another run; the text names every key that differs, with both values.
     """
-    from omegaconf import OmegaConf
-
-    try:
-        config = OmegaConf.to_container(OmegaConf.load(folder / run_folder.CONFIG_FILE))
-    except Exception as error:  # of omegaconf, of yaml, of the system
-        raise ConfigurationError(f"{folder / run_folder.CONFIG_FILE} cannot be read: {error}") from error
-    assert isinstance(config, dict)
+    config = saved_configuration(folder)
     check_imports(config.get("imports") or (), asked, str(folder / run_folder.CONFIG_FILE))
     config[OPTION] = list(trusted_names(asked))  # a folder cannot say that it is to be trusted
     saved, now, without = (dict(_leaves(each)) for each in (config, asked, defaults))
@@ -89,7 +83,25 @@ def continued_configuration(
             for part in path:
                 target = target.setdefault(part, {})
             target[last] = now[key]
-    return {str(key): value for key, value in config.items()} | {"resume": str(asked["resume"])}
+    return config | {"resume": str(asked["resume"])}
+
+
+def saved_configuration(folder: Path) -> dict[str, Any]:
+    """With which the run in ``folder`` was begun, or has gone on. Local.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be read.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(folder / run_folder.CONFIG_FILE))
+    except Exception as error:  # of omegaconf, of yaml, of the system
+        raise ConfigurationError(f"{folder / run_folder.CONFIG_FILE} cannot be read: {error}") from error
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
 
 
 def check_resumable(folder: Path) -> None:

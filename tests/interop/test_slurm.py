@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ TRAIN = (sys.executable, str(REPOSITORY / "scripts" / "train.py"))
 MODELS = REPOSITORY / "tests" / "gossip" / "experiments"  # faulty_models.py
 TIMEOUT_S = 200
 TINY = ("training.epochs=1", "training.batch_size=60", "figures=false", "launch.num_threads=1")
+FAULTY = ("model._target_=faulty_models.FailingModel", "~model.hidden", "trusted_targets=[faulty_models]")
 
 pytestmark = [
     pytest.mark.root,
@@ -125,3 +128,29 @@ def test_killing_one_task_ends_all_and_names_it(tmp_path: Path, slurm: dict[str,
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert f"rank {killed}" in summary["reason"].partition("failed: ")[2]
+
+
+def test_requeued_job_goes_on_in_the_first_attempts_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+    once = ("+model.how=killed", f"+model.once={tmp_path}/killed", "checkpoint.every=2")
+    script = batch_script(
+        tmp_path,
+        "srun",
+        *map(shlex.quote, [*TRAIN, *TINY, *FAULTY, *once]),
+        '|| { [ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID && sleep 100; }',
+    )
+    command = ["sbatch", "--wait", "--requeue", "--ntasks=2", "--output=batch.out", "--open-mode=append", script]
+    batch = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while batch.poll() is None:
+        assert time.monotonic() < deadline, (tmp_path / "batch.out").read_text()
+        waiting = run(slurm, tmp_path, "squeue", "-h", "-t", "PENDING", "-o", "%i").stdout.split()
+        for job in waiting:  # SLURM would have a requeued job wait for two minutes
+            run(slurm, tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now")
+        time.sleep(0.2)
+    output = (tmp_path / "batch.out").read_text()
+    assert batch.returncode == 0, output
+    assert "step 2 is restored from" in output
+    (folder,) = (tmp_path / "outputs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"]) == ("completed", 2)
+    assert [record["step"] for record in read_jsonl(folder / "rank1.jsonl")] == list(range(summary["steps"]))

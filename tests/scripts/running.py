@@ -35,9 +35,9 @@ class Finished:
         return self.stderr.strip().splitlines()[-1]
 
 
-def train(folder: Path, *overrides: str, torchrun: int = 0) -> Finished:
+def train(folder: Path, *overrides: str, torchrun: int = 0, max_restarts: int = 0) -> Finished:
     """Run the script in ``folder``; with ``torchrun`` ranks under torchrun."""
-    with _start(folder, *overrides, torchrun=torchrun) as process:
+    with _start(folder, *overrides, torchrun=torchrun, max_restarts=max_restarts) as process:
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     return Finished(process.returncode, stdout, stderr, _group(process.pid))
 
@@ -61,8 +61,12 @@ def running(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
             process.communicate(timeout=TIMEOUT_S)
 
 
-def _start(folder: Path, *overrides: str, torchrun: int = 0, script: Path = TRAIN) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, *overrides: str, torchrun: int = 0, max_restarts: int = 0, script: Path = TRAIN
+) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    if max_restarts:
+        launcher.append(f"--max-restarts={max_restarts}")
     python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, *launcher, str(script), *overrides],

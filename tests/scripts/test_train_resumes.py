@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import train
+from running import run_folders, train
 
 from gossip.checkpoints.folder import check_sizes, read_manifest
 from gossip.experiments.records import read_jsonl
@@ -87,3 +87,26 @@ def test_train_terminated_run_goes_on_under_torchrun(tmp_path: Path, whole: list
     run = train(tmp_path, "resume=run", TRUSTED, torchrun=2)
     assert run.status == 0, run.stderr
     assert result(tmp_path / "run") == whole
+
+
+def test_train_restarted_by_torchrun_goes_on_in_the_first_attempts_folder(tmp_path: Path, whole: list[Any]) -> None:
+    fails_once = ("+model.how=raise", f"+model.once={tmp_path}/stopped")
+    run = train(tmp_path, *RUN, *fails_once, torchrun=2, max_restarts=1)
+    assert run.status == 0, run.stderr
+    assert (tmp_path / "stopped").exists()
+    (folder,) = run_folders(tmp_path)
+    assert "step 10 is restored from" in run.stderr
+    assert result(folder) == whole
+
+
+def test_train_resume_auto_goes_on_with_the_newest_run_of_this_configuration(tmp_path: Path, whole: list[Any]) -> None:
+    stops = ("+model.how=terminate", f"+model.once={tmp_path}/stopped")
+    assert train(tmp_path, *RUN, *stops, "resume=auto").status == 143  # there is none: it begins
+    run = train(tmp_path, *RUN, *stops, "resume=auto", "checkpoint.every=6")
+    assert run.status == 0, run.stderr
+    assert "step 10 is restored from" in run.stderr
+    (folder,) = run_folders(tmp_path)
+    assert result(folder) == whole
+    ended = train(tmp_path, *RUN, *stops, "resume=auto")
+    assert (ended.status, run_folders(tmp_path)) == (0, [folder])
+    assert "has ended: there is nothing left to do" in ended.stderr

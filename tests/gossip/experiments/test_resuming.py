@@ -10,6 +10,7 @@ import pytest
 from composing import composed
 
 from gossip.errors import LaunchError
+from gossip.experiments.attempts import State, state_of
 from gossip.experiments.folder import claim, read_overrides
 from gossip.experiments.job import run_job
 from gossip.experiments.records import read_jsonl
@@ -35,7 +36,7 @@ STEPS_PER_EPOCH = 7
 def interrupted(folder: Path, *overrides: str) -> dict[str, Any]:
     """Train until the model fails; the configuration that goes on in ``folder``."""
     config = composed(*SMALL, *overrides, f"+model.once={folder}.failed")
-    with pytest.raises(LaunchError, match=f"injected at step {FAILS_AT}"):
+    with pytest.raises(LaunchError, match="injected at step "):
         run_job(config, folder, ["first=1"])
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     return {**config, "resume": str(folder)}
@@ -109,6 +110,18 @@ def test_resumed_run_of_given_steps_is_as_long_on_other_ranks(tmp_path: Path) ->
     summary = run_job(config, tmp_path / "run")
     assert (summary["steps"], summary["world_size"]) == (17, 2)
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "rank0.jsonl")] == list(range(17))
+
+
+def test_run_without_a_checkpoint_begins_again_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(folder, "checkpoint.every=0", "training.epochs=1", "model.step=3")
+    assert state_of(folder, {}) is State.BEGIN_AGAIN
+    config = composed(*SMALL, "training.epochs=1", "checkpoint.every=0", "model.step=-1")
+    summary = run_job(config, folder, again=True)
+    assert summary["steps"] == STEPS_PER_EPOCH
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    assert [record["step"] for record in read_jsonl(folder / "rank1.jsonl")] == list(range(STEPS_PER_EPOCH))
+    assert state_of(folder, {}) is State.ENDED
 
 
 def test_run_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:

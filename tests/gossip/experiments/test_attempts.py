@@ -1,0 +1,79 @@
+"""Which run a process that was started again goes on with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from composing import composed
+
+from gossip.experiments.attempts import State, find, identities, restarter, state_of
+from gossip.experiments.folder import claim, sign, update_config, write_failure, write_summary
+
+FIRST = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
+REQUEUED = {**FIRST, "SLURM_RESTART_COUNT": "1"}
+
+
+def begun(root: Path, name: str, *overrides: str, by: dict[str, str] | None = None) -> Path:
+    """The folder of a run that was begun later than all others."""
+    folder = root / name
+    claim(folder, composed(*overrides))
+    sign(folder, identities(by or {}))
+    later = 1_000_000_000 + len(list(root.iterdir()))
+    os.utime(folder / "versions.json", (later, later))
+    return folder
+
+
+def test_restarter_is_who_counts_restarts() -> None:
+    assert restarter({}) is None
+    assert restarter({"TORCHELASTIC_RESTART_COUNT": "0"}) is None
+    assert restarter({"TORCHELASTIC_RESTART_COUNT": "2"}) == "torchrun"
+    assert restarter(REQUEUED | {"TORCHELASTIC_RESTART_COUNT": "0"}) == "SLURM"
+
+
+def test_identities_are_those_of_all_attempts() -> None:
+    assert identities({}) == {}
+    assert identities(FIRST) == identities(REQUEUED) == {"SLURM": "c 7"}
+    assert identities({"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "1"}) == {"torchrun": "mine"}
+    nameless = identities({"TORCHELASTIC_RUN_ID": "none"})  # the same for everybody who gives no id
+    assert str(os.getppid()) in nameless["torchrun"]
+
+
+def test_find_takes_the_newest_run_of_this_configuration(tmp_path: Path) -> None:
+    begun(tmp_path, "older", "seed=1")
+    newest = begun(tmp_path, "newer", "seed=1", "launch.world_size=2", "checkpoint.every=5")
+    begun(tmp_path, "another", "seed=2")
+    asked = composed("seed=1", "resume=auto", "checkpoint.every=7", f"output_root={tmp_path}")
+    assert find(tmp_path, asked, {}) == newest
+    write_summary(newest, {"status": "completed"})
+    assert find(tmp_path, asked, {}) == newest
+    update_config(newest, composed("seed=3"))
+    assert find(tmp_path, asked, {}) == tmp_path / "older"
+    assert find(tmp_path, composed("seed=4"), {}) is None
+    assert find(tmp_path / "nothing", asked, {}) is None
+
+
+def test_find_of_a_requeued_job_takes_none_but_its_own_run(tmp_path: Path) -> None:
+    own = begun(tmp_path, "own", by=FIRST)
+    begun(tmp_path, "of_another_job", by={**FIRST, "SLURM_JOB_ID": "8"})
+    begun(tmp_path, "by_hand")
+    (tmp_path / "damaged").mkdir()
+    for name in ("started_by.json", "versions.json", "config.yaml"):
+        (tmp_path / "damaged" / name).write_text("[")
+    assert find(tmp_path, composed(), REQUEUED) == own
+    assert find(tmp_path, composed("seed=1"), REQUEUED) is None
+    assert find(tmp_path, composed(), {**REQUEUED, "SLURM_JOB_ID": "9"}) is None
+
+
+def test_state_of_a_folder(tmp_path: Path) -> None:
+    assert state_of(tmp_path / "run", {}) is State.BEGIN
+    folder = begun(tmp_path, "run", by=FIRST)
+    write_failure(folder, {"status": "failed"})
+    assert state_of(folder, {}) is state_of(folder, REQUEUED) is State.BEGIN_AGAIN
+    (folder / "checkpoints" / ".step_0000000005.partial").mkdir(parents=True)
+    assert state_of(folder, {}) is State.BEGIN_AGAIN
+    (folder / "checkpoints" / "step_0000000005").mkdir()
+    assert state_of(folder, {}) is state_of(folder, REQUEUED) is State.GO_ON
+    assert state_of(folder, {**REQUEUED, "SLURM_JOB_ID": "8"}) is State.BEGIN  # which is then refused: it is taken
+    write_summary(folder, {"status": "completed"})
+    assert state_of(folder, {}) is State.ENDED
