@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,6 +42,37 @@ def refuse_compiled_autograd() -> None:
         )
 
 
+class BackwardPass:
+    """The backward pass that runs in this thread, watched from all threads.
+
+    One that is ended by an exception calls nobody, but lets go of what it would have called at its end. Threads tell
+    nothing: passes on a device run in autograd's own, passes of a checkpoint's inside another one.
+
+    Parameters
+    ----------
+    on_end : callable
+        Called when all gradients of the pass are there.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        def call() -> None:
+            on_end()
+
+        self._call = weakref.ref(call)  # autograd's is the only reference that lasts
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    @property
+    def is_under_way(self) -> bool:
+        """False once it has ended, or was ended."""
+        return self._call() is not None
+
+    def wait(self, patience: timedelta) -> None:
+        """Until it is no longer under way: a device's thread lets go a little after the error has been raised."""
+        end = time.monotonic() + patience.total_seconds()
+        while self.is_under_way and time.monotonic() < end:
+            time.sleep(0.001)
+
+
 class BackwardRange:
     """The profiler's range ``gossip::backward``, from the first hook of a backward pass to its end."""
 
@@ -57,6 +90,12 @@ class BackwardRange:
             self._open[1].__exit__(None, None, None)
         self._open = None
 
+
+DEAD_BACKWARD = (
+    "was ended by an exception; some buckets were updated and sent and others not: this rank cannot "
+    "go on, start again from a checkpoint. If it was about an in-place modification: of several backward passes in a "
+    "step put all but the last under no_sync(); a module that uses a detached weight twice needs step_in_backward=False"
+)
 
 TWO_MODELS = (
     "one backward pass makes steps of two models. If it only passes through one of them, as a GAN's generator loss "

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gossip.buckets import Bucket
+from gossip.errors import GossipError
 
 Users = Mapping[int, set[str]]
 """Names of the modules that read a parameter, by its id."""
@@ -148,6 +149,23 @@ class AwaitPoints:
             modules[name].register_forward_pre_hook(AwaitHook(self._combine, indices), prepend=True)
             for name, indices in awaited.items()
         ]
+
+
+def refuse_if_read(bucket: Any, where: str) -> None:
+    """Refuse a bucket that has gradients although its exchange was not combined before the forward pass.
+
+    Raises
+    ------
+    GossipError
+        Names the parameter.
+    """
+    for name, parameter in zip(bucket.names, bucket.parameters, strict=False):
+        if parameter.grad is not None:
+            raise GossipError(
+                f"{where}: parameter {name!r} was read before its exchange was combined, by none of the modules that "
+                "read it in the first forward pass; call the model itself, or use "
+                "algorithm='adapt_while_communicating'"
+            )
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from gossip.autograd import TWO_MODELS, BackwardRange, refuse_compiled_autograd, steps_another_model, tensors_in
-from gossip.await_points import AwaitPoints
+from gossip.autograd import (
+    DEAD_BACKWARD,
+    TWO_MODELS,
+    BackwardPass,
+    BackwardRange,
+    refuse_compiled_autograd,
+    steps_another_model,
+    tensors_in,
+)
+from gossip.await_points import AwaitPoints, refuse_if_read
 from gossip.bucket_optimizer import fire_step_hooks
 from gossip.buckets import make_buckets
 from gossip.errors import GossipError
 from gossip.foreign_optimizers import OptimizerWatch
 from gossip.frozen import FrozenParameters
+from gossip.gradient_hooks import GradientHooks
 from gossip.mixing import AnyBucket, Mixer
 from gossip.places import ParameterPlaces
 from gossip.stats import Meter, StepStats
@@ -28,6 +38,8 @@ from gossip.updating import Updater
 
 #: So many steps in a row with values that are not finite, and the training has gone wrong for good.
 MAX_NON_FINITE_STEPS = 16
+
+_LETTING_GO = timedelta(milliseconds=100)
 
 
 class StepEngine:
@@ -99,9 +111,10 @@ class StepEngine:
         self._num_bad_steps = 0
         self._has_warned = False
         self._backward_range = BackwardRange()
+        self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = self._backward_began = 0.0
         self._places = ParameterPlaces(module)
-        self._hooks: list[RemovableHandle] = []
+        self._gradient_hooks = GradientHooks(self._make_hook)
         self._hook_parameters(buckets)
         self._await_points = self._make_await_points()
 
@@ -110,15 +123,17 @@ class StepEngine:
     def begin_forward(self) -> None:
         """Check that a step can be made; notice a forward pass that is a checkpoint's, inside a backward pass."""
         refuse_compiled_autograd()
+        self._forward_began = time.perf_counter()
         if torch._C._current_graph_task_id() == -1:
             self.check_alive()
+            if self._progress.backward is not None:
+                return  # another thread's backward pass is under way: this forward pass is no part of the training
         elif self.synchronise:
             # The whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost.
             self._queue_callback()
         self.check_places()
         if self._steps_in_backward:
             self.frozen.hook(self._on_unfrozen_gradient)
-        self._forward_began = time.perf_counter()
 
     def check_places(self) -> None:
         """Take over parameters that were replaced in the module, or raise."""
@@ -142,22 +157,17 @@ class StepEngine:
             self._queue_callback()
 
     def _queue_callback(self) -> None:
-        if not self._progress.callback_is_queued:
-            self._progress.callback_is_queued = True
+        self._recover_from_dead_backward()
+        if self._progress.backward is None:
+            self._progress.backward = BackwardPass(self._on_backward_ended)
             self._backward_began = time.perf_counter()
             self._backward_range.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
 
     # ------------------------------------------------------------------ inside a backward pass
 
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
-        for bucket in buckets if self._steps_in_backward else ():
-            for place, parameter in enumerate(bucket.parameters):
-                requires_grad = parameter.requires_grad  # not if a checkpoint says that it is exchanged
-                parameter.requires_grad_(True)
-                hook = self._make_hook(bucket.index, place)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                parameter.requires_grad_(requires_grad)
+        if self._steps_in_backward:
+            self._gradient_hooks.add(buckets)
 
     def _on_unfrozen_gradient(self, parameter: torch.Tensor) -> None:
         """Its bucket is made when the step begins; it may be the only one that has a gradient."""
@@ -167,7 +177,7 @@ class StepEngine:
     def _make_hook(self, index: int, place: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
             progress = self._progress
-            if progress.has_gradients and self.synchronise:
+            if progress.is_counting and self.synchronise:
                 awaited = progress.awaited_gradients[index]
                 if len(awaited) > 1 and place in awaited:  # as nearly always, and called once per parameter and step
                     awaited.remove(place)
@@ -180,12 +190,17 @@ class StepEngine:
             if not self._progress.has_gradients:
                 self._on_first_gradient(parameter)
             progress = self._progress
+            if progress.may_release:
+                self._launch_ready()
             if progress.num_launched > index:
                 self._refuse_late_gradient(index, place)
             awaited = progress.awaited_gradients[index]
             awaited.discard(place)
             if not awaited and index == progress.num_launched and self._by_bucket:
-                self._launch_ready()
+                if self._gradient_hooks.are_followed(parameter, index, place):
+                    progress.withhold()  # as they shall find the gradient too; launched with the next one or at the end
+                else:
+                    self._launch_ready()
 
         return on_gradient
 
@@ -194,7 +209,7 @@ class StepEngine:
             parameter.grad = None
         self.check_usable()
         self._queue_callback()
-        self._progress.has_gradients = True
+        self._progress.count_gradients()
         if not self._has_warned and steps_another_model(self):
             self._has_warned = True
             logger.warning("rank {}: step {}: {}", self.rank, self.step, TWO_MODELS)
@@ -210,6 +225,7 @@ class StepEngine:
     def _launch_ready(self) -> None:
         with self.fatal():
             progress = self._progress
+            progress.count_gradients()
             while progress.num_launched < len(self.buckets):
                 if progress.awaited_gradients[progress.num_launched]:
                     break
@@ -222,7 +238,7 @@ class StepEngine:
         if progress.has_gradients:
             self.end_step()
         else:
-            progress.callback_is_queued = False  # the inputs' gradients only, or not ours to step
+            progress.backward = None  # the inputs' gradients only, or not ours to step
         progress.meter.backward_s += time.perf_counter() - self._backward_began
         self._backward_range.end()
 
@@ -347,7 +363,7 @@ class StepEngine:
         bucket.reclaim()
         self._check_was_combined(bucket)
         norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be under way
-        self.mixer.combine_(bucket, progress.meter)
+        self._mix(bucket)
         with self._watch.pause():
             self.updater.update_bucket(bucket, norm, progress.meter)
         self.mixer.send(bucket, self.step, progress.meter)
@@ -358,7 +374,7 @@ class StepEngine:
             bucket.reclaim()
             if looks_at_gradients:  # else they may be an older backward pass's
                 self._check_was_combined(bucket)
-            self.mixer.combine_(bucket, self._progress.meter)
+            self._mix(bucket)
 
     @torch.no_grad()
     def _send_all(self) -> None:
@@ -366,15 +382,12 @@ class StepEngine:
             self.mixer.send(bucket, self.step, self._progress.meter)
 
     def _check_was_combined(self, bucket: AnyBucket) -> None:
-        if not self.mixer.algorithm.combines_before_forward or self.mixer.in_flight[bucket.index] is None:
-            return
-        for name, parameter in zip(bucket.names, bucket.parameters, strict=False):
-            if parameter.grad is not None:
-                raise GossipError(
-                    f"rank {self.rank}: step {self.step}, bucket {bucket.index}: parameter {name!r} was read before "
-                    "its exchange was combined, by none of the modules that read it in the first forward pass; call "
-                    "the model itself, or use algorithm='adapt_while_communicating'"
-                )
+        if self.mixer.algorithm.combines_before_forward and self.mixer.in_flight[bucket.index] is not None:
+            refuse_if_read(bucket, f"rank {self.rank}: step {self.step}, bucket {bucket.index}")
+
+    def _mix(self, bucket: AnyBucket) -> None:
+        with self._lock:  # another thread's forward pass may be at it: wait until it is done
+            self.mixer.combine_(bucket, self._progress.meter)
 
     @contextlib.contextmanager
     def _stepping_optimizers(self) -> Iterator[None]:
@@ -428,11 +441,14 @@ class StepEngine:
     def _combine(self, indices: Sequence[int]) -> None:
         if torch._C._current_graph_task_id() != -1 or self.error is not None:
             return  # a checkpoint computes again what was computed with the values as they are
-        for index in indices:
-            if self.mixer.in_flight[index] is not None:
-                with self.fatal(), torch.inference_mode(False), torch.no_grad():
-                    self.buckets[index].reclaim()
-                    self.mixer.combine_(self.buckets[index], self._progress.meter)
+        if (backward := self._progress.backward) is not None and backward.is_under_way:
+            return  # in another thread: what it has sent already belongs to the next step
+        with self._lock:
+            for index in indices:
+                if self.mixer.in_flight[index] is not None:
+                    with self.fatal(), torch.inference_mode(False), torch.no_grad():
+                        self.buckets[index].reclaim()
+                        self._mix(self.buckets[index])
 
     def drop_in_flight(self) -> None:
         """Wait for what is in flight and forget it."""
@@ -469,8 +485,7 @@ class StepEngine:
             raise GossipError(
                 f"rank {self.rank}: no training or averaging after: {str(self.error) or repr(self.error)}"
             ) from self.error
-        if self._progress.callback_is_queued and torch._C._current_graph_task_id() == -1:
-            self._recover_from_dead_backward()
+        self._recover_from_dead_backward()
 
     def check_between_steps(self) -> None:
         """Raise if this is no moment for what all ranks do together: an average, a checkpoint."""
@@ -489,6 +504,14 @@ class StepEngine:
     def check_usable(self) -> None:
         """Raise if no step or average can be made now."""
         self.check_alive()
+        if (backward := self._progress.backward) is not None and torch._C._current_graph_task_id() == -1:
+            backward.wait(_LETTING_GO)
+            self.check_alive()
+            if self._progress.backward is not None:
+                raise GossipError(
+                    f"rank {self.rank}: step {self.step}: a backward pass is under way in another thread; wait until "
+                    "it has ended"
+                )
         if self.is_averaged:
             raise GossipError(
                 f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
@@ -496,28 +519,29 @@ class StepEngine:
             )
 
     def _recover_from_dead_backward(self) -> None:
-        if not self._steps_in_backward:
-            self._progress.callback_is_queued = False
+        progress = self._progress
+        if (backward := progress.backward) is None or backward.is_under_way:
             return
-        if self._progress.num_launched:
-            with self.fatal():
-                raise GossipError(
-                    f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception; some buckets "
-                    "were updated and sent and others not: this rank cannot go on, start again from a checkpoint. If "
-                    "it was about an in-place modification: of several backward passes in a step put all but the last "
-                    "under no_sync(); a module that uses a detached weight twice needs step_in_backward=False"
+        with self._lock:
+            if progress is not self._progress or progress.backward is not backward:
+                return  # it had ended as it should, or another thread has been here
+            if not self._steps_in_backward:
+                progress.backward = None
+                return
+            if progress.num_launched:
+                with self.fatal():
+                    raise GossipError(f"rank {self.rank}: the backward pass of step {self.step} {DEAD_BACKWARD}")
+            if progress.has_gradients:
+                for bucket in self.buckets:
+                    for parameter in bucket.parameters:
+                        parameter.grad = None
+                logger.warning(
+                    "rank {}: the backward pass of step {} was ended by an exception before anything was updated or "
+                    "sent; its gradients are dropped",
+                    self.rank,
+                    self.step,
                 )
-        if self._progress.has_gradients:
-            for bucket in self.buckets:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
-            logger.warning(
-                "rank {}: the backward pass of step {} was ended by an exception before anything was updated or sent; "
-                "its gradients are dropped",
-                self.rank,
-                self.step,
-            )
-        self._progress = StepProgress(self.buckets)
+            self._progress = StepProgress(self.buckets)
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
@@ -530,9 +554,7 @@ class StepEngine:
 
     def close(self) -> None:
         """Remove the hooks; nothing can be trained any more. Local."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
+        self._gradient_hooks.close()
         self._await_points.close()
         self._places.close()
         self._watch.close()

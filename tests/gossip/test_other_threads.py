@@ -1,0 +1,206 @@
+"""Forward passes in other threads: a monitor, an actor that plays while the learner's backward pass runs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossip import GossipDataParallel, GossipError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TINY_BUCKETS = 71 / 2**20
+NUM_STEPS = 3
+MODES: dict[str, dict[str, Any]] = {
+    "in backward": {},
+    "clip bucket": {"clip_grad_norm": 0.1, "clip": "bucket"},
+    "clip global": {"clip_grad_norm": 0.1},
+    "scaled": {"scaler": "a new one"},
+    "outside": {"step_in_backward": False},
+    "then": {"algorithm": "adapt_then_combine"},
+    "then, clip global": {"algorithm": "adapt_then_combine", "clip_grad_norm": 0.1},
+}
+KINDS = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "with gradients": nullcontext}
+
+
+class Meanwhile(nn.Module):
+    """Calls ``meanwhile`` in the middle of each backward pass, after gradients of the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.meanwhile: Callable[[], object] = int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self.call)
+        return self.second(hidden)
+
+    def call(self, _: torch.Tensor) -> None:
+        self.meanwhile()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    """Call it there and wait until it has ended, as it should: an exception is raised here."""
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for error in caught:
+        raise error
+
+
+def wrap(module: nn.Module, mode: str = "in backward") -> GossipDataParallel:
+    arguments = dict(MODES[mode])
+    if "scaler" in arguments:
+        arguments["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
+    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments)
+
+
+def train(mode: str, kind: str | None) -> list[torch.Tensor]:
+    module = Meanwhile()
+    model = wrap(module, mode)
+    counts = []
+
+    def watch() -> None:
+        with KINDS[kind]():
+            counts.append(len(model(batch(100))))
+
+    if kind is not None:
+        module.meanwhile = lambda: in_another_thread(watch)
+    for step in range(NUM_STEPS):
+        loss = model(batch(10 * model.rank + step)).square().mean()
+        (loss if model._arguments.scaler is None else model._arguments.scaler.scale(loss)).backward()
+        if mode == "outside":
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+    assert model.step == NUM_STEPS
+    assert len(counts) == (0 if kind is None else NUM_STEPS)
+    model.state_dict()
+    values = [parameter.detach().clone() for parameter in module.parameters()]
+    model.close()
+    return values
+
+
+def train_watched_and_alone(mode: str) -> None:
+    alone = train(mode, None)
+    for kind in KINDS:
+        assert all(map(torch.equal, train(mode, kind), alone)), kind
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_in_another_thread_while_backward_runs_changes_nothing(mode: str) -> None:
+    launch(train_watched_and_alone, mode, world_size=2)
+
+
+def test_step_or_average_in_another_thread_while_backward_runs_is_refused() -> None:
+    module = Meanwhile()
+    model = wrap(module, "clip global")
+    refused = []
+
+    def call(name: str) -> None:
+        with pytest.raises(GossipError, match="a backward pass is under way in another thread") as caught:
+            getattr(model, name)()
+        refused.append(str(caught.value))
+
+    for name in ("idle_step", "global_avg", "consensus_distance"):
+        module.meanwhile = lambda name=name: in_another_thread(lambda: call(name))
+        model(batch(0)).square().mean().backward()
+    assert (model.step, len(refused)) == (3, 3)
+    model.close()
+
+
+def divide_by_zero() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("going_on", ["here", "in another thread"])
+@pytest.mark.parametrize("died", ["here", "in another thread"])
+def test_backward_that_died_is_noticed_by_any_thread(died: str, going_on: str) -> None:
+    where = {"here": lambda function: function(), "in another thread": in_another_thread}
+    module = Meanwhile()
+    module.meanwhile = divide_by_zero
+    model = wrap(module)
+    with pytest.raises(ZeroDivisionError):
+        where[died](lambda: model(batch(0)).sum().backward())
+    with pytest.raises(GossipError, match="the backward pass of step 0 was ended by an exception"):
+        where[going_on](lambda: model(batch(0)))
+
+
+def test_backward_that_died_in_another_thread_before_anything_was_sent_is_forgotten() -> None:
+    module, plain = Meanwhile(), Meanwhile()
+    model = wrap(module, "clip global")
+    module.meanwhile = divide_by_zero
+    with pytest.raises(ZeroDivisionError):
+        in_another_thread(lambda: model(batch(0)).sum().backward())
+    module.meanwhile = int
+    model(batch(1)).square().mean().backward()
+    plain(batch(1)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    SGD(plain.parameters()).step()
+    assert model.step == 1
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
+
+
+def combine_in_another_thread() -> None:
+    """The other thread is awaiting messages, when this one's forward pass wants to read the parameters."""
+    module, plain = Meanwhile(), Meanwhile()
+    model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine")
+    model(batch(model.rank)).square().mean().backward()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    engine = model._engine
+    is_awaiting, is_wanted = threading.Event(), threading.Event()
+    combine_, lock = engine.mixer.combine_, engine._lock
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                is_wanted.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def combine_slowly_(bucket: Any, meter: Any) -> None:
+        engine.mixer.combine_ = combine_
+        taken, engine.mixer.in_flight[bucket.index] = engine.mixer.in_flight[bucket.index], None
+        is_awaiting.set()
+        assert is_wanted.wait(20)
+        engine.mixer.in_flight[bucket.index] = taken
+        combine_(bucket, meter)
+
+    engine.mixer.combine_, engine._lock = combine_slowly_, Lock()
+    with torch.no_grad():
+        actor = threading.Thread(target=lambda: model(batch(0)))
+        actor.start()
+        assert is_awaiting.wait(20)
+        found = model(batch(0))
+        actor.join()
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(found, plain(batch(0)))
+    assert not all(map(torch.equal, before, module.parameters()))
+    model.close()
+
+
+def test_forward_waits_for_values_that_another_thread_is_combining() -> None:
+    launch(combine_in_another_thread, world_size=2)
