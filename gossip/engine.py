@@ -31,6 +31,7 @@ from gossip.foreign_optimizers import OptimizerWatch
 from gossip.frozen import FrozenParameters
 from gossip.gradient_hooks import GradientHooks
 from gossip.mixing import AnyBucket, Mixer
+from gossip.owner_calls import OwnerCalls
 from gossip.places import ParameterPlaces
 from gossip.stats import Meter, StepStats
 from gossip.step_progress import StepProgress
@@ -110,6 +111,7 @@ class StepEngine:
         self._last_meter: Meter | None = None
         self._num_bad_steps = 0
         self._has_warned = False
+        self._owner_calls = OwnerCalls(rank)
         self._backward_range = BackwardRange()
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = self._backward_began = 0.0
@@ -237,6 +239,7 @@ class StepEngine:
         progress = self._progress
         if progress.has_gradients:
             self.end_step()
+            self._owner_calls.count_step()
         else:
             progress.backward = None  # the inputs' gradients only, or not ours to step
         progress.meter.backward_s += time.perf_counter() - self._backward_began
@@ -271,22 +274,10 @@ class StepEngine:
         """What ``optimizer.step()`` does, whoever calls it."""
         if not self._steps_in_backward:
             return self._step_outside(optimizer, closure)
-        if closure is not None:
-            raise ValueError(
-                "optimizer.step(closure) cannot work here: the update has been made inside backward; call it without, "
-                "or wrap the module with step_in_backward=False"
-            )
-        if not self._optimizer_steps:
-            if optimizer.__dict__.get("found_inf") is not None:
-                raise ValueError(
-                    "scaler.step() cannot work here: the update has been made inside backward; give the scaler to "
-                    "GossipDataParallel(scaler=...) and call only scaler.scale(loss).backward(), or keep the usual "
-                    "loop with step_in_backward=False"
-                )
-            return None  # the update has been made
-        if self._by_bucket:
-            return fire_step_hooks(optimizer)
-        return type(optimizer).step(optimizer)
+        if self._optimizer_steps:
+            return fire_step_hooks(optimizer) if self._by_bucket else type(optimizer).step(optimizer)
+        self._owner_calls.note(optimizer, closure, self.step)
+        return None  # the update has been made
 
     def _step_outside(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
         self.check_usable()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+from loguru import logger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -235,3 +237,97 @@ def test_forwards_under_inference_mode_in_train_mode_change_nothing() -> None:
     assert model.step == 1
     assert_same(model, plain)
     torch.testing.assert_close(model.module[2].running_mean, plain[2].running_mean)
+
+
+# ------------------------------------------------------------------ without no_sync
+
+
+def backward(model: GossipDataParallel, times: int = 1) -> None:
+    for _ in range(times):
+        model(torch.ones(3, 4, dtype=torch.float64)).square().mean().backward()
+
+
+def accumulate_as_plain_ddp_allows(model: GossipDataParallel) -> None:
+    for _ in range(3):
+        backward(model, 4)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+
+def step_after_each_backward(model: GossipDataParallel) -> None:
+    for _ in range(4):
+        backward(model)
+        model.optimizer.step()
+        model.optimizer.step()  # and once more, for a scheduler's sake
+
+
+def never_call_step(model: GossipDataParallel) -> None:
+    backward(model, 5)
+
+
+def accumulate_under_no_sync(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        with model.no_sync():
+            backward(model, 3)
+        backward(model)
+        model.optimizer.step()
+
+
+def idle_and_join(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        with model.join():
+            backward(model)
+            model.optimizer.step()
+        model.idle_step()
+        model.idle_step()
+        backward(model)
+        model.optimizer.step()
+
+
+LOOPS: dict[str, tuple[Callable[[GossipDataParallel], None], int]] = {
+    "as plain DDP allows": (accumulate_as_plain_ddp_allows, 1),
+    "step after each backward": (step_after_each_backward, 0),
+    "never called": (never_call_step, 0),
+    "no_sync": (accumulate_under_no_sync, 0),
+    "idle steps and join": (idle_and_join, 0),
+}
+
+
+def warnings_of(loop: Callable[[GossipDataParallel], None], model: GossipDataParallel) -> list[str]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    try:
+        loop(model)
+    finally:
+        logger.remove(sink)
+        model.close()
+    return lines
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_steps_that_were_meant_to_be_one_are_pointed_out_once(loop: str, mode: str) -> None:
+    run, num_warnings = LOOPS[loop]
+    lines = warnings_of(run, wrap(make_module(), mode))
+    assert len(lines) == (0 if mode == "outside" else num_warnings)
+    for line in lines:
+        assert "rank 0: step 4: 4 steps were made since the last optimizer.step(), one by each backward pass" in line
+        assert "put all but the last backward pass under no_sync(), or wrap the module with step_in_backward" in line
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_two_losses_with_two_optimizers_are_pointed_out_where_both_come_first(in_turns: bool) -> None:
+    def loop(model: GossipDataParallel) -> None:
+        for _ in range(2):
+            for optimizer in model.optimizer:
+                backward(model)
+                if in_turns:
+                    optimizer.step()
+            if not in_turns:
+                for optimizer in model.optimizer:
+                    optimizer.step()
+
+    module = make_module()
+    model = GossipDataParallel(module, (SGD(module[0].parameters()), SGD(module[3].parameters())))
+    lines = warnings_of(loop, model)
+    assert ["2 steps were made" in line for line in lines] == ([] if in_turns else [True])
