@@ -125,8 +125,9 @@ def save_with_peft(folder: Path) -> None:
 
 
 @pytest.fixture
-def _no_progress_bars() -> Iterator[None]:
-    """Their thread stays."""
+def _no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A progress bar's stays, and transformers does not wait for the end of those that read weights."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     transformers.utils.logging.disable_progress_bar()
     yield
     transformers.utils.logging.enable_progress_bar()
@@ -135,7 +136,7 @@ def _no_progress_bars() -> Iterator[None]:
 LIBRARIES = [save_with_accelerate, save_with_transformers, save_with_peft]
 
 
-@pytest.mark.usefixtures("_no_progress_bars")
+@pytest.mark.usefixtures("_no_threads")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's, of transformers
 @pytest.mark.parametrize("save", LIBRARIES)
 def test_library_saves_every_weight_in_one_process(save: Callable[[Path], None], tmp_path: Path) -> None:
