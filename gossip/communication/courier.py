@@ -8,9 +8,13 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
+
+from gossip.communication import threads
+from gossip.errors import GossipError
 
 
 class Operation(NamedTuple):
@@ -49,22 +53,39 @@ class Courier:
     ahead, in the order of the talks, as long as only so much is under way; the rest by the thread that waits, once
     its turn has come: on all ranks in one order. So messages follow each other on the wire and do not compete.
     Whoever needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
+
+    Parameters
+    ----------
+    name : str
+        The threads'.
+    patience : timedelta
+        How long a program that ends waits for what is under way.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, patience: timedelta = threads.CLOSING_PATIENCE) -> None:
         self._to_post: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         posted: _Posted = queue.SimpleQueue()
         window = _Window(WINDOW_BYTES)
+        self._finalizer = end = weakref.finalize(self, self._to_post.put, None)
+        post, wait = partial(_post, self._to_post, posted, window), partial(_wait, posted, window)
         self._threads = [
-            threading.Thread(target=_post, args=(self._to_post, posted, window), name=f"{name}-post", daemon=True),
-            threading.Thread(target=_wait, args=(posted, window), name=f"{name}-wait", daemon=True),
+            threads.start(f"{name}-post", post, end=end, patience=patience),
+            threads.start(f"{name}-wait", wait, end=end, patience=patience),
         ]
-        for thread in self._threads:
-            thread.start()
-        self._finalizer = weakref.finalize(self, self._to_post.put, None)
 
     def submit(self, talk: Talk) -> Ticket:
-        """Begin ``talk`` after everything submitted before, wait for what it yields, and so on; all in the back."""
+        """Begin ``talk`` after everything submitted before, wait for what it yields, and so on; all in the back.
+
+        Raises
+        ------
+        GossipError
+            The courier has been closed, or the program is over.
+        """
+        if not self._finalizer.alive:
+            raise GossipError(
+                "communication has ended with the program: in an exit handler that was registered before torch was "
+                "imported nothing can be exchanged any more; register it later"
+            )
         ticket = Ticket(talk)
         self._to_post.put(ticket)
         return ticket

@@ -6,7 +6,8 @@ import torch
 
 from gossip.communication.courier import Courier, Operation, Talk
 from gossip.communication.lanes import Lanes, Pending, Tensors
-from gossip.communication.world import CLOSING_PATIENCE, DEATH_PATIENCE, World
+from gossip.communication.threads import CLOSING_PATIENCE
+from gossip.communication.world import DEATH_PATIENCE, World
 from gossip.errors import ExchangeError
 
 
@@ -35,7 +36,7 @@ class AgreedFlag:
         if world.group is not None:
             assert world.membership is not None
             self._group = world.communicator(range(world.world_size), what)
-            self._courier = Courier(f"gossip-flag-{world.rank}")
+            self._courier = Courier(f"gossip-flag-{world.rank}", world.timeout)
             self._lanes = Lanes(self._courier, world.membership.backends)
 
     def say(self, yes: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from gossip.communication import threads
 from gossip.errors import ExchangeError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -173,8 +174,7 @@ class RollCall:
             except Exception as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=ask, name="gossip-roll-call", daemon=True)
-        thread.start()
+        thread = threads.start("gossip-roll-call", ask, end=stop.set)
         try:
             thread.join(patience.total_seconds())
         finally:

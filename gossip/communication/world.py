@@ -16,12 +16,11 @@ from gossip.communication.courier import Courier, Operation, Talk
 from gossip.communication.lanes import Lanes, Tensors
 from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
 from gossip.communication.roll_call import RollCall
+from gossip.communication.threads import CLOSING_PATIENCE
 from gossip.errors import ExchangeError
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
-CLOSING_PATIENCE = timedelta(seconds=1)
-"""How long the end of communication may take before what is stuck is left alone."""
 DEATH_PATIENCE = timedelta(seconds=0.25)  # for the living to arrive too: who is absent then is the dead one
 _LONGEST_PAUSE_S = 0.005
 
@@ -117,7 +116,7 @@ class World:
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
                 f"{self.timeout.total_seconds():g} s: {absent}; every rank{self._in_group()} must construct it"
             )
-        self.courier = Courier(f"gossip-{self.rank}")
+        self.courier = Courier(f"gossip-{self.rank}", self.timeout)
         self.lanes = Lanes(self.courier, self.membership.backends)
         if self.membership.can_split:
             self.group = self.communicator(range(self.world_size), "world")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from gossip.communication import threads
 from gossip.communication.gathering import gather_plain
 from gossip.joining import DEFAULT_TIMEOUT
 
@@ -138,15 +139,24 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
         _send(pieces, peer, device)
     alone_s = exchange()
     dist.barrier()
-    with ThreadPoolExecutor(1) as thread:
-        start = time.perf_counter()
-        sending = thread.submit(exchange)
-        num_steps = 0
-        while not sending.done():
-            make_step()
-            num_steps += 1
-        computed_s = time.perf_counter() - start
-        together_s = sending.result()
+    sending: Future[float] = Future()
+
+    def exchange_beside() -> None:
+        try:
+            sending.set_result(exchange())
+        except Exception as error:
+            sending.set_exception(error)
+
+    start = time.perf_counter()
+    # Not an executor's thread: a program that ends would wait for it without end.
+    thread = threads.start("gossip-probe", exchange_beside, end=lambda: None)
+    num_steps = 0
+    while not sending.done():
+        make_step()
+        num_steps += 1
+    computed_s = time.perf_counter() - start
+    thread.join()
+    together_s = sending.result()
     steps_meanwhile = num_steps * together_s / computed_s
     mine = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
     everyone = gather_plain(mine, "gathering what computing took from the links", DEFAULT_TIMEOUT)

@@ -1,0 +1,132 @@
+"""Programs of several ranks that end as programs do: every rank is an interpreter that is finalized for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_PRELUDE = '''
+import atexit, json, os, signal, sys
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch._dynamo  # with the first optimizer: once for all
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+
+import gossip
+
+logger.remove()
+torch.set_num_threads(1)
+
+
+def start_ranks():
+    """Fork every rank of every world; a child gets its case, rank and pipes, and goes on with the program."""
+    cases, world_size, at_once = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    statuses = [{} for _ in cases]
+    running = {}
+    waiting = list(enumerate(cases))
+    while waiting or running:
+        while waiting and len(running) < at_once * world_size:
+            number, case = waiting.pop(0)
+            pipes = os.pipe(), os.pipe()
+            for rank in range(world_size):
+                pid = os.fork()
+                if pid == 0:
+                    return number, case, rank, world_size, *pipes
+                running[pid] = number, rank
+            for end in (*pipes[0], *pipes[1]):
+                os.close(end)
+        pid, status = os.wait()
+        number, rank = running.pop(pid)
+        statuses[number][rank] = os.waitstatus_to_exitcode(status)
+        left = [other for other, (its_number, _) in running.items() if its_number == number]
+        if cases[number].get("stuck") and len(left) == 1:
+            os.kill(left[0], signal.SIGKILL)
+    print(json.dumps(statuses), flush=True)
+    os._exit(0)
+
+
+number, case, rank, world_size, (heard, tell), (heard_back, tell_back) = start_ranks()
+
+
+def join(timeout_s=60.0):
+    """The process group, over a file of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{number}", rank=rank, world_size=world_size)
+    return timedelta(seconds=timeout_s)
+
+
+def build(timeout_s=60.0, **options):
+    timeout = join(timeout_s)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return gossip.GossipDataParallel(nn.Linear(3, 1), sgd, "complete", timeout=timeout, **options)
+
+
+def train(model, num_steps):
+    for _ in range(num_steps):
+        model(torch.ones(2, 3)).sum().backward()
+'''
+
+
+class Ended(NamedTuple):
+    """How programs ended.
+
+    Attributes
+    ----------
+    statuses : list of dict
+        By world, each rank's exit status; below zero the signal that killed it.
+    output : str
+        What all of them wrote to standard output and standard error.
+    """
+
+    statuses: list[dict[int, int]]
+    output: str
+
+
+def run_programs(
+    body: str,
+    folder: Path,
+    *,
+    first: str = "",
+    cases: Sequence[dict[str, object]] = ({},),
+    world_size: int = 2,
+    at_once: int = 2,
+    timeout_s: float = 120,
+) -> Ended:
+    """Run ``body`` on every rank of a world for each of the cases.
+
+    Parameters
+    ----------
+    body : str
+        Top-level statements. They find ``case``, ``rank`` and ``world_size``; ``build()``, which joins the process
+        group and wraps a module; ``train(model, num_steps)``; and two pipes that all ranks of the world hold both ends
+        of, ``heard, tell`` and ``heard_back, tell_back``.
+    folder : Path
+        Of the program and the files in which ranks meet.
+    first : str
+        Statements that come before torch is imported, once for all ranks.
+    cases : sequence of dict
+        One world each. Where "stuck" is true the last rank that is left is killed, and not among the statuses.
+    at_once : int
+        Worlds that run at the same time.
+    """
+    program = folder / "program.py"
+    program.write_text(first + _PRELUDE + body)
+    run = subprocess.run(
+        [sys.executable, str(program), json.dumps(list(cases)), str(world_size), str(at_once)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0, run.stderr
+    found = [{int(rank): status for rank, status in each.items()} for each in json.loads(lines[-1])]
+    return Ended(found, "\n".join([*lines[:-1], run.stderr]))
