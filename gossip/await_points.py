@@ -5,9 +5,10 @@ Used by algorithms that combine before the next forward pass.
 
 from __future__ import annotations
 
+import functools
 import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,11 +112,22 @@ class AwaitPoints:
             self._of_state_dict = module.register_state_dict_pre_hook(hook)
             self._place(None)
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Around a forward pass of the module: the first one that trains shows who reads which parameters."""
-        if self._is_settled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return nullcontext()
-        return self._record()
+    def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls the module: the first forward pass that trains shows who reads which parameters."""
+        if self._is_settled or not torch.is_grad_enabled():
+            return module
+        return functools.partial(self.call_watched, module)
+
+    def call_watched(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the module, uncompiled, and let parts of it wait for what they read from now on."""
+        self._is_settled = True
+        if any(_is_compiled(each) for each in self._module.modules()):
+            return module(*args, **kwargs)
+        recorder = UserRecorder()
+        with recorder.watch(self._module):
+            output = module(*args, **kwargs)
+        self._place(recorder.users)
+        return output
 
     def close(self) -> None:
         """Remove the hooks. Local."""
@@ -123,17 +135,6 @@ class AwaitPoints:
             handle.remove()
         if self._of_state_dict is not None:
             self._of_state_dict.remove()
-
-    @contextmanager
-    def _record(self) -> Iterator[None]:
-        self._is_settled = True
-        if any(_is_compiled(each) for each in self._module.modules()):
-            yield
-            return
-        recorder = UserRecorder()
-        with recorder.watch(self._module):
-            yield
-        self._place(recorder.users)
 
     def _place(self, users: Users | None) -> None:
         for handle in self._handles:

@@ -18,6 +18,7 @@ from gossip.communication.debug_transport import DebugTransport, check_debug
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transports import DistributedTransport, check_follow_ups
 from gossip.communication.world import World
+from gossip.compilation import keep_out_of_graphs
 from gossip.compression.codec import Compression
 from gossip.compression.names import resolve_compression
 from gossip.compression.values import Uncompressed
@@ -103,6 +104,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         rank=world.rank,
     )
     mixer = Mixer(everything, optimizers, topology, transport, algorithm, compression, world.rank)
+    keep_out_of_graphs()
     engine = StepEngine(
         module,
         everything,

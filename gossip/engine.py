@@ -139,9 +139,9 @@ class StepEngine(Liveness):
         with self.fatal():
             self._places.check()
 
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Around the forward pass itself: the first one that trains shows who reads which parameters."""
-        return self._await_points.recording()
+    def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls the module: the first forward pass that trains shows who reads which parameters."""
+        return self._await_points.watched(module)
 
     def end_forward(self, output: Any) -> None:
         """Watch for the backward pass from ``output``: it is seen here before any inner (checkpointing) one begins."""
@@ -413,9 +413,9 @@ class StepEngine(Liveness):
         """Of the newest step, before clipping. Waits for the device."""
         return None if self._last_meter is None else self._last_meter.gradient_norm()
 
-    def settle(self) -> None:
+    def settle(self, *, closes: bool = False) -> None:
         """Combine what is in flight if the algorithm wants it before the parameters are read again."""
-        self._places.check_all()
+        (self._places.restore if closes else self._places.check_all)()
         with self.fatal(), torch.no_grad():
             for bucket in self.buckets:
                 bucket.reclaim()

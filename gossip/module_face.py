@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +13,16 @@ from torch import nn
 
 
 class ModuleFace(nn.Module):
-    """Shows the attributes, names and state of ``self.module`` as its own.
+    """Shows the attributes, names and state of ``self.module`` as its own, and writes to them.
+
+    Once it has a module, an attribute is set where it is read: in the face if that has it, else in the module. One that
+    neither has goes to the module too, which may want to read it; but what begins with an underscore, and is neither a
+    parameter nor a module, is what libraries note about the object that they hold, and stays in the face.
 
     Attributes
     ----------
     module : Module
+        Can only be replaced by something around it with the same parameters, as ``torch.compile(module)`` is.
     """
 
     module: nn.Module
@@ -31,15 +39,54 @@ class ModuleFace(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self._found_module()
+        if module is not None and name == "module":
+            _check_is_around(value, module)
+        elif module is not None and not self._is_own(name, value, module):
+            setattr(module, name, value)
+            return
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        module = self._found_module()
+        if module is None or name == "module" or name in self.__dict__ or hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(module, name)
+
+    def _found_module(self) -> nn.Module | None:
+        modules: dict[str, nn.Module] = self.__dict__.get("_modules", {})
+        return modules.get("module")
+
+    def _is_own(self, name: str, value: Any, module: nn.Module) -> bool:
+        if name in self.__dict__ or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not isinstance(value, nn.Parameter | nn.Module) and not hasattr(module, name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As the module's own. Local."""
+        self.module.add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As the module's own. Local."""
+        self.module.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """As the module's own. Local."""
+        self.module.register_buffer(name, tensor, persistent)
+
     @property
     def training(self) -> bool:
         """The module's own mode."""
-        return self.module.training if "module" in self.__dict__.get("_modules", {}) else True
+        module = self._found_module()
+        return module.training if module is not None else True
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "module" in self.__dict__.get("_modules", {}):
-            self.module.training = mode
+        module = self._found_module()
+        if module is not None:
+            module.training = mode
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, with its own names. Local."""
@@ -61,6 +108,49 @@ class ModuleFace(nn.Module):
             if not any(key in own for key in state_dict):
                 state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class ForwardOfModule:
+    """A ``forward`` method whose function may be an instance's own, under ``_forward``; see :func:`forward_like`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, model: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
+        if model is None:
+            return self._function
+        return types.MethodType(model.__dict__.get("_forward", self._function), model)
+
+
+def forward_like(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """The same method, with the signature of ``module.forward``.
+
+    For those who look there for what a model takes, as ``transformers.Trainer`` does for the columns of a dataset.
+    """
+    inner = getattr(module, "_orig_mod", module)  # of torch.compile, whose own forward says nothing
+    try:
+        signature = inspect.signature(inner.forward)
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return function
+    alike = types.FunctionType(function.__code__, function.__globals__, function.__name__)
+    functools.update_wrapper(alike, function)
+    del alike.__dict__["__wrapped__"]
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    alike.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return alike
+
+
+def _check_is_around(outer: Any, module: nn.Module) -> None:
+    if (
+        not isinstance(outer, nn.Module)
+        or all(each is not module for each in outer.modules())
+        or set(outer.parameters()) != set(module.parameters())
+    ):
+        raise ValueError(
+            f"module cannot be replaced by a {type(outer).__name__} whose parameters are not those that were wrapped; "
+            "close() the model and wrap the other module"
+        )
 
 
 def _rename_nested_keys(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

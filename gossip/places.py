@@ -13,6 +13,7 @@ from torch import nn
 
 from gossip.buckets import describe_tensor
 from gossip.errors import GossipError
+from gossip.outermost import is_sharded
 
 
 class ModuleSnapshot:
@@ -104,7 +105,8 @@ class ParameterPlaces(ModuleSnapshot):
         if {id(parameter) for parameter in self._module.parameters()} != self._known:
             self._settle()
 
-    def _settle(self) -> None:
+    def restore(self) -> None:
+        """Put the known parameters back with the new values, whatever else was added or removed: at the end."""
         present = {id(parameter) for parameter in self._module.parameters()}
         for owned, key, parameter, name in self._places:
             found = owned.get(key)
@@ -114,6 +116,9 @@ class ParameterPlaces(ModuleSnapshot):
             for other, other_key, _, _ in self._places:
                 if other.get(other_key) is found:
                     other[other_key] = parameter
+
+    def _settle(self) -> None:
+        self.restore()
         self._refuse_added()
         present = {id(parameter) for parameter in self._module.parameters()}
         for _, _, parameter, name in self._places:
@@ -162,6 +167,11 @@ def check_not_wrapped(module: nn.Module) -> None:
             raise ValueError(
                 f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
                 "its .module"
+            )
+        if is_sharded(each):
+            raise ValueError(
+                f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
+                "has other parameters; wrap the module without sharding it"
             )
     taken = {parameter for places in _open_places for parameter in places._known}
     for name, parameter in module.named_parameters():

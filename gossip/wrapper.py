@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -30,7 +29,8 @@ from gossip.compression.codec import Compression
 from gossip.construction import construct
 from gossip.engine import StepEngine
 from gossip.errors import GossipError
-from gossip.module_face import ModuleFace
+from gossip.module_face import ForwardOfModule, ModuleFace, forward_like
+from gossip.outermost import Outermost
 from gossip.ranges import profiler_range
 from gossip.stats import StepStats
 from topologies import Topology
@@ -38,7 +38,7 @@ from topologies import Topology
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-class GossipDataParallel(ModuleFace):
+class GossipDataParallel(ModuleFace, Outermost):
     r"""Train one replica per rank; mix it with a few peers' after every step, inside ``backward()``.
 
     Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
@@ -190,8 +190,6 @@ class GossipDataParallel(ModuleFace):
         except BaseException:
             world.close()
             raise
-        _keep_out_of_graphs()
-        self.module = module
         self.optimizer: Any = parts.optimizers if len(parts.optimizers) > 1 else next(iter(parts.optimizers), None)
         self.algorithm = parts.algorithm
         self.compression = parts.compression
@@ -203,6 +201,8 @@ class GossipDataParallel(ModuleFace):
         # through that. The hooks do not know the wrapper, so that its end can end them.
         self._finalizer = weakref.finalize(self, _give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
+        self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
+        self.module = module  # last: from here on attributes are set in the module, if they are not ours
 
     # ------------------------------------------------------------------ what it is
 
@@ -232,14 +232,17 @@ class GossipDataParallel(ModuleFace):
 
     # ------------------------------------------------------------------ training
 
+    @ForwardOfModule
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module. Local."""
+        """Call the module, whose arguments it takes. Local."""
         engine = self._engine
         if engine is None:
             return self.module(*args, **kwargs)
+        self.check_outermost()
         engine.begin_forward()
-        with engine.recording(), profiler_range("gossip::forward"):
-            output = self.module(*args, **kwargs)
+        call = engine.watched(self.module)
+        with profiler_range("gossip::forward"):
+            output = call(*args, **kwargs)
         engine.end_forward(output)
         return output
 
@@ -426,11 +429,12 @@ class GossipDataParallel(ModuleFace):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
-        self.module = state["module"]
         self.topology = state["topology"]
         self.optimizer = None
         self._detached_step = state["step"]
         self._engine = None
+        self._forward = forward_like(GossipDataParallel.forward, state["module"])
+        self.module = state["module"]
 
     # ------------------------------------------------------------------ the end
 
@@ -450,7 +454,7 @@ class GossipDataParallel(ModuleFace):
             return
         try:
             if engine.error is None:
-                engine.settle()
+                engine.settle(closes=True)
                 engine.drop_in_flight()
         finally:
             self._finalizer()
@@ -476,17 +480,6 @@ class GossipDataParallel(ModuleFace):
                 "train it"
             )
         return self._engine
-
-
-@functools.cache
-def _keep_out_of_graphs() -> None:
-    """Let a compiler take the module, but not what is around it. With the first model, since it imports torch._dynamo.
-
-    As a decorator it would cost every program that imports gossip a second.
-    """
-    GossipDataParallel.forward = torch.compiler.disable(  # type: ignore[method-assign]
-        GossipDataParallel.forward, recursive=False
-    )
 
 
 def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:

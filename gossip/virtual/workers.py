@@ -25,6 +25,7 @@ from gossip.compression.names import resolve_compression
 from gossip.errors import GossipError
 from gossip.stats import VirtualStats
 from gossip.virtual.arguments import check_choice, check_integer, check_update, make_module, resolve_devices
+from gossip.virtual.attributes import OwnAttributes
 from gossip.virtual.batches import count_samples, divide, gather, scatter
 from gossip.virtual.calls import ReplicaCalls
 from gossip.virtual.exchange import StackedExchange
@@ -44,7 +45,7 @@ from gossip.virtual.updating import StackedUpdater, along_rows
 from topologies import Topology
 
 
-class VirtualWorkers:
+class VirtualWorkers(OwnAttributes):
     r"""Train ``world_size`` replicas in one process; mix them after every step, as :class:`gossip.GossipDataParallel`.
 
     All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
@@ -155,8 +156,7 @@ class VirtualWorkers:
         self.compression = resolve_compression(compression)
         self.compression.check(self.topology)
         chosen = resolve_devices(devices, world_size)
-
-        self.module = module.to(chosen[0])
+        module.to(chosen[0])
         self.world_size = world_size
         self.step = 0
         self._dim = dim
@@ -166,10 +166,7 @@ class VirtualWorkers:
         self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
         num_buffer_buckets = len(make_buffer_buckets(module, len(buckets))) if buffers == "average" else 0
         self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + num_buffer_buckets)
-        stacks = {
-            id(parameter): [shard.parameters[name] for shard in self._shards]
-            for name, parameter in module.named_parameters()
-        }
+        stacks = {id(each): [shard.parameters[name] for shard in self._shards] for name, each in module.named_parameters()}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
         self._updater = StackedUpdater(
@@ -183,6 +180,7 @@ class VirtualWorkers:
         self._is_averaged = False
         self._callback_is_queued = self._has_gradients = False
         self._newest: tuple[int, int, int] | None = None  # step, replicas that were skipped, that refused
+        self.module = module  # last: from here on only these attributes can be set
 
     # ------------------------------------------------------------------ what it is
 

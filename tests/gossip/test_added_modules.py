@@ -68,13 +68,20 @@ def test_parameter_added_after_wrapping_is_refused_at_the_next_forward(way: str,
     model.close()
 
 
-def test_added_module_is_trained_once_it_is_wrapped_again() -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_added_module_is_trained_once_it_is_wrapped_again(is_told: bool) -> None:
     module = Adapted()
-    model = GossipDataParallel(module, SGD)
+    model = GossipDataParallel(module, SGD, algorithm="adapt_then_combine")
+    model(batch()).sum().backward()
     module.adapters["second"] = nn.Linear(4, 4)
-    with pytest.raises(GossipError, match=r"'adapters\.second\.weight' was added"):
-        model(batch())
+    del module.layers[1]
+    values = torch.full((4, 3), 0.25)
+    module.layers[0].weight = nn.Parameter(values.clone())
+    if is_told:
+        with pytest.raises(GossipError, match=r"'adapters\.second\.weight' was added"):
+            model(batch())
     model.close()
+    assert torch.equal(module.layers[0].weight, values)
     with GossipDataParallel(module, SGD) as model:
         before = module.adapters["second"].weight.detach().clone()
         model(batch()).square().mean().backward()

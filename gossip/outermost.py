@@ -1,0 +1,51 @@
+"""A model that must not be wrapped by another kind of data parallelism."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gossip.errors import GossipError
+
+_REMEDY = (
+    "Call the model itself. With accelerate, leave it out of accelerator.prepare(...), which wraps it, and prepare the "
+    "rest. With transformers.Trainer, wrap the module with step_in_backward=False, pass the Trainer "
+    "optimizers=(model.optimizer, None), and before train() set trainer.accelerator.prepare_model = lambda model, **_: "
+    "model"
+)
+
+
+class Outermost(nn.Module):
+    """Refuses to run inside DistributedDataParallel, FullyShardedDataParallel and DataParallel.
+
+    They would train the same parameters in their own way at the same time, without an error.
+    """
+
+    module: nn.Module
+
+    def check_outermost(self) -> None:
+        """Raise if this forward pass is another wrapper's. Local.
+
+        Raises
+        ------
+        GossipError
+            Says what to do, also about the libraries that wrap models.
+        """
+        outer = DistributedDataParallel._active_ddp_module
+        if outer is not None and any(each is self for each in outer.modules()):
+            self._refuse("a DistributedDataParallel, which all-reduces the gradients that are exchanged here by gossip")
+        if is_sharded(self) or is_sharded(self.module):
+            self._refuse("FullyShardedDataParallel or fully_shard, which leave a part of each parameter to each rank")
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        self._refuse("a torch.nn.DataParallel, which runs copies on several devices: start one process for each")
+
+    def _refuse(self, by: str) -> NoReturn:
+        raise GossipError(f"this {type(self).__name__} is wrapped by {by}. {_REMEDY}")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether torch's FSDP, of either kind, has taken the parameters of this module in hand."""
+    return "_is_fsdp_managed_module" in module.__dict__

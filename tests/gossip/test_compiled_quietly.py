@@ -1,0 +1,106 @@
+"""torch.compile of a model, its module or a training step: the module is compiled, and nothing of ours warns."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from gossip import GossipDataParallel, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+NUM_LAYERS = 10  # more than torch._dynamo.config.recompile_limit
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(NUM_LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Graphs:
+    """A compiler that counts what it gets."""
+
+    def __init__(self) -> None:
+        self.num_graphs = self.num_operations = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        self.num_graphs += 1
+        self.num_operations += sum(node.op.startswith("call_") for node in graph.graph.nodes)
+        return graph.forward
+
+
+class Lines(logging.Handler):
+    """Warnings that torch's compiler logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def compile_what(what: str, graphs: Graphs, **arguments: object) -> tuple[GossipDataParallel, nn.Module]:
+    """The model, and what to call."""
+    module: nn.Module = Deep()
+    if what == "module":
+        module = torch.compile(module, backend=graphs)
+    elif what == "module in place":
+        module.compile(backend=graphs)
+    model = GossipDataParallel(module, SGD, "ring", bucket_cap_mb=71 / 2**20, **arguments)
+    if what == "model in place":
+        model.compile(backend=graphs)
+    return model, torch.compile(model, backend=graphs) if what == "model" else model
+
+
+def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int]:
+    torch._dynamo.reset()
+    handler, graphs = Lines(), Graphs()
+    loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch._inductor")]
+    for each in loggers:
+        each.addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, called = compile_what(what, graphs, **arguments)
+
+        def step(x: torch.Tensor) -> None:
+            called(x).square().mean().backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+
+        compiled_step = torch.compile(step, backend=graphs) if what == "step" else step
+        for number in range(4):
+            compiled_step(torch.full((2, 3), float(number)))
+        assert model.step == 4
+        model.close()
+    for each in loggers:
+        each.removeHandler(handler)
+    return [*map(str, caught), *handler.lines], graphs.num_graphs, graphs.num_operations
+
+
+def train_in_all_ways(algorithm: str) -> None:
+    for what in ("model", "model in place", "module", "module in place", "step"):
+        said, num_graphs, num_operations = train_listening(what, algorithm=algorithm)
+        assert said == [], what
+        assert num_graphs > 0
+        if algorithm == "adapt_while_communicating" and what != "step":  # the whole module, once
+            assert (num_graphs, num_operations) == (1, 2 * NUM_LAYERS), what
+    said, _, _ = train_listening("model", algorithm=algorithm, step_in_backward=False)
+    assert said == []
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+def test_compiled_training_leaves_no_warnings(algorithm: str) -> None:
+    launch(train_in_all_ways, algorithm, world_size=2)

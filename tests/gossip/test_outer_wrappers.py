@@ -1,0 +1,110 @@
+"""Other data parallelism around a model, or inside it: refused with the remedy, never training the same parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gossip import GossipDataParallel, GossipError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+CPU = torch.device("cpu")
+
+
+def make_module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def wrap(module: nn.Module) -> GossipDataParallel:
+    return GossipDataParallel(module, SGD, "ring")
+
+
+def shard(module: nn.Module) -> nn.Module:
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    return module
+
+
+def shard_what_is_inside(module: GossipDataParallel) -> nn.Module:
+    shard(module.module)
+    return module
+
+
+AROUND: dict[str, tuple[Callable[[GossipDataParallel], nn.Module], str]] = {
+    "DDP": (DistributedDataParallel, "a DistributedDataParallel"),
+    "DDP of a larger model": (
+        lambda model: DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), model)),
+        "a DistributedDataParallel",
+    ),
+    "FSDP": (lambda model: FullyShardedDataParallel(model, device_id=CPU), "FullyShardedDataParallel"),
+    "FSDP with the parameters as they were": (
+        lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
+        "FullyShardedDataParallel",
+    ),
+    "fully_shard": (shard, "fully_shard"),
+    "fully_shard of a larger model": (
+        lambda model: shard(nn.Sequential(nn.Linear(3, 3), model)),
+        "fully_shard",
+    ),
+    "fully_shard of the module": (shard_what_is_inside, "fully_shard"),
+}
+
+
+def forward_inside(way: str) -> tuple[str, int]:
+    model = wrap(make_module())
+    before = [parameter.detach().clone() for parameter in make_module().parameters()]
+    around, _ = AROUND[way]
+    outer = around(model)
+    with pytest.raises(GossipError) as caught:
+        outer(torch.ones(5, 3))
+    if "shard" in str(caught.value).lower():  # which leaves nothing to go on with
+        model.__exit__(GossipError)
+        return str(caught.value), 0
+    if way == "DDP":  # nothing has been broken
+        model(torch.ones(5, 3)).sum().backward()
+        assert model.step == 1
+        assert not torch.equal(model.module[2].weight, before[2])
+    model.close()
+    return str(caught.value), model.step
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_model_inside_another_wrapper_is_refused_at_its_first_forward(way: str) -> None:
+    for text, _ in launch(forward_inside, way, world_size=2):
+        assert AROUND[way][1] in text
+        assert "leave it out of accelerator.prepare" in text
+        assert "trainer.accelerator.prepare_model = lambda model, **_: model" in text
+
+
+def test_model_replicated_by_data_parallel_is_refused() -> None:
+    with wrap(make_module()) as model, pytest.raises(GossipError, match=r"torch\.nn\.DataParallel.*start one process"):
+        model._replicate_for_data_parallel()  # as it does with several devices
+
+
+def beside_and_inside() -> int:
+    """A model that another's forward pass under DDP calls for its values is not inside that one."""
+    teacher, student = wrap(make_module()), DistributedDataParallel(make_module())
+
+    def distil(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        with torch.no_grad():
+            target = teacher(*args)
+        return output - target
+
+    student.module.register_forward_hook(distil)
+    student(torch.ones(5, 3)).square().sum().backward()
+    teacher(torch.ones(5, 3)).sum().backward()
+    with pytest.raises(ValueError, match="is sharded"):
+        wrap(FullyShardedDataParallel(make_module(), device_id=CPU))
+    teacher.close()
+    return teacher.step
+
+
+def test_model_called_beside_ddp_trains_and_a_sharded_module_is_refused() -> None:
+    assert launch(beside_and_inside, world_size=2) == [1, 1]
