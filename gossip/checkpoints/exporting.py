@@ -59,8 +59,7 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
     engine_of(model).check_alive()
     path = Path(path)
     module, world = model.module, model._world
-    with model._live().fatal():
-        model._live().frozen.compare()
+    model._live().frozen.compare()
     equal = model._live().frozen.names_of_equal()
     replicas = together(model, "gossip.export", lambda: _begin(module, path, world.rank, equal))
     entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in _exported(module)}

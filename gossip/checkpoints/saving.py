@@ -71,11 +71,10 @@ def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int
     """
     engine = engine_of(model)
     engine.check_between_steps()
-    with engine.fatal():
-        engine.frozen.compare()
     path, step = Path(folder), model.step
     state = _announce(model, path, keep, parts)
-    state["engine"] = model._live().state_dict()
+    engine.frozen.compare()
+    state["engine"] = engine.state_dict()
     with ExitStack() as lock:
         together(model, f"preparing to save into {path}", lambda: _prepare(model, path, step, lock))
         try:
