@@ -166,7 +166,8 @@ class VirtualWorkers(OwnAttributes):
         self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
         num_buffer_buckets = len(make_buffer_buckets(module, len(buckets))) if buffers == "average" else 0
         self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + num_buffer_buckets)
-        stacks = {id(each): [shard.parameters[name] for shard in self._shards] for name, each in module.named_parameters()}
+        named = module.named_parameters()
+        stacks = {id(each): [shard.parameters[name] for shard in self._shards] for name, each in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
         self._updater = StackedUpdater(
