@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from gossip.closures import requires_closure
 from gossip.errors import GossipError
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
@@ -52,8 +52,7 @@ def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_buck
 
 def _check_steps_by_bucket(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if requires_closure(optimizer):
         raise ValueError(
             f"{name} evaluates a closure several times a step, which cannot run inside backward; wrap the module with "
             "step_in_backward=False, or choose an optimizer that steps from gradients alone"

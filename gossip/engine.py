@@ -24,6 +24,7 @@ from gossip.autograd import (
 from gossip.await_points import AwaitPoints, refuse_if_read
 from gossip.bucket_optimizer import fire_step_hooks
 from gossip.buckets import make_buckets
+from gossip.closures import Closure, EvaluatedClosure, requires_closure
 from gossip.errors import GossipError
 from gossip.foreign_optimizers import OptimizerWatch
 from gossip.frozen import FrozenParameters
@@ -267,7 +268,7 @@ class StepEngine(Liveness):
                 self._send_all()
             self._finish_step()
 
-    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+    def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """What ``optimizer.step()`` does, whoever calls it."""
         if not self._steps_in_backward:
             return self._step_outside(optimizer, closure)
@@ -276,8 +277,11 @@ class StepEngine(Liveness):
         self._owner_calls.note(optimizer, closure, self.step)
         return None  # the update has been made
 
-    def _step_outside(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+    def _step_outside(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         self.check_usable()
+        if closure is not None and not requires_closure(optimizer):
+            closure = EvaluatedClosure(optimizer, closure)
+            self.check_usable()
         with self.fatal():
             progress = self._progress
             if any(each is optimizer for each in progress.stepped):
@@ -289,7 +293,7 @@ class StepEngine(Liveness):
             if not progress.stepped:
                 self._begin_step()
                 self.check_places()
-                self._combine_for_step(looks_at_gradients=closure is None)
+                self._combine_for_step(looks_at_gradients=closure is None or isinstance(closure, EvaluatedClosure))
             with self._stepping_optimizers():
                 result = self.updater.update_by(optimizer, closure, self.step, progress.meter)
             progress.stepped.append(optimizer)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from gossip.bucket_optimizer import BucketOptimizer, check_parameters_held
+from gossip.closures import Closure, EvaluatedClosure
 from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
@@ -124,16 +125,19 @@ class Updater:
                 self.scaler.settle(self.optimizers, overflowed)
                 self.scaler.scaler.update()
 
-    def update_by(self, optimizer: Optimizer, closure: Callable[[], float] | None, step: int, meter: Meter) -> Any:
+    def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter) -> Any:
         """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
         with profiler_range("gossip::update"), _timed(meter):
-            if closure is not None:
-                return type(optimizer).step(optimizer, closure)
-            if self._overflowed_(optimizer):
-                return None
-            if not self._look_at_gradients(optimizer, step, meter):
-                return None
-            return type(optimizer).step(optimizer)
+            make_step: Callable[..., Any] = type(optimizer).step
+            evaluated = closure if isinstance(closure, EvaluatedClosure) else None
+            if closure is not None and evaluated is None:
+                return make_step(optimizer, closure)
+            if self._overflowed_(optimizer) or not self._look_at_gradients(optimizer, step, meter):
+                return None if evaluated is None else evaluated.loss
+            if evaluated is None:
+                return make_step(optimizer)
+            evaluated.hand_over(f"rank {self._rank}: step {step}")
+            return make_step(optimizer, evaluated)
 
     def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
         """Whether what the optimizer is about to apply is finite; measures its norm."""

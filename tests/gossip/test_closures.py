@@ -1,0 +1,259 @@
+"""optimizer.step(closure): the order of the loop without a closure, wherever an optimizer evaluates it once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossip import GossipDataParallel, GossipError, launch
+
+NUM_STEPS = 4
+TINY_BUCKETS = 71 / 2**20
+FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
+    "fused AdamW": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loss_of(module: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return module(torch.randn(5, 3, generator=generator)).square().mean()
+
+
+def make_closure(
+    module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], step: int, rank: int = 0
+) -> Callable[[], torch.Tensor]:
+    """As Lightning's: gradients are zeroed inside it."""
+
+    def closure() -> torch.Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(module, step, rank)
+        loss.backward()
+        return loss.detach()
+
+    return closure
+
+
+def wrap(module: nn.Module, optimizer: Any, **arguments: Any) -> GossipDataParallel:
+    return GossipDataParallel(
+        module, optimizer, "ring", step_in_backward=False, bucket_cap_mb=TINY_BUCKETS, **arguments
+    )
+
+
+def train(factory: str, algorithm: str, with_closure: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
+    """Parameters, losses, and in which order gradients were taken and messages mixed in."""
+    model = wrap(make_module(), FACTORIES[factory], algorithm=algorithm)
+    events: list[str] = []
+    combine_ = model._engine.mixer.combine_
+
+    def combine_and_note_(*arguments: Any) -> None:
+        events.append("mixed")
+        combine_(*arguments)
+
+    model._engine.mixer.combine_ = combine_and_note_
+    losses = []
+    for step in range(NUM_STEPS):
+        evaluate = make_closure(model, [model.optimizer], step, model.rank)
+
+        def closure(evaluate: Callable[[], torch.Tensor] = evaluate) -> torch.Tensor:
+            loss = evaluate()
+            events.append("gradients")
+            return loss
+
+        if with_closure:
+            with torch.no_grad():
+                losses.append(model.optimizer.step(closure))
+        else:
+            losses.append(closure())
+            model.optimizer.step()
+        events.append("stepped")
+    model.state_dict()
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    assert model.step == NUM_STEPS
+    model.close()
+    return values, losses, events
+
+
+def train_with_and_without_closure(factory: str) -> None:
+    for algorithm in ("adapt_while_communicating", "adapt_then_combine"):
+        with_closure = train(factory, algorithm, with_closure=True)
+        without = train(factory, algorithm, with_closure=False)
+        assert all(map(torch.equal, with_closure[0], without[0])), algorithm
+        assert with_closure[1] == without[1], algorithm
+        assert with_closure[2] == without[2], algorithm
+        if algorithm == "adapt_while_communicating":  # messages travel while gradients are taken
+            assert with_closure[2][:2] == ["gradients", "mixed"]
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_closure_makes_the_steps_of_the_loop_without_one(factory: str) -> None:
+    launch(train_with_and_without_closure, factory, world_size=2)
+
+
+def test_gradients_of_a_closure_that_are_not_finite_are_not_applied() -> None:
+    model = wrap(make_module(), FACTORIES["SGD"])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(model, 0) * float("inf")
+        loss.backward()
+        return loss
+
+    assert model.optimizer.step(closure).isinf()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert (model.step, model.stats().num_skipped) == (1, 1)
+    model.close()
+
+
+def test_closure_that_raises_leaves_the_model_usable() -> None:
+    model, plain = wrap(make_module(), FACTORIES["SGD"]), make_module()
+    with pytest.raises(ZeroDivisionError):
+        model.optimizer.step(lambda: 1 / 0)
+    optimizer = FACTORIES["SGD"](plain.parameters())
+    for module, each in ((model, model.optimizer), (plain, optimizer)):
+        each.step(make_closure(module, [each], 0))
+    assert model.step == 1
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
+
+
+def test_closure_of_a_lightning_step_without_a_loss_makes_a_step_without_an_update() -> None:
+    model = wrap(make_module(), FACTORIES["SGD"])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert model.optimizer.step(lambda: None) is None
+    assert model.step == 1
+    assert all(map(torch.equal, model.parameters(), before))
+    model.close()
+
+
+def test_several_optimizers_with_closures_train_as_plain_torch_does() -> None:
+    def parts(module: nn.Sequential) -> tuple[torch.optim.Optimizer, ...]:
+        return (torch.optim.SGD(module[0].parameters(), lr=0.1), torch.optim.AdamW(module[2].parameters(), lr=0.01))
+
+    module, plain = make_module(), make_module()
+    model, optimizers = wrap(module, parts(module)), parts(plain)
+    for step in range(NUM_STEPS):
+        for each, own in ((model, model.optimizer), (plain, optimizers)):
+            for optimizer in own:
+                optimizer.step(make_closure(each, own, step))
+    assert model.step == NUM_STEPS
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
+
+
+def test_schedulers_and_hooks_see_one_step_for_each_closure() -> None:
+    model = wrap(make_module(), FACTORIES["SGD"])
+    calls: list[str] = []
+    model.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    model.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model.optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(2):
+        assert scaler.step(model.optimizer, make_closure(model, [model.optimizer], step)) is not None
+        scheduler.step()
+    assert calls == ["pre", "post"] * 2
+    model.close()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_closure_that_the_scaler_steps_is_refused_and_nothing_is_lost(knows: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    model = wrap(make_module(), FACTORIES["SGD"], scaler=scaler if knows else None)
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(ValueError, match=r"evaluate it yourself, then call scaler\.step\(optimizer\)"):
+        scaler.step(model.optimizer, make_closure(model, [model.optimizer], 0))
+    assert model.step == 0
+    model.close()
+
+
+# ------------------------------------------------------------------ optimizers that evaluate it otherwise
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Goes uphill first, and takes the gradient there."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        assert closure is not None
+        climbed = [(p, 0.05 * p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, ascent in climbed:
+            parameter.add_(ascent)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, ascent in climbed:
+            parameter.sub_(ascent)
+        super().step()
+        return loss
+
+
+class Twice(torch.optim.SGD):
+    """Looks at the loss again after the update."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        assert closure is not None
+        with torch.enable_grad():
+            closure()
+        super().step()
+        with torch.enable_grad():
+            return closure()
+
+
+class SharpnessAwareByItself(SharpnessAware):
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return super().step(closure)
+
+
+class TwiceByItself(Twice):
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [(SharpnessAware, "after it has changed parameters or gradients"), (Twice, "again")],
+)
+def test_optimizer_that_evaluates_its_closure_elsewhere_is_refused_with_the_remedy(
+    kind: type[torch.optim.Optimizer], when: str
+) -> None:
+    model = wrap(make_module(), functools.partial(kind, lr=0.1))
+    loss_of(model, 0).backward()
+    with pytest.raises(GossipError) as caught:
+        model.optimizer.step(make_closure(model, [model.optimizer], 0))
+    assert f"rank 0: step 0: {kind.__name__}.step(closure) evaluates the closure {when}" in str(caught.value)
+    assert "in a subclass: def step(self, closure): return super().step(closure)" in str(caught.value)
+    model.close()
+
+
+def lbfgs(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([parameter for _, parameter in named], lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [functools.partial(SharpnessAwareByItself, lr=0.1), functools.partial(TwiceByItself, lr=0.1), lbfgs],
+)
+def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable[..., torch.optim.Optimizer]) -> None:
+    model, plain = wrap(make_module(), factory), make_module()
+    optimizer = factory(list(plain.named_parameters()))
+    for step in range(NUM_STEPS):
+        losses = [
+            each.step(make_closure(module, [each], step))
+            for module, each in ((model, model.optimizer), (plain, optimizer))
+        ]
+        assert torch.equal(*losses)
+    assert model.step == NUM_STEPS
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    model.close()
