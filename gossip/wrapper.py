@@ -69,7 +69,8 @@ class GossipDataParallel(ModuleFace, Outermost):
         default the values themselves.
     step_in_backward : bool
         False: ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, ``zero_grad()``,
-        clipping, ``GradScaler`` and all; gradients are kept as usual.
+        clipping, ``GradScaler`` and all; gradients are kept as usual. ``step(closure)`` evaluates the closure first,
+        but where the optimizer's ``step()`` requires one (LBFGS) leaves it to the optimizer, at the mixed parameters.
     clip_grad_norm : float, optional
         Gradients are scaled down to this Euclidean norm before the update; ``math.inf`` clips nothing.
     clip : str
