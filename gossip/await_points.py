@@ -41,6 +41,8 @@ class UserRecorder(TorchFunctionMode):
         """Record within the block, in which ``module`` is called."""
         handles: list[RemovableHandle] = []
         for name, each in module.named_modules():
+            if isinstance(each, torch.jit.ScriptModule):
+                continue  # takes no hooks, and has no parameters of its own
             handles.append(each.register_forward_pre_hook(self._enter(name)))
             handles.append(each.register_forward_hook(self._leave, always_call=True))
         try:

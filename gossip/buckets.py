@@ -185,8 +185,8 @@ def check_parameters(module: nn.Module) -> None:
     Raises
     ------
     ValueError
-        A lazy, meta, sparse, integer or complex parameter, a lazy or meta buffer, a tensor whose elements overlap, or
-        two parameters that share memory.
+        A lazy, meta, sparse, integer or complex parameter, a lazy or meta buffer, a tensor whose elements overlap or
+        that was made in inference mode, or two parameters that share memory.
     """
     for name, buffer in module.named_buffers():
         if refusal := _refusal(buffer):
@@ -216,6 +216,11 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "is lazy; run one forward before wrapping the module"
     if tensor.is_meta:
         return "is on the meta device; materialise the module (module.to_empty(device=...)) before wrapping it"
+    if tensor.is_inference():
+        return (
+            "was made under torch.inference_mode(), so that it can never be trained; make the module outside of that, "
+            "or wrap a copy.deepcopy(module) that is"
+        )
     if type(tensor.data) is not torch.Tensor:
         return f"holds a {type(tensor.data).__name__}; only plain dense tensors can be used"
     if tensor.layout != torch.strided:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -30,7 +31,7 @@ class ModuleSnapshot:
 
     def remember(self) -> None:
         """Take what is there now for granted."""
-        owners = [(prefix, owner) for prefix, owner in self._module.named_modules()]
+        owners = [each for each in self._module.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
         self._all_owners = [owner._parameters for _, owner in owners]
         self._sizes = [len(owned) for owned in self._all_owners]
         self._places = [
@@ -168,6 +169,11 @@ def check_not_wrapped(module: nn.Module) -> None:
                 f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
                 "its .module"
             )
+        if isinstance(each, torch.jit.ScriptModule) and _has_state(each):
+            raise ValueError(
+                f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
+                "module that it was made from, for speed with torch.compile, and script or trace it after the training"
+            )
         if is_sharded(each):
             raise ValueError(
                 f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
@@ -179,6 +185,10 @@ def check_not_wrapped(module: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} belongs to a GossipDataParallel already; wrap a module once, or close() the other"
             )
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
 
 
 @torch.no_grad()

@@ -149,6 +149,7 @@ class GossipDataParallel(ModuleFace, Outermost):
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         module: nn.Module,

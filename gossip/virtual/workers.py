@@ -129,6 +129,7 @@ class VirtualWorkers(OwnAttributes):
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         module: nn.Module | Callable[[], nn.Module],
@@ -177,8 +178,7 @@ class VirtualWorkers(OwnAttributes):
         self._exchange = StackedExchange(
             self._shards, buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
-        self._synchronise = True
-        self._is_averaged = False
+        self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: tuple[int, int, int] | None = None  # step, replicas that were skipped, that refused
         self.module = module  # last: from here on only these attributes can be set
