@@ -55,7 +55,7 @@ def average_module_(
             state = "parameters and buffers are as they were before"
             if scratch.num_assigned and not is_put_back:
                 state = f"{scratch.num_assigned} values of parameters and buffers are the mean's, all others its own"
-            raise ExchangeError(f"{error}; on this rank {state}") from error
+            raise ExchangeError(f"{error}; on this rank {state}", culprits=error.culprits) from error
         finally:
             for bucket in buckets:
                 bucket.written()

@@ -5,6 +5,8 @@ What a caller passed wrongly raises ``ValueError`` or ``TypeError``; these are f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class GossipError(RuntimeError):
     """Base of every error that is about what several ranks do together."""
@@ -15,7 +17,17 @@ class ManifestError(GossipError):
 
 
 class ExchangeError(GossipError):
-    """An exchange with peers failed or timed out; names rank, step, bucket and peers."""
+    """An exchange with peers failed or timed out; names rank, step, bucket and peers.
+
+    Attributes
+    ----------
+    culprits : tuple of int
+        The ranks that stopped, in the default process group, as far as could be found out.
+    """
+
+    def __init__(self, message: str, *, culprits: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.culprits = tuple(culprits)
 
 
 class CheckpointError(GossipError):

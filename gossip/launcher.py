@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from gossip import fork_server
-from gossip.errors import LaunchError
+from gossip.communication.processes import is_suspended
+from gossip.errors import ExchangeError, LaunchError
 from gossip.joining import DEFAULT_TIMEOUT, find_placement, joined_process_group
 
 _SIBLING_GRACE_S = 0.5
@@ -53,11 +55,12 @@ class _Rendezvous:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A worker's exception, as text; a secondary one is about another rank that is gone."""
+    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows."""
 
     summary: str
     traceback: str
     secondary: bool
+    blames: tuple[int, ...] = ()
 
 
 def launch(
@@ -274,11 +277,24 @@ def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection
             else:
                 results[rank] = report
     if failures:
-        rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
-        error = LaunchError(f"rank {rank} failed: {failure.summary}", rank=rank, worker_traceback=failure.traceback)
-        error.add_note(failure.traceback)
-        raise error
+        raise _first_cause(failures, {rank: workers[rank] for rank in waiting.values()})
     return results
+
+
+def _first_cause(failures: Mapping[int, _Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:
+    """The error that names who failed first: who says so, or, if all speak of others, whom they blame."""
+    rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
+    text = f"rank {rank} failed: {failure.summary}"
+    blamed = Counter(each for other in failures.values() for each in other.blames if each in silent)
+    if failure.secondary and blamed:
+        ((culprit, _),) = blamed.most_common(1)
+        pid = silent[culprit].pid
+        assert pid is not None
+        how = f"its process {pid} is suspended (SIGSTOP, or a debugger)" if is_suspended(pid) else "it does not answer"
+        rank, text = culprit, f"rank {culprit} failed: {how}; {text}"
+    error = LaunchError(text, rank=rank, worker_traceback=failure.traceback)
+    error.add_note(failure.traceback)
+    return error
 
 
 def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
@@ -350,13 +366,23 @@ def _work(
             raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
-        secondary = any(words in summary for words in _PEER_IS_GONE)
-        channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary)))
+        blames = _blamed_by(error)
+        secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
+        channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary, blames)))
         _leave_at_once(1)
     channel.send_bytes(report)
     channel.recv_bytes()  # a rank that closed its sockets now could take a peer's last message with it
     if dist.is_initialized():  # the function may have ended it
         dist.destroy_process_group()
+
+
+def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
+    """The ranks that the error, or what it came from, says have stopped."""
+    while error is not None:
+        if isinstance(error, ExchangeError) and error.culprits:
+            return error.culprits
+        error = error.__cause__ or error.__context__
+    return ()
 
 
 def _leave_with_launcher() -> None:

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +32,36 @@ class Operation(NamedTuple):
     awaited: str
     work: dist.Work
     num_bytes: int = 0
+
+
+class PostingError(RuntimeError):
+    """Something could not even be posted.
+
+    Attributes
+    ----------
+    awaited : str
+        Whom it would have waited for, in words.
+    cause : Exception
+    """
+
+    def __init__(self, awaited: str, cause: Exception) -> None:
+        super().__init__(f"posting what waits for {awaited}: {cause}")
+        self.awaited = awaited
+        self.cause = cause
+
+
+def posted(awaited: str, post: Callable[[], dist.Work], num_bytes: int = 0) -> Operation:
+    """The operation that ``post`` begins.
+
+    Raises
+    ------
+    PostingError
+        ``post`` failed: what is posted to a peer whose connection is closed does at once.
+    """
+    try:
+        return Operation(awaited, post(), num_bytes)
+    except Exception as error:
+        raise PostingError(awaited, error) from error
 
 
 Works = Sequence[Operation]
@@ -136,7 +166,7 @@ class Ticket:
         try:
             return next(self._talk, None) if self.error is None else None
         except Exception as error:
-            self.error = error
+            self._fail(error)
             return None
 
     def wait_for(self, works: Works) -> None:
@@ -157,11 +187,16 @@ class Ticket:
             except StopIteration:
                 break
             except Exception as error:
-                self.error = error
+                self._fail(error)
             else:
                 self.wait_for(works or ())
         self._talk = iter(())  # what it holds is needed no more
         self._done.set()
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, PostingError):
+            self.awaited, error = error.awaited, error.cause
+        self.error = error
 
 
 class _Window:

@@ -7,16 +7,15 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 
 from gossip.communication.courier import Talk, Works
 from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
-from gossip.communication.transports import Arrival, Transport, check_device
-from gossip.communication.world import World, device_is_idle
+from gossip.communication.transports import Arrival, Transport, check_device, lost_exchange, peers_in
+from gossip.communication.world import OnDevice, World
 from gossip.compression.codec import Codec, Parcels
 from gossip.errors import ExchangeError
 from topologies import Round
@@ -25,8 +24,8 @@ _MAGIC = 0x676F73736970  # "gossip"
 _NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
 _HEADERS, _MESSAGES = "debug headers", "debug messages"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-_GLANCE = timedelta(seconds=0.1)
-_LATENESS = timedelta(seconds=1)  # of a header whose sender says that it is gone
+_GLANCE_S = 0.1
+_LATENESS_S = 1.0  # of a header whose sender says that it is gone
 
 
 def check_debug(debug: str | None, transport: Transport | None) -> None:
@@ -242,29 +241,19 @@ class DebugExchange:
         return f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
 
     def _await(self, pending: Pending, device: torch.device) -> None:
-        timeout_s = self.world.timeout.total_seconds()
-        deadline = time.monotonic() + timeout_s
-        overtaken_since: float | None = None
-        while not (pending.wait(_GLANCE) and device_is_idle(device, time.monotonic() + _GLANCE.total_seconds())):
-            now = time.monotonic()
-            if now > deadline:
-                raise ExchangeError(
-                    f"{self._where}: waited {timeout_s:g} s in vain for {pending.awaited}; {self._progress()} "
-                    "(GossipDataParallel's timeout sets how long to wait)"
-                )
-            ahead = self._who_is_ahead() if pending is self.pending else ""
-            if not ahead:
-                overtaken_since = None
-            elif overtaken_since is None:
-                overtaken_since = now
-            elif now - overtaken_since > _LATENESS.total_seconds():
-                raise ExchangeError(f"{self._where}: {ahead} without a message for it: one of the two is out of step")
-        if isinstance(pending.error, ExchangeError):
-            raise pending.error
-        if pending.error is not None:
-            raise ExchangeError(
-                f"{self._where}: failed while waiting for {pending.awaited}: {pending.error}; {self._progress()}"
-            ) from pending.error
+        where = f"step {self.step}, bucket {self.bucket}"
+        lateness = _Lateness(self._who_is_ahead if pending is self.pending else lambda: "", f"{self._where}: ")
+        failure = self.world.wait_for(
+            OnDevice(pending, device),
+            where,
+            lambda: peers_in(pending.awaited, self.rooms, self.sent) or tuple(self.rooms),
+            look=lateness.look,
+        )
+        if failure is not None:
+            error = lost_exchange(self.world, failure, where, pending)
+            if error is pending.error:
+                raise error
+            raise ExchangeError(f"{error}; {self._progress()}", culprits=error.culprits) from pending.error
 
     def _who_is_ahead(self) -> str:
         for source in self.rooms:
@@ -281,6 +270,29 @@ class DebugExchange:
             else f"rank {source} was last seen at bucket {progress[1]} of step {progress[0]}"
             for source, progress in seen.items()
         )
+
+
+class _Lateness:
+    """Raises once somebody has been ahead for so long that its message must have been there first."""
+
+    def __init__(self, who_is_ahead: Callable[[], str], where: str) -> None:
+        self._who_is_ahead = who_is_ahead
+        self._where = where
+        self._next_look = 0.0
+        self._since: float | None = None
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _GLANCE_S
+        ahead = self._who_is_ahead()
+        if not ahead:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since > _LATENESS_S:
+            raise ExchangeError(f"{self._where}{ahead} without a message for it: one of the two is out of step")
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from gossip.communication.courier import Courier, Operation, Talk
+from gossip.communication.courier import Courier, Talk, posted
 from gossip.communication.lanes import Lanes, Pending, Tensors
 from gossip.communication.threads import CLOSING_PATIENCE
-from gossip.communication.world import DEATH_PATIENCE, World
-from gossip.errors import ExchangeError
+from gossip.communication.world import World
 
 
 class AgreedFlag:
@@ -49,7 +48,7 @@ class AgreedFlag:
         group = self._group
 
         def converse(_: Tensors, received: Tensors) -> Talk:
-            yield (Operation("all other ranks", group.allreduce([received[0]])),)
+            yield (posted("all other ranks", lambda: group.allreduce([received[0]])),)
 
         self._pending = (self._lanes.submit(converse, [flag], [flag]), flag)
 
@@ -64,16 +63,16 @@ class AgreedFlag:
         if self._pending is None:
             return self._answer
         pending, flag = self._pending
-        where = f"rank {self._world.rank}: {self._what}"
-        if not pending.wait(self._world.timeout):
-            raise ExchangeError(
-                f"{where}: not all of the {self._world.world_size} ranks took part within "
-                f"{self._world.timeout.total_seconds():g} s: {self._world.roll_call.explain()}; every rank must make "
-                "the same steps"
+        world = self._world
+        failure = world.wait_for(pending, self._what, lambda: world.others)
+        if failure is not None:
+            if pending.error is not None:
+                raise world.lost(failure, self._what, pending.error) from pending.error
+            raise world.lost(
+                failure,
+                f"{self._what}: not all of the {world.world_size} ranks took part within {failure.waited_s:.3g} s",
+                advice="; every rank must make the same steps",
             )
-        if pending.error is not None:
-            who = self._world.roll_call.explain(DEATH_PATIENCE)
-            raise ExchangeError(f"{where}: {pending.error}: {who}") from pending.error
         self._pending = None
         self._answer = bool(flag.item())
         return self._answer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gossip.communication.courier import Courier, Operation, Talk, Works
+from gossip.communication.courier import Courier, Operation, PostingError, Talk, Works, posted
 from gossip.communication.membership import Group
 
 Tensors = Sequence[torch.Tensor]
@@ -109,6 +110,8 @@ class _OnStream:
                 for works in converse(sent, received):
                     for self.awaited, work, *_ in works or ():
                         work.wait()  # only the stream does
+            except PostingError as error:
+                self.awaited, self.error = error.awaited, error.cause
             except Exception as error:
                 self.error = error
             self._event = stream.record_event()
@@ -187,6 +190,11 @@ def message_of(rank: int) -> str:
     return f"the message of rank {rank}"
 
 
+def taking_by(rank: int) -> str:
+    """What a send to it awaits, in words."""
+    return f"rank {rank} to take ours"
+
+
 def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> Works:
     """Post receives and sends.
 
@@ -199,11 +207,11 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
     if device.type == "cpu":
         return [
             *(
-                Operation(message_of(peer), group.recv([tensor], peer, tag), tensor.nbytes)
+                posted(message_of(peer), functools.partial(group.recv, [tensor], peer, tag), tensor.nbytes)
                 for peer, tensor, tag in receives
             ),
             *(
-                Operation(f"rank {peer} to take ours", group.send([tensor], peer, tag), tensor.nbytes)
+                posted(taking_by(peer), functools.partial(group.send, [tensor], peer, tag), tensor.nbytes)
                 for peer, tensor, tag in sends
             ),
         ]

@@ -7,61 +7,83 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from gossip.communication import threads
+from gossip.communication.culprits import Arrival
+from gossip.communication.processes import Process, own_process
 from gossip.errors import ExchangeError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _Answer = TypeVar("_Answer")
-_STORE_PATIENCE = timedelta(seconds=2)
-_STORE_IS_GONE = (
-    "the key-value store does not answer: the process that holds it is gone (rank 0 where the group was made by env:// "
-    "or tcp://, otherwise the launcher)"
+STORE_PATIENCE_S = 2.0
+_STORE_PATIENCE = timedelta(seconds=STORE_PATIENCE_S)
+STORE_IS_SILENT = (
+    "the key-value store does not answer: this rank is cut off from it, or the process that holds it is gone (rank 0 "
+    "where the group was made by env:// or tcp://, otherwise the launcher)"
 )
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Where a rank was seen last: how many collectives it had called, and the name of the latest."""
-
-    sequence: int
-    what: str
-    gave_up: bool = False
 
 
 class RollCall:
     """Each rank's latest arrival at a collective, for all ranks to read.
 
-    A note costs one message to the store, which nobody waits for; notes are read only when somebody has waited in vain.
+    A note costs one message to the store, which nobody waits for; notes are read only when somebody has waited for long
+    (:func:`gossip.communication.waiting.wait_for`).
 
     Parameters
     ----------
     store : Store or None
         Of keys that no other roll call uses. None (MPI has no store): notes go nowhere and nobody can be named.
     rank, world_size : int
+
+    Attributes
+    ----------
+    processes : list of Process
+        By rank; of this machine, once all ranks have been waited for.
+    is_silent : bool
+        Whether the store was found to hold its callers: nothing is written to it any more.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
         self._store = store
-        self._rank = rank
+        self.rank = rank
+        self.world_size = world_size
+        self.is_silent = False
+        self._have_met = False
         self._keys = [f"arrival{each}" for each in range(world_size)]
         self._sequence = -1
         self._what = ""
+        self.processes = [Process("", 0, 0)] * world_size
+        self.processes[rank] = own_process()
+        self._set(f"process{rank}", self.processes[rank])
+
+    @property
+    def has_store(self) -> bool:
+        """Whether notes go anywhere."""
+        return self._store is not None
+
+    @property
+    def sequence(self) -> int:
+        """The number of this rank's latest collective."""
+        return self._sequence
 
     def note(self, what: str) -> None:
         """Tell the others that this rank has arrived at its next collective. Local."""
         self._sequence += 1
         self._what = what
-        self._write(gave_up=False)
+        self._write(Arrival(self._sequence, what))
 
-    def note_giving_up(self) -> None:
-        """Tell the others that this rank waits no longer. Local."""
-        self._write(gave_up=True)
+    def note_waiting(self, where: str, ranks: Sequence[int], beat: int) -> None:
+        """Tell the others for whom this rank has been waiting for long. Local."""
+        self._write(Arrival(self._sequence, self._what, waits_in=where, waits_for=list(ranks), beat=beat))
+
+    def note_giving_up(self, blames: Sequence[int] = (), reason: str = "") -> None:
+        """Tell the others that this rank waits no longer, and why. Local."""
+        self._write(Arrival(self._sequence, self._what, gave_up=True, blames=list(blames), reason=reason))
 
     def wait_for_all(self, timeout: timedelta) -> str | None:
         """None once all ranks have made their first note; else, after ``timeout``, in words who has not.
@@ -73,48 +95,27 @@ class RollCall:
         """
         if self._store is None:
             return None
-        arrivals = self._ask(lambda stop: self._poll(stop, timeout), timeout + _STORE_PATIENCE)
+        arrivals = self._ask(lambda stop: self._meet(stop, timeout), timeout + _STORE_PATIENCE)
         absent = [rank for rank, arrival in enumerate(arrivals) if arrival is None]
         if not absent:  # otherwise it is for their sake that somebody may have given up
             absent = [rank for rank, arrival in enumerate(arrivals) if arrival is not None and arrival.gave_up]
-        return None if not absent else self._name(absent, arrivals)
+        if not absent:
+            return None
+        return "; ".join([f"{_ranks(absent)} absent", *(_last_seen(rank, arrivals[rank]) for rank in absent)])
 
-    def explain(self, patience: timedelta = timedelta(0)) -> str:
-        """In words who is absent from this rank's latest collective, once ``patience`` has passed. Local."""
-        if self._store is None:
-            return "this backend has no key-value store to tell who is absent"
-        try:
-            arrivals = self._ask(lambda stop: self._poll(stop, patience), patience + _STORE_PATIENCE)
-        except ExchangeError as error:
-            return str(error)
-        absent = [rank for rank, arrival in enumerate(arrivals) if arrival is None or arrival.sequence < self._sequence]
-        if absent:
-            return self._name(absent, arrivals)
-        others = [
-            rank
-            for rank, arrival in enumerate(arrivals)
-            if arrival is not None and rank != self._rank and self._is_elsewhere(arrival)
-        ]
-        if others:
-            return self._name_elsewhere(others, arrivals)
-        return "all have arrived: one has died since, or the network is cut"
-
-    def explain_ahead(self) -> str:
-        """In words which ranks have gone on to a collective that this rank has not called; empty if none. Local."""
-        if self._store is None:
-            return ""
-        try:
-            arrivals = self._ask(lambda _: self._read(), _STORE_PATIENCE)
-        except ExchangeError as error:
-            return str(error)
-        ahead = [rank for rank, arrival in enumerate(arrivals) if arrival and arrival.sequence > self._sequence]
-        return self._name_elsewhere(ahead, arrivals) if ahead else ""
+    def read(self) -> list[Arrival | None]:
+        """Everybody's newest note. May take as long as the store pleases."""
+        store: Any = self._store
+        if store is None:
+            return [None] * self.world_size
+        if self._have_met and store.has_extended_api():
+            return [_arrival(note) for note in store.multi_get(self._keys)]
+        present = [store.check([key]) for key in self._keys]
+        return [_arrival(store.get(key)) if there else None for key, there in zip(self._keys, present, strict=True)]
 
     def note_progress(self, step: int, bucket: int) -> None:
         """Tell the others which exchange this rank has announced. Local."""
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"progress{self._rank}", json.dumps([step, bucket]))
+        self._set(f"progress{self.rank}", [step, bucket])
 
     def progress(self, rank: int) -> tuple[int, int] | None:
         """Step and bucket of the latest exchange that ``rank`` has announced; None if not known. Local."""
@@ -133,36 +134,31 @@ class RollCall:
 
     # ------------------------------------------------------------------ the store
 
-    def _write(self, *, gave_up: bool) -> None:
-        if self._store is None:
+    def _write(self, arrival: Arrival) -> None:
+        self._set(self._keys[self.rank], asdict(arrival))
+
+    def _set(self, key: str, content: object) -> None:
+        if self._store is None or self.is_silent:
             return
         # What is in the way of a note need not be in the way of training; who waits in vain will be told.
         with contextlib.suppress(RuntimeError):
-            self._store.set(self._keys[self._rank], json.dumps([self._sequence, self._what, gave_up]))
+            self._store.set(key, json.dumps(content))
 
-    def _poll(self, stop: threading.Event, timeout: timedelta) -> list[Arrival | None]:
-        """All arrivals, once everybody has come as far as this rank, or ``timeout`` has passed."""
-        assert self._store is not None
-        deadline = time.monotonic() + timeout.total_seconds()
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            # Asking for all keys at once is one message; store.wait would hold the thread, and warns at each time-out.
-            arrivals = self._read() if self._store.check(self._keys) else None
-            if arrivals and all(each is not None and each.sequence >= self._sequence for each in arrivals):
-                return arrivals
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or stop.wait(min(pause_s, remaining_s)):
-                return arrivals or self._read()
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _read(self) -> list[Arrival | None]:
+    def _meet(self, stop: threading.Event, timeout: timedelta) -> list[Arrival | None]:
+        """All first notes, once everybody has made one, or ``timeout`` has passed; and their processes."""
         store = self._store
         assert store is not None
-        present = [store.check([key]) for key in self._keys]
-        return [
-            Arrival(*json.loads(store.get(key))) if there else None
-            for key, there in zip(self._keys, present, strict=True)
-        ]
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause_s = _FIRST_PAUSE_S
+        # Asking for all keys at once is one message; store.wait would hold the thread, and warns at each time-out.
+        while not store.check(self._keys):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or stop.wait(min(pause_s, remaining_s)):
+                return self.read()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._have_met = True
+        self.processes = [Process(*json.loads(store.get(f"process{rank}"))) for rank in range(self.world_size)]
+        return self.read()
 
     def _ask(self, question: Callable[[threading.Event], _Answer], patience: timedelta) -> _Answer:
         """The answer of another thread: a store whose host has been cut off can hold its caller for hours."""
@@ -182,19 +178,11 @@ class RollCall:
         if answers:
             return answers[0]
         reason = f" ({str(errors[0]).splitlines()[0]})" if errors and str(errors[0]) else ""
-        raise ExchangeError(f"{_STORE_IS_GONE}{reason}") from (errors[0] if errors else None)
+        raise ExchangeError(f"{STORE_IS_SILENT}{reason}") from (errors[0] if errors else None)
 
-    # ------------------------------------------------------------------ in words
 
-    def _is_elsewhere(self, arrival: Arrival) -> bool:
-        return arrival.gave_up or (arrival.sequence, arrival.what) != (self._sequence, self._what)
-
-    def _name(self, absent: Sequence[int], arrivals: Sequence[Arrival | None]) -> str:
-        return "; ".join([f"{_ranks(absent)} absent", *(_last_seen(rank, arrivals[rank]) for rank in absent)])
-
-    @staticmethod
-    def _name_elsewhere(ranks: Sequence[int], arrivals: Sequence[Arrival | None]) -> str:
-        return "; ".join(_last_seen(rank, arrivals[rank], "is meanwhile in") for rank in ranks)
+def _arrival(note: bytes) -> Arrival:
+    return Arrival(**json.loads(note))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -203,9 +191,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
 
 
-def _last_seen(rank: int, arrival: Arrival | None, verb: str = "was last seen in") -> str:
+def _last_seen(rank: int, arrival: Arrival | None) -> str:
     if arrival is None:
         return f"rank {rank} was never seen"
     if arrival.gave_up:
         return f"rank {rank} has given up waiting in {arrival.what!r}"
-    return f"rank {rank} {verb} {arrival.what!r}"
+    return f"rank {rank} was last seen in {arrival.what!r}"

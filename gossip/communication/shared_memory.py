@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gossip.communication.world import World
-from gossip.errors import ExchangeError
 
 _NUM_BUFFERS = 2
 _ALIGNMENT_BYTES = 64
@@ -80,18 +81,18 @@ class Mailbox:
             Somebody has not, in time.
         """
         self._turn = (self._turn + 1) % _NUM_BUFFERS
-        deadline = time.monotonic() + self._world.timeout.total_seconds()
         number = self._numbers[self._turn]
         for reader in self._readers[self._turn]:
-            while int(self._memory.read[self._turn, reader]) < number:
-                if time.monotonic() > deadline:
-                    timeout_s = self._world.timeout.total_seconds()
-                    raise ExchangeError(
-                        f"rank {self._world.rank}: step {step}, bucket {self._bucket}: waited {timeout_s:g} s in vain "
-                        f"for rank {reader} to read the message of two exchanges ago; that rank is stuck, gone, or has "
-                        "made fewer steps (GossipDataParallel's timeout sets how long to wait)"
-                    )
-                time.sleep(_PAUSE_S)
+            reading = _Reading(self._memory, self._turn, reader, number)
+            where = f"step {step}, bucket {self._bucket}"
+            failure = self._world.wait_for(reading, where, functools.partial(list, (reader,)))
+            if failure is not None:
+                raise self._world.lost(
+                    failure,
+                    f"{where}: waited {failure.waited_s:.3g} s in vain for rank {reader} to read the message of two "
+                    "exchanges ago",
+                    advice=" (GossipDataParallel's timeout sets how long to wait)",
+                )
         return self._messages[self._turn]
 
     def hand_out(self, readers: tuple[int, ...]) -> torch.Tensor:
@@ -99,6 +100,29 @@ class Mailbox:
         self._count += 1
         self._readers[self._turn], self._numbers[self._turn] = readers, self._count
         return torch.tensor([os.getpid(), self._fd, int(self._memory.secret), self._turn, self._count])
+
+
+class _Reading(NamedTuple):
+    """A peer's reading of what is in a buffer."""
+
+    memory: Memory
+    turn: int
+    reader: int
+    number: int
+
+    @property
+    def error(self) -> Exception | None:
+        """Reading fails on the other side."""
+        return None
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether it has read it within ``timeout``."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while int(self.memory.read[self.turn, self.reader]) < self.number:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
 
 class Mailroom:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
 
-from gossip.communication.courier import Operation, Talk, Works
-from gossip.communication.lanes import Message, Pending, Tensors, message_of, post_point_to_point
+from gossip.communication.courier import Talk, Works, posted
+from gossip.communication.lanes import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
 from gossip.communication.membership import Membership
 from gossip.communication.shared_memory import TOKEN_NUMEL, Mailbox, Mailroom
+from gossip.communication.waiting import Failure
 from gossip.communication.world import World
 from gossip.compression.codec import Codec, Compression, Parcels, Parts
 from gossip.compression.memory import all_finite
@@ -203,7 +204,7 @@ class DistributedTransport:
         name = f"the all-reduce with ranks {', '.join(map(str, others))}"
 
         def converse(_: Tensors, received: Tensors) -> Talk:
-            yield (Operation(name, group.allreduce([received[0]]), 2 * total.nbytes),)
+            yield (posted(name, lambda: group.allreduce([received[0]]), 2 * total.nbytes),)
             yield None
             if total.is_cpu:
                 exchange.is_finite = all_finite(total)
@@ -289,20 +290,15 @@ class DistributedExchange:
         )
 
     def wait(self) -> Arrival:
-        where = f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
-        timeout = self.world.timeout
-        if not self.pending.wait(timeout):
-            ahead = self.world.roll_call.explain_ahead()
-            raise ExchangeError(
-                f"{where}: waited {timeout.total_seconds():g} s in vain for {self.pending.awaited}; that rank is "
-                f"stuck, gone, or has made fewer steps{f' ({ahead})' * bool(ahead)} (GossipDataParallel's timeout sets "
-                "how long to wait)"
-            )
-        if self.pending.error is not None:
-            raise ExchangeError(
-                f"{where}: failed while waiting for {self.pending.awaited}: {self.pending.error}"
-            ) from self.pending.error
+        where = f"step {self.step}, bucket {self.bucket}"
+        failure = self.world.wait_for(self.pending, where, self._awaited)
+        if failure is not None:
+            raise lost_exchange(self.world, failure, where, self.pending) from self.pending.error
         return Arrival(self._decode(), self.is_finite)
+
+    def _awaited(self) -> Sequence[int]:
+        """The ranks that the exchange waits for just now."""
+        return peers_in(self.pending.awaited, self.sources, self.sent) or self.sources
 
     def _decode(self) -> Parts:
         if self.total is not None:
@@ -312,6 +308,23 @@ class DistributedExchange:
         yield from self.codec.decode(self.received)
         if self.mailroom is not None:
             self.mailroom.done(self.tokens)
+
+
+def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:
+    """The rank whose message, or whose taking of ours, is what ``awaited`` says; none if it is something else."""
+    ranks = {message_of(source): source for source in sources} | {taking_by(target): target for target in targets}
+    return (ranks[awaited],) if awaited in ranks else ()
+
+
+def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) -> ExchangeError:
+    """The error for an exchange whose messages did not come, naming rank, step, bucket and peers."""
+    if pending.error is not None:
+        return world.lost(failure, f"{where}: failed while waiting for {pending.awaited}", pending.error)
+    return world.lost(
+        failure,
+        f"{where}: waited {failure.waited_s:.3g} s in vain for {pending.awaited}",
+        advice=" (GossipDataParallel's timeout sets how long to wait)",
+    )
 
 
 def _pieces(parcels: Parcels) -> Iterator[Parcels]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gossip.communication.courier import Courier, Operation, Talk
-from gossip.communication.lanes import Lanes, Tensors
+from gossip.communication.courier import Courier, Operation, Talk, posted
+from gossip.communication.lanes import Lanes, Pending, Tensors
 from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
 from gossip.communication.roll_call import RollCall
 from gossip.communication.threads import CLOSING_PATIENCE
+from gossip.communication.waiting import Awaited, Failure, wait_for
 from gossip.errors import ExchangeError
 
 _GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
-DEATH_PATIENCE = timedelta(seconds=0.25)  # for the living to arrive too: who is absent then is the dead one
 _LONGEST_PAUSE_S = 0.005
 
 
@@ -163,13 +164,48 @@ class World:
 
         # In the back, because connecting cannot be interrupted.
         ticket = self.courier.submit(connect())
-        if not ticket.wait(self.timeout) or ticket.error is not None:
-            reason = f" ({str(ticket.error).splitlines()[0]})" if ticket.error is not None else ""
-            raise ExchangeError(
-                f"rank {self.rank}: making a communicator of ranks {list(ranks)}: not all of them took part within "
-                f"{self.timeout.total_seconds():g} s: {self.roll_call.explain()}{reason}"
+        where = f"making a communicator of ranks {list(ranks)}"
+        others = [rank for rank in ranks if rank != self.rank]
+        # No connection tells of a death while there is none: who has ended will not come any more.
+        failure = self.wait_for(ticket, where, lambda: others, sequence=sys.maxsize)
+        if failure is not None:
+            raise self.lost(
+                failure, f"{where}: not all of them took part within {failure.waited_s:.3g} s", ticket.error
             ) from ticket.error
         return made[0]
+
+    def wait_for(
+        self,
+        awaited: Awaited,
+        where: str,
+        ranks: Callable[[], Sequence[int]],
+        *,
+        sequence: int | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> Failure | None:
+        """Wait for other ranks, within the time-out: see :func:`gossip.communication.waiting.wait_for`."""
+        return wait_for(awaited, self.roll_call, self.timeout, where=where, ranks=ranks, sequence=sequence, look=look)
+
+    def lost(self, failure: Failure, text: str, cause: Exception | None = None, advice: str = "") -> ExchangeError:
+        """The error for a wait in vain: ``text``, and whose fault it is; or ``cause``, if it says so itself."""
+        if isinstance(cause, ExchangeError):
+            return cause
+        culprits = failure.verdict.culprits
+        if self.membership is not None:
+            culprits = tuple(self.membership.ranks[rank] for rank in culprits)
+        return ExchangeError(f"rank {self.rank}: {text}: {failure.verdict.text}{advice}", culprits=culprits)
+
+    def lost_by(self, cause: Exception, text: str) -> ExchangeError:
+        """The error for an operation of torch's own classes that has failed, whose peers leave no notes."""
+        failure = self.wait_for(Ended(cause), text, lambda: self.others)
+        if failure is None or not (failure.verdict.is_certain and failure.verdict.culprits):
+            return ExchangeError(f"rank {self.rank}: {text}: the connection to another rank is closed")
+        return self.lost(failure, text)
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group of ``ranks`` for torch's own classes, given back by :meth:`close`.
@@ -292,24 +328,51 @@ class World:
     def _run(self, post: Callable[[Tensors, Tensors], Any], sent: Tensors, received: Tensors, what: str) -> None:
         assert self.lanes is not None
         self.roll_call.note(what)
-        deadline = time.monotonic() + self.timeout.total_seconds()
 
         def converse(*tensors: Tensors) -> Talk:
-            yield (Operation("all other ranks", post(*tensors)),)
+            yield (posted("all other ranks", lambda: post(*tensors)),)
 
         pending = self.lanes.submit(converse, list(sent), list(received))
-        if not pending.wait(self.timeout) or not device_is_idle(received[0].device, deadline):
-            self.roll_call.note_giving_up()
-            raise ExchangeError(
-                f"rank {self.rank}: {what}: not all of the {self.world_size} ranks took part within "
-                f"{self.timeout.total_seconds():g} s: {self.roll_call.explain()}; every rank{self._in_group()} must "
-                "call it, after the same number of steps"
-            )
+        failure = self.wait_for(
+            OnDevice(pending, received[0].device), what, lambda: self.others, sequence=self.roll_call.sequence
+        )
+        if failure is None:
+            return
         if pending.error is not None:
-            patience = min(DEATH_PATIENCE, timedelta(seconds=max(0.0, deadline - time.monotonic())))
-            raise ExchangeError(
-                f"rank {self.rank}: {what}: {pending.error}: {self.roll_call.explain(patience)}"
-            ) from pending.error
+            raise self.lost(failure, what, pending.error) from pending.error
+        raise self.lost(
+            failure,
+            f"{what}: not all of the {self.world_size} ranks took part within {failure.waited_s:.3g} s",
+            advice=f"; every rank{self._in_group()} must call it, after the same number of steps",
+        )
+
+
+class Ended(NamedTuple):
+    """An operation that has failed already."""
+
+    error: Exception
+
+    @staticmethod
+    def wait(_: timedelta) -> bool:
+        """It has."""
+        return True
+
+
+class OnDevice(NamedTuple):
+    """Operations that have ended when the device has done its share of them too."""
+
+    pending: Pending
+    device: torch.device
+
+    @property
+    def error(self) -> Exception | None:
+        """Why they failed."""
+        return self.pending.error
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether they have ended within ``timeout``. Ctrl-C gets through."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        return self.pending.wait(timeout) and device_is_idle(self.device, deadline)
 
 
 def device_is_idle(device: torch.device, deadline: float) -> bool:

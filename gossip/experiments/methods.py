@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import AdaptWhileCommunicating
 from gossip.averaging import average_module_, saved_state
+from gossip.communication.waiting import is_lost_connection
 from gossip.communication.world import World
 from gossip.compression.values import Uncompressed
-from gossip.errors import ExchangeError
 from gossip.experiments.build import Experiment
 from gossip.experiments.tracing import TracedTransport, Tracer
 from gossip.frozen import FrozenParameters
@@ -254,9 +254,9 @@ class AllReduceMethod:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
-                raise ExchangeError(f"rank {self._world.rank}: step {self._step}: {what} failed: {error}") from error
-            raise
+            if not is_lost_connection(error):
+                raise
+            raise self._world.lost_by(error, f"step {self._step}: {what} failed") from error
 
     def _all_reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         started_at = self._ready_at = time.perf_counter()

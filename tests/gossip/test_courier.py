@@ -8,9 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from gossip.communication import courier as module
 from gossip.communication.courier import Courier, Operation, Talk
+from gossip.communication.lanes import Message, post_point_to_point
 
 MANY_BYTES = module.WINDOW_BYTES // 2
 TIMEOUT = timedelta(seconds=30)
@@ -192,3 +194,33 @@ def test_an_error_while_posting_is_the_tickets(courier: Courier, log: Log, when:
     assert isinstance(first.error, OSError)
     assert second.wait(TIMEOUT)
     assert second.error is None
+
+
+class OneClosedPair:
+    """A communicator whose connection to rank 2 is closed for sending."""
+
+    def recv(self, *_: Any) -> Held:
+        held = Held()
+        held.released.set()
+        return held
+
+    def send(self, message: Any, peer: int, tag: int) -> Held:
+        if peer == 2:
+            raise RuntimeError("the pair is closed")
+        return self.recv(message, peer, tag)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_post_that_fails_names_its_peer(courier: Courier, num_ahead: int) -> None:
+    def talk() -> Talk:
+        if not num_ahead:
+            yield None  # then it is the thread that waits which posts
+        message = torch.zeros(1)
+        yield post_point_to_point(
+            OneClosedPair(), [Message(2, message, 0)], [Message(1, message, 0), Message(2, message, 0)]
+        )
+
+    ticket = courier.submit(talk())
+    assert ticket.wait(TIMEOUT)
+    assert str(ticket.error) == "the pair is closed"
+    assert ticket.awaited == "rank 2 to take ours"

@@ -12,8 +12,8 @@ from torch import nn
 from gossip import ExchangeError, GossipDataParallel, World, launch
 from gossip.communication import scratch
 
-NUM_SUMS = 10
-"""Of a global average of the module: one for each of 6 buckets and 3 float buffers, and the last one's confirmation."""
+NUM_SUMS = 9
+"""Of a global average of the module: one for each of 5 buckets and 3 float buffers, and the confirmation."""
 
 
 class DepartedError(Exception):

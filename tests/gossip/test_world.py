@@ -18,6 +18,7 @@ from torch import nn
 
 from gossip import DistributedTransport, ExchangeError, GossipDataParallel, LaunchError, World, launch
 from gossip.communication.roll_call import RollCall
+from gossip.communication.waiting import wait_for
 from topologies import build
 
 SHORT = timedelta(seconds=0.5)
@@ -218,22 +219,14 @@ def absent_from(what: str) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("what", "where"),
-    [
-        ("global average", "comparing buffers before averaging"),
-        ("averaged", "comparing buffers before averaging"),
-        ("consensus distance", "consensus distance of bucket 0"),
-    ],
-)
-def test_rank_absent_from_a_collective_is_named(what: str, where: str) -> None:
+@pytest.mark.parametrize("what", ["global average", "averaged", "consensus distance"])
+def test_rank_absent_from_a_collective_is_named(what: str) -> None:
     by_rank = launch(absent_from, what, world_size=3)
-    unchanged = "" if what == "consensus distance" else "; on this rank parameters and buffers are as they were before"
     for rank in (0, 2):
         assert by_rank[rank] == (
-            f"rank {rank}: {where}: not all of the 3 ranks took part within 0.5 s: rank 1 is absent; "
-            "rank 1 was last seen in 'finding neighbours'; "
-            f"every rank must call it, after the same number of steps{unchanged}"
+            f"rank {rank}: comparing frozen parameters: not all of the 3 ranks took part within 0.5 s: "
+            "rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'finding neighbours'; "
+            "every rank must call it, after the same number of steps"
         )
 
 
@@ -254,8 +247,9 @@ def wait_for_a_rank_that_went_on() -> str:
 def test_wait_for_an_exchange_says_where_the_peer_is_instead() -> None:
     first, second = launch(wait_for_a_rank_that_went_on, world_size=2)
     assert first.startswith("rank 0: step 4, bucket 1: waited 0.5 s in vain for ")
-    assert "(rank 1 is meanwhile in 'the sum')" in first or "(rank 1 has given up waiting in 'the sum')" in first
-    assert "rank 1: the sum: not all of the 2 ranks took part within 0.5 s: rank 0 is absent; rank 0 was" in second
+    assert "rank 1 is meanwhile in the sum" in first or "rank 1 has given up waiting in 'the sum'" in first
+    assert second.startswith("rank 1: the sum: not all of the 2 ranks took part within 0.5 s: ")
+    assert "rank 0 is meanwhile in step 4, bucket 1" in second or "rank 0 has given up waiting in" in second
 
 
 def die_before(what: str) -> None:
@@ -286,7 +280,7 @@ def survive_a_peer() -> str:
 def test_closed_connection_names_who_is_absent() -> None:
     survivor, _ = launch(survive_a_peer, world_size=2)
     assert survivor.startswith("rank 0: the second sum: ")
-    assert survivor.endswith("rank 1 is absent; rank 1 was last seen in 'the first sum'")
+    assert survivor.endswith(": rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'the first sum'")
 
 
 class BrokenStore(dist.Store):
@@ -299,12 +293,31 @@ class BrokenStore(dist.Store):
         raise dist.DistNetworkError("failed to recv, got 0 bytes")
 
 
+class Never:
+    """What is awaited in vain."""
+
+    error = None
+
+    @staticmethod
+    def wait(timeout: timedelta) -> bool:
+        threading.Event().wait(timeout.total_seconds())
+        return False
+
+
+def wait_in_vain(roll_call: RollCall, where: str = "averaging") -> str:
+    """What is found out, where rank 1 does not come to this rank's latest collective."""
+    failure = wait_for(Never(), roll_call, SHORT, where=where, ranks=lambda: [1], sequence=roll_call.sequence)
+    assert failure is not None
+    return failure.verdict.text
+
+
 def test_store_that_is_gone_is_said_to_be() -> None:
-    roll_call = RollCall(BrokenStore(), 1, 2)
+    roll_call = RollCall(BrokenStore(), 0, 2)
     roll_call.note("averaging")
-    assert roll_call.explain().startswith(
-        "the key-value store does not answer: the process that holds it is gone (rank"
+    gone = (
+        "the key-value store does not answer: this rank is cut off from it, or the process that holds it is gone (rank"
     )
+    assert wait_in_vain(roll_call).startswith(gone)
     with pytest.raises(ExchangeError, match=r"the key-value store does not answer: .* \(failed to recv, got 0 bytes\)"):
         roll_call.wait_for_all(timedelta(seconds=5))
 
@@ -328,29 +341,31 @@ class SilentStore(dist.Store):
 
 
 def test_store_that_answers_nothing_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossip.communication.roll_call._STORE_PATIENCE", timedelta(seconds=0.05))
+    monkeypatch.setattr("gossip.communication.waiting.STORE_PATIENCE_S", 0.05)
     store = SilentStore()
-    assert "does not answer" in RollCall(store, 0, 2).explain()
+    roll_call = RollCall(store, 0, 2)
+    assert "does not answer" in wait_in_vain(roll_call)
+    assert roll_call.is_silent
     store.released.set()
     for thread in threading.enumerate():
-        if thread.name == "gossip-roll-call":
+        if thread.name == "gossip-vigil":
             thread.join(10)
-    assert not any(thread.name == "gossip-roll-call" for thread in threading.enumerate())
+    assert not any(thread.name == "gossip-vigil" for thread in threading.enumerate())
 
 
 def test_arrivals_are_read_from_any_store(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     first, second = (RollCall(dist.PrefixStore("x", store), rank, 2) for rank in range(2))
     first.note("here")
-    assert first.explain() == "rank 1 is absent; rank 1 was never seen"
+    absent = "rank 1 is absent (dead, frozen, cut off or busy); it was "
+    assert wait_in_vain(first) == f"{absent}never seen"
     second.note("here")
+    first.note("here")
     assert first.wait_for_all(timedelta(seconds=5)) is None
-    second.note("there")
-    assert first.explain_ahead() == "rank 1 is meanwhile in 'there'"
-    first.note("elsewhere")
-    assert first.explain() == "rank 1 is meanwhile in 'there'"
-    first.note("further")
-    assert first.explain() == "rank 1 is absent; rank 1 was last seen in 'there'"
+    assert first.processes[1].pid == os.getpid()
+    assert wait_in_vain(first) == f"{absent}last seen in 'here'"
+    second.note_giving_up([0], "rank 0 is tired")
+    assert wait_in_vain(first) == "rank 0 is tired (so rank 1 found)"
 
 
 def interrupt_a_construction() -> None:

@@ -1,0 +1,229 @@
+"""Who it is that everybody waits for, found by following who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gossip.communication.processes import GONE, SUSPENDED
+
+_NUM_HOPS_TOLD = 4
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank's newest note.
+
+    Attributes
+    ----------
+    sequence : int
+        How many collectives it had called.
+    what : str
+        The name of the latest.
+    gave_up : bool
+        Whether it waits no longer, and does not go on.
+    waits_in : str
+        Where it waits, and has waited for long; empty if it had no long wait since.
+    waits_for : sequence of int
+        For whom.
+    beat : int
+        Counts up for as long as it waits.
+    blames : sequence of int
+        Once it has given up: for whose sake.
+    reason : str
+        And why, in words.
+    """
+
+    sequence: int
+    what: str
+    gave_up: bool = False
+    waits_in: str = ""
+    waits_for: Sequence[int] = ()
+    beat: int = 0
+    blames: Sequence[int] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What this rank knows of another one.
+
+    Attributes
+    ----------
+    arrival : Arrival or None
+        Its newest note.
+    is_fresh : bool
+        Whether that changed a moment ago.
+    state : str
+        Of its process: see :func:`gossip.communication.processes.state_of`.
+    pid : int
+    """
+
+    arrival: Arrival | None
+    is_fresh: bool = False
+    state: str = ""
+    pid: int = 0
+
+
+class Verdict(NamedTuple):
+    """Who has stopped.
+
+    Attributes
+    ----------
+    culprits : tuple of int
+        Empty if there is no telling.
+    reason : str
+        In words, also if there is no telling.
+    is_certain : bool
+        Whether it will not read otherwise a moment later.
+    ends_wait : bool
+        Whether nothing will come of waiting longer.
+    source : int or None
+        Who found it out, if not this rank.
+    """
+
+    culprits: tuple[int, ...]
+    reason: str
+    is_certain: bool = False
+    ends_wait: bool = False
+    source: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The reason, and whose it is."""
+        return self.reason + (f" (so rank {self.source} found)" if self.source is not None else "")
+
+
+@dataclass
+class _Chains:
+    """Where the chains of those who wait for each other end."""
+
+    waiting: list[int] = field(default_factory=list)
+    given_up: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    suspended: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+
+
+def find_culprits(
+    rank: int,
+    where: str,
+    awaited: Sequence[int],
+    sightings: Mapping[int, Sighting],
+    *,
+    sequence: int,
+    is_collective: bool,
+) -> Verdict:
+    """Follow the chains from this rank to the ranks that wait for nobody.
+
+    Parameters
+    ----------
+    rank : int
+        This one.
+    where : str
+        Where it waits.
+    awaited : sequence of int
+        For whom.
+    sightings : mapping
+        Of all other ranks.
+    sequence : int
+        How many collectives this rank has called.
+    is_collective : bool
+        Whether it waits in one of them: who has called fewer is absent.
+    """
+    reached_from: dict[int, int] = dict.fromkeys(awaited, rank)
+    chains = _Chains()
+    queue = list(awaited)
+    for each in queue:
+        sighting = sightings[each]
+        arrival = sighting.arrival
+        if arrival is not None and arrival.gave_up and arrival.blames:
+            chains.given_up.append(each)
+        elif sighting.state == GONE:
+            chains.gone.append(each)
+        elif sighting.state == SUSPENDED:
+            chains.suspended.append(each)
+        elif arrival is not None and arrival.gave_up:
+            chains.given_up.append(each)
+        elif arrival is not None and arrival.waits_in and sighting.is_fresh:
+            chains.waiting.append(each)
+            for further in arrival.waits_for:
+                if further != rank and further not in reached_from:
+                    reached_from[further] = each
+                    queue.append(further)
+        else:
+            chains.silent.append(each)
+
+    def told(ranks: Sequence[int]) -> Verdict:
+        texts = [
+            _describe(each, sightings[each])
+            + _last_seen(sightings[each].arrival, sequence, is_collective=is_collective)
+            + _hops(each, rank, reached_from, sightings)
+            for each in ranks
+        ]
+        return Verdict(tuple(ranks), "; ".join(texts))
+
+    if chains.gone:
+        # What a process sent before it ended may still be on its way.
+        nothing_comes = is_collective and any(_is_behind(sightings[each].arrival, sequence) for each in chains.gone)
+        return told(chains.gone)._replace(is_certain=True, ends_wait=nothing_comes)
+    if chains.given_up:
+        return _passed_on(chains.given_up, rank, sightings)
+    if chains.suspended:
+        return told(chains.suspended)._replace(is_certain=True)
+    if chains.silent:
+        absent = [each for each in chains.silent if is_collective and _is_behind(sightings[each].arrival, sequence)]
+        return told(absent or chains.silent)
+    return Verdict((), _cycle(where, chains.waiting, sightings))
+
+
+def _is_behind(arrival: Arrival | None, sequence: int) -> bool:
+    return arrival is None or arrival.sequence < sequence
+
+
+def _describe(rank: int, sighting: Sighting) -> str:
+    if sighting.state == GONE:
+        return f"rank {rank} is gone: its process {sighting.pid} has ended"
+    if sighting.state == SUSPENDED:
+        return f"rank {rank} is frozen: its process {sighting.pid} is suspended (SIGSTOP, or a debugger)"
+    return f"rank {rank} is absent (dead, frozen, cut off or busy)"
+
+
+def _last_seen(arrival: Arrival | None, sequence: int, *, is_collective: bool) -> str:
+    if arrival is None:
+        return "; it was never seen"
+    if is_collective:
+        return f"; it was last seen in {arrival.what!r}"
+    return f"; it is meanwhile in {arrival.what!r}" if arrival.sequence > sequence else ""
+
+
+def _hops(rank: int, start: int, reached_from: Mapping[int, int], sightings: Mapping[int, Sighting]) -> str:
+    """Who waits for it, if that is not this rank itself."""
+    hops: list[str] = []
+    while (waiter := reached_from[rank]) != start and len(hops) < _NUM_HOPS_TOLD:
+        arrival = sightings[waiter].arrival
+        hops.append(f"rank {waiter} waits for rank {rank}" + (f" in {arrival.waits_in}" if arrival else ""))
+        rank = waiter
+    return f" ({', '.join(reversed(hops))})" if hops else ""
+
+
+def _passed_on(ranks: Sequence[int], rank: int, sightings: Mapping[int, Sighting]) -> Verdict:
+    """What those that gave up have found out: they saw it earlier, or from nearer."""
+    arrivals = {each: arrival for each in ranks if (arrival := sightings[each].arrival) is not None}
+    knowing = {each: arrival for each, arrival in arrivals.items() if arrival.blames}
+    if not knowing:
+        texts = [f"rank {each} has given up waiting in {arrival.what!r}" for each, arrival in arrivals.items()]
+        return Verdict((), "; ".join(texts), is_certain=True, ends_wait=True)
+    source, arrival = next(iter(knowing.items()))
+    culprits = tuple(each for each in arrival.blames if each != rank)
+    return Verdict(culprits, arrival.reason, is_certain=True, ends_wait=True, source=source)
+
+
+def _cycle(where: str, ranks: Sequence[int], sightings: Mapping[int, Sighting]) -> str:
+    waits = {each: arrival.waits_in for each in ranks if (arrival := sightings[each].arrival) is not None}
+    if all(each == where for each in waits.values()):
+        return "all others wait too: a connection between two of them is cut"
+    return "they wait for each other: " + "; ".join(
+        f"rank {each} is meanwhile in {waits_in}" for each, waits_in in waits.items() if waits_in != where
+    )
