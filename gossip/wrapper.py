@@ -87,7 +87,7 @@ class GossipDataParallel(ModuleFace, Outermost):
     bucket_cap_mb : float
         Size of a bucket in MiB; a larger parameter has a bucket of its own.
     timeout : timedelta
-        How long any wait for other ranks may take before it raises.
+        How long any wait for other ranks may take before it raises; or a fifth more, see :mod:`.communication.sockets`.
     transport : Transport, optional
         How messages travel; by default over ``torch.distributed``.
     process_group : ProcessGroup, optional

@@ -17,6 +17,7 @@ from gossip.communication.courier import Courier, Operation, Talk, posted
 from gossip.communication.lanes import Lanes, Pending, Tensors
 from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
 from gossip.communication.roll_call import RollCall
+from gossip.communication.sockets import resending_soon
 from gossip.communication.threads import CLOSING_PATIENCE
 from gossip.communication.waiting import Awaited, Failure, wait_for
 from gossip.errors import ExchangeError
@@ -101,7 +102,8 @@ class World:
         """Call the roll, then connect: who is absent is named before anybody waits in a library's code."""
         assert self.membership is not None
         self._store = self.membership.store()
-        notes = None if self._store is None else own_connection(self._store)
+        with resending_soon(self.timeout):
+            notes = None if self._store is None else own_connection(self._store)
         self.roll_call = RollCall(notes, self.rank, self.world_size)
         self.roll_call.note("constructing the model")
         absent: str | None = "interrupted"
@@ -158,7 +160,8 @@ class World:
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
 
         def connect() -> Talk:
-            made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
+            with resending_soon(self.timeout):
+                made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
             # A rank that closed at once would break the connections that others are still making.
             yield (Operation("all its ranks", made[0].barrier()),)
 
