@@ -101,7 +101,8 @@ class GossipDataParallel(ModuleFace, Outermost):
     Attributes
     ----------
     module : Module
-        The module that was wrapped. Its other attributes can be read from the model too.
+        The module that was wrapped. Its other attributes can be read and set through the model too. Parameters that
+        are added to it later, frozen or not, are refused at the next forward pass.
     optimizer : Optimizer, tuple of Optimizer, or None
         As given, or made: hand it to schedulers, read and load its ``state_dict()``. With ``step_in_backward`` its
         ``step()`` has nothing left to do. Its step hooks are called once per step.
