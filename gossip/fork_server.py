@@ -13,7 +13,7 @@ def start(preload: Sequence[str]) -> None:
     """Start it if it does not run; all workers that this process ever launches come from it.
 
     It may be started early, to import while the caller does something else. Ctrl-C is not for it: a traceback of its
-    imports would be all that it had to say.
+    imports would be all that it had to say. Nor is USR1, with which SLURM asks all processes of a run to save and end.
 
     Parameters
     ----------
@@ -22,9 +22,10 @@ def start(preload: Sequence[str]) -> None:
     """
     # torch.optim imports torch._dynamo when the first optimizer is built: seconds, on every rank.
     forkserver.set_forkserver_preload(["torch._dynamo", *preload])
-    resource_tracker.ensure_running()  # the server would start it, and that unblocks SIGINT
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
+        resource_tracker.ensure_running()  # the server would start it, and that unblocks SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -40,6 +40,7 @@ _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broke
 
 
 _is_worker = False  # set in the processes that launch() starts
+_worker_pids: list[int] = []  # of the launch that is under way
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,8 @@ def launch(
         for rank in range(world_size):
             process, channel = _start(context, rank, rendezvous, function, args)
             workers.append(process)
+            assert process.pid is not None
+            _worker_pids.append(process.pid)
             channels.append(channel)
         results = _collect(workers, channels)
         for channel in channels:
@@ -172,11 +175,20 @@ def launch(
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
     finally:
-        _end(workers)
+        _worker_pids.clear()
         for channel in channels:
-            channel.close()
+            channel.close()  # who is still at work leaves, whatever it does about signals
+        _end(workers)
         del store
     return results
+
+
+def signal_workers(signal_number: int) -> bool:
+    """Send a signal to all workers of the :func:`launch` that is under way; whether there is one. Local."""
+    for pid in _worker_pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+    return bool(_worker_pids)
 
 
 def _check_arguments(
@@ -337,8 +349,10 @@ def _work(
     global _is_worker
     _is_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it too, and ends the workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the fork server has it blocked
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost if the process is ended
-    threading.Thread(target=_leave_with_launcher, name="launcher-watch", daemon=True).start()
+    may_leave = threading.Event()
+    threading.Thread(target=_leave_with_launcher, args=(channel, may_leave), name="launcher-watch", daemon=True).start()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -371,7 +385,7 @@ def _work(
         channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary, blames)))
         _leave_at_once(1)
     channel.send_bytes(report)
-    channel.recv_bytes()  # a rank that closed its sockets now could take a peer's last message with it
+    may_leave.wait()  # a rank that closed its sockets now could take a peer's last message with it
     if dist.is_initialized():  # the function may have ended it
         dist.destroy_process_group()
 
@@ -385,10 +399,15 @@ def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
     return ()
 
 
-def _leave_with_launcher() -> None:
+def _leave_with_launcher(channel: Connection, may_leave: threading.Event) -> None:
+    """End this process when the launcher is gone, or has given it up, unless it has been told that it may leave."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
-    launcher.join()
+    if channel in wait([channel, launcher.sentinel]):
+        with contextlib.suppress(EOFError, OSError):
+            channel.recv_bytes()
+            may_leave.set()
+            launcher.join()
     _leave_at_once(1)
 
 

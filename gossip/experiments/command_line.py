@@ -25,6 +25,7 @@ from gossip.experiments.config_errors import explain
 from gossip.experiments.job import reason, run_job
 from gossip.experiments.progress import configure_logging
 from gossip.experiments.settings import ConfigurationError
+from gossip.experiments.stopping import SIGNALS
 from gossip.experiments.summary import percent
 from gossip.experiments.table import print_run
 from gossip.joining import DEFAULT_TIMEOUT, Placement, find_placement, joined_process_group
@@ -54,9 +55,10 @@ def main(config_folder: Path, config_name: str) -> int:
     -------
     int
         The exit status: 0; 1 if a run failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
-        raises ``SystemExit(143)``.
+        raises ``SystemExit(143)`` and USR1 ``SystemExit(138)``, after a checkpoint where checkpoints are on.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    for each in SIGNALS:
+        signal.signal(each, _terminate)
     try:
         placement = find_placement()
     except ValueError as error:  # of SLURM's variables
@@ -64,14 +66,16 @@ def main(config_folder: Path, config_name: str) -> int:
     if placement is not None:
         return _main_of_one_rank(config_folder, config_name, placement)
     os.environ[NAME_VARIABLE] = run_folder.new_name()
+    last_words: list[str] = []
     try:
         if config_name == SWEEP:
             _prepare_sweep()
-        _run_hydra(config_folder, config_name)
+        _run_hydra(config_folder, config_name, last_words)
     except (Exception, KeyboardInterrupt) as error:
         return report(error, config_folder)
     finally:
         fork_server.stop()
+        print(*last_words, sep="", end="", file=sys.stderr)
     return 0
 
 
@@ -117,8 +121,8 @@ def _refusal_within(error: BaseException) -> ConfigurationError | None:
     return inner
 
 
-def _run_hydra(config_folder: Path, config_name: str) -> None:
-    """Compose and run; every error is raised, none is printed."""
+def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> None:
+    """Compose and run; every error is raised, none is printed. What is to be said after it is left in the list."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -128,7 +132,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
 
     def task(config: Any) -> None:
         try:
-            _task(config, config_folder)
+            _task(config, config_folder, last_words)
         except Exception as error:  # hydra would print lines of its own about it
             errors.append(error)
 
@@ -140,7 +144,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
         raise errors[0]
 
 
-def _task(hydra_config: Any, config_folder: Path) -> None:
+def _task(hydra_config: Any, config_folder: Path, last_words: list[str]) -> None:
     """One run of hydra's: in a sweep a failure is recorded and reported, and the next run comes."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -171,7 +175,13 @@ def _task(hydra_config: Any, config_folder: Path) -> None:
         if config.get("resume") is not None:
             config = _resumed(config, folder, overrides, str(settings.job.config_name))
         overrides = [override for override in overrides if not override.startswith("resume=")]
-        summary = run_job(config, folder, overrides, again=state is State.BEGIN_AGAIN)
+        summary = run_job(
+            config,
+            folder,
+            overrides,
+            again=state is State.BEGIN_AGAIN,
+            on_failure=lambda: None if in_sweep else last_words.append(f"{resuming.advice(folder, config)}\n"),
+        )
     except Exception as error:
         if not in_sweep:
             raise
@@ -252,6 +262,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
     from omegaconf.errors import OmegaConfBaseException
 
     rank = dist.get_rank()
+    last_words: list[str] = []
     try:
         os.environ[NAME_VARIABLE] = _said_by_rank_0(run_folder.new_name, "agreeing on a run folder")
         if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
@@ -259,7 +270,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
                 f"a sweep (-m) cannot run under {placement.starter}, which starts the ranks of one run; start the "
                 f"sweep with python, or each run with {placement.starter}"
             )
-        _run_hydra(config_folder, config_name)
+        _run_hydra(config_folder, config_name, last_words)
     except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
         # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
         status = report(error, config_folder) if rank == 0 else REFUSED
@@ -267,6 +278,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
         return status
     except BaseException as error:
         status = _report_rank(error, rank)
+        print(*last_words, sep="", end="", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # communication that cannot end any more must not hold the process

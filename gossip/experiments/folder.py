@@ -190,13 +190,17 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     partial.replace(folder / SUMMARY_FILE)
 
 
-def write_failure(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary of a run that failed, unless another rank has done so: the first reason is the cause."""
+def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
+    """Write the summary of a run that failed, unless another rank has done so: the first reason is the cause.
+
+    Returns whether this process has written it.
+    """
     try:
         with (folder / SUMMARY_FILE).open("x", encoding="utf-8") as file:
             json.dump(summary, file, indent=2)
     except FileExistsError:
-        pass
+        return False
+    return True
 
 
 def draw_figures(folder: Path, world_size: int, topology: Topology | None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from gossip.experiments import folder as run_folder
 from gossip.experiments.build import check
 from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
+from gossip.experiments.stopping import signals_for_workers
 from gossip.experiments.training import train
 from gossip.experiments.virtual_training import train_virtual
 from gossip.joining import DEFAULT_TIMEOUT
@@ -37,7 +38,12 @@ PRELOAD = (
 
 
 def run_job(
-    config: Mapping[str, Any], folder: Path, overrides: Sequence[str] = (), *, again: bool = False
+    config: Mapping[str, Any],
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    again: bool = False,
+    on_failure: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Run one configuration to its end.
 
@@ -54,6 +60,8 @@ def run_job(
         What the user set on the command line, for the summary.
     again : bool
         Whether the run begins in the folder of an attempt that left no checkpoint.
+    on_failure : callable
+        Called once the end of a run that began to train, or was about to, is recorded; on one rank, the first to fail.
 
     Returns
     -------
@@ -88,11 +96,16 @@ def run_job(
                 run_folder.sign(folder, attempts.identities())
         if config.get("resume") is not None:
             overrides = resuming.all_overrides(folder, overrides)
-        return _run_in_folder(config, folder, overrides, world, started_at)
+        return _run_in_folder(config, folder, overrides, world, started_at, on_failure)
 
 
 def _run_in_folder(
-    config: Mapping[str, Any], folder: Path, overrides: Sequence[str], world: World, started_at: float
+    config: Mapping[str, Any],
+    folder: Path,
+    overrides: Sequence[str],
+    world: World,
+    started_at: float,
+    on_failure: Callable[[], object],
 ) -> dict[str, Any]:
     identity = {
         "method": config.get("method"),
@@ -114,6 +127,8 @@ def _run_in_folder(
             summary = train_virtual(experiment, folder)
         else:
             summary = _launch(config, str(folder))
+        if "signal" in summary:
+            raise SystemExit(128 + summary["signal"])
         summary["overrides"] = list(overrides)
         summary["wall_time_s"] += time.perf_counter() - started_at
         if world.rank == 0:
@@ -126,12 +141,19 @@ def _run_in_folder(
         why = reason(error)
         if dist.is_initialized() and isinstance(error, Exception) and not isinstance(error, ConfigurationError):
             why = f"rank {world.rank} failed: {why}"
-        run_folder.write_failure(folder, {"status": "failed", "reason": why, **identity})
+        is_first = run_folder.write_failure(folder, {"status": "failed", "reason": why, **identity})
+        if is_first and not is_refusal(error):
+            on_failure()
         raise
     finally:
         if world.rank == 0:
             restore_cursor()
     return summary
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether what the user asked for cannot be run, and no rank has failed."""
+    return isinstance(error, ConfigurationError) or (isinstance(error, LaunchError) and error.rank is None)
 
 
 def reason(error: BaseException) -> str:
@@ -146,16 +168,23 @@ def reason(error: BaseException) -> str:
 
 def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     settings = Settings.from_config(config)
-    summaries = launch(
-        train,
-        config,
-        folder,
-        world_size=settings.world_size,
-        port=settings.port,
-        timeout=settings.timeout,
-        num_threads=settings.num_threads,
-        preload=PRELOAD,
-    )
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(signals_for_workers()) if settings.checkpoint_every else []
+        try:
+            summaries = launch(
+                train,
+                config,
+                folder,
+                world_size=settings.world_size,
+                port=settings.port,
+                timeout=settings.timeout,
+                num_threads=settings.num_threads,
+                preload=PRELOAD,
+            )
+        except LaunchError:
+            if signals:  # which ended workers that did not train yet, or could not agree in time
+                raise SystemExit(128 + signals[0]) from None
+            raise
     summary: dict[str, Any] = summaries[0]
     return summary
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from loguru import logger
 
-from gossip.checkpoints.folder import find_checkpoints
+from gossip.checkpoints.folder import age_key, find_checkpoints
 from gossip.errors import CheckpointError
 from gossip.experiments import folder as run_folder
 from gossip.experiments.settings import ConfigurationError
@@ -132,6 +132,22 @@ def check_resumable(folder: Path) -> None:
     changed = run_folder.changed_versions(folder)
     if changed:
         logger.warning("not bit for bit what it would have been: {}", ", ".join(changed))
+
+
+def advice(folder: Path, config: Mapping[str, Any]) -> str:
+    """One line on how the run in ``folder``, which has ended before its time, goes on. Local."""
+    try:
+        newest = find_checkpoints(folder / CHECKPOINT_FOLDER)[0]
+    except (CheckpointError, IndexError):
+        none = "there is no checkpoint to go on from"
+        for option in ("method=ddp", "engine=virtual"):
+            key, _, value = option.partition("=")
+            if config.get(key) == value:
+                return f"{none}: {option} saves none"
+        return f"{none}; checkpoint.every=N saves one every N steps"
+    where = folder.resolve()
+    shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+    return f"go on from step {age_key(newest)[0]} with resume={shown}"
 
 
 def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from gossip.experiments.progress import ProgressBar, configure_logging
 from gossip.experiments.records import JsonlWriter, cut_jsonl
 from gossip.experiments.run_state import RunState
 from gossip.experiments.settings import every
+from gossip.experiments.stopping import Stopping
 from gossip.experiments.summary import RankReport, summarise
 from gossip.experiments.tracing import BACKWARD, FORWARD, Tracer
 
@@ -43,6 +44,7 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     -------
     dict
         The summary of the run, the same on every rank. ``wall_time_s`` is what the run took before it was resumed.
+        Where checkpoints are on and a signal ended the run, ``signal`` instead: its number.
     """
     experiment = build(config)
     settings, shards = experiment.settings, experiment.shards
@@ -65,32 +67,58 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         state.load()
         _cut_records(Path(folder), world, state.step)
     with ExitStack() as stack:
-        writer = JsonlWriter(Path(folder) / f"rank{world.rank}.jsonl")
-        loggers: list[Logger] = [writer]
+        loggers: list[Logger] = [JsonlWriter(Path(folder) / f"rank{world.rank}.jsonl")]
         if experiment.make_logger is not None:
             loggers.append(experiment.make_logger(str(Path(folder) / "tensorboard" / f"rank{world.rank}")))
         for each in loggers:
             stack.callback(each.close)
         if tracer is not None:
             stack.callback(tracer.close)
-        total_steps = state.total_steps
-        bar = stack.enter_context(ProgressBar(total_steps, first_step=state.step, visible=world.rank == 0))
-        last: dict[str, Any] = {}
-        for last in _steps(experiment, method, world, tracer, state):
-            bar.update(last)
-            if state.step < total_steps:
-                _log(loggers, last)
-                if every(settings.checkpoint_every, state.step):
-                    writer.sync()  # a checkpoint that survives finds all the records before it
-                    state.save()
-        summary = _finish(experiment, method, world, state.report, last)
-        summary["wall_time_s"] = state.earlier_wall_time_s
-        _log(loggers, last)
-    if world.rank == 0:
+        bar = stack.enter_context(ProgressBar(state.total_steps, first_step=state.step, visible=world.rank == 0))
+        last, signal_number = _make_all_steps(experiment, method, world, tracer, state, bar, loggers)
+        if signal_number is None:
+            summary = _finish(experiment, method, world, state.report, last)
+            summary["wall_time_s"] = state.earlier_wall_time_s
+            _log(loggers, last)
+        else:
+            summary = {"signal": signal_number}
+    if world.rank == 0 and signal_number is None:
         write_module(module, Path(folder) / MODEL_FILE)
     method.close()
     world.close()
     return summary
+
+
+def _make_all_steps(
+    experiment: Experiment,
+    method: Method,
+    world: World,
+    tracer: Tracer | None,
+    state: RunState,
+    bar: ProgressBar,
+    loggers: list[Logger],
+) -> tuple[dict[str, Any], int | None]:
+    """Train to the end, or until a signal asks all ranks to save and stop.
+
+    Returns the last record, which is not logged where it is the run's last, and the signal's number.
+    """
+    checkpoint_every, total_steps = experiment.settings.checkpoint_every, state.total_steps
+    last: dict[str, Any] = {}
+    with ExitStack() as stack:
+        stopping = stack.enter_context(Stopping.of_all_ranks(state.step + 1)) if checkpoint_every else None
+        for last in _steps(experiment, method, world, tracer, state):
+            bar.update(last)
+            if state.step < total_steps:
+                _log(loggers, last)
+                stops = stopping is not None and not stopping.goes_on(state.step)
+                if stops or every(checkpoint_every, state.step):
+                    for each in loggers:
+                        if isinstance(each, JsonlWriter):
+                            each.sync()  # a checkpoint that survives finds all the records before it
+                    state.save()
+                if stops and stopping is not None:
+                    return last, stopping.signal_number
+    return last, None
 
 
 def _steps(

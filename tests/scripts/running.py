@@ -32,7 +32,11 @@ class Finished:
     @property
     def last_line(self) -> str:
         """The last thing that it said on stderr."""
-        return self.stderr.strip().splitlines()[-1]
+        return self.last_lines(1)[0]
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines that it said on stderr."""
+        return self.stderr.strip().splitlines()[-count:]
 
 
 def train(folder: Path, *overrides: str, torchrun: int = 0, max_restarts: int = 0) -> Finished:

@@ -16,18 +16,20 @@ FAULTY = (
     "training.epochs=1",
     "launch.world_size=3",
 )
+NO_CHECKPOINT = "there is no checkpoint to go on from; checkpoint.every=N saves one every N steps"
 
 
 def test_train_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path) -> None:
     run = train(tmp_path, *FAULTY, "+model.rank=2", "+model.step=3", "+model.how=raise")
     assert run.status == 1
-    assert run.last_line == "rank 2 failed: ArithmeticError: injected at step 3"
+    failure = "rank 2 failed: ArithmeticError: injected at step 3"
+    assert run.last_lines(2) == [failure, NO_CHECKPOINT]
     assert run.stderr.count("Traceback") == 1
     assert "in fail" in run.stderr
     assert run.left_running == ()
     (folder,) = run_folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["reason"]) == ("failed", run.last_line)
+    assert (summary["status"], summary["reason"]) == ("failed", failure)
 
 
 def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> None:
@@ -37,13 +39,15 @@ def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> No
     (folder,) = run_folders(tmp_path)
     reason = json.loads((folder / "summary.json").read_text())["reason"]
     assert reason == "rank 1 failed: ArithmeticError: injected at step 3"
+    assert run.stderr.splitlines().count(NO_CHECKPOINT) == 1
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")])
 def test_train_ctrl_c_ends_everything(tmp_path: Path, sweep: tuple[str, ...]) -> None:
     run = train(tmp_path, *sweep, *FAULTY, "+model.how=interrupt")
     assert run.status == 130
-    assert run.last_line == "interrupted"
+    last_lines = ["interrupted"] if sweep else ["interrupted", NO_CHECKPOINT]
+    assert run.last_lines(len(last_lines)) == last_lines
     assert "Traceback" not in run.stderr
     assert run.left_running == ()
     (folder,) = run_folders(tmp_path)
@@ -54,7 +58,7 @@ def test_train_ctrl_c_ends_everything(tmp_path: Path, sweep: tuple[str, ...]) ->
 def test_train_ctrl_c_before_there_are_workers(tmp_path: Path) -> None:
     run = train(tmp_path, *FAULTY, "+model.how=interrupt_check")
     assert run.status == 130
-    assert run.stderr == "interrupted\n"  # the fork server, amid its imports, has nothing to say
+    assert run.stderr == f"interrupted\n{NO_CHECKPOINT}\n"  # the fork server, amid its imports, has nothing to say
     assert run.left_running == ()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import run_folders, train
+from running import TIMEOUT_S, Finished, run_folders, running, train
 
 from gossip.checkpoints.folder import check_sizes, read_manifest
 from gossip.experiments.records import read_jsonl
@@ -48,18 +50,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return result(folder / "run")
 
 
-def stopped(folder: Path, how: str) -> int:
-    """Stop a run in ``folder``/run at a step; its exit status."""
+def stopped(folder: Path, how: str) -> Finished:
+    """Stop a run in ``folder``/run at a step."""
     run = train(folder, *RUN, f"+model.how={how}", f"+model.once={folder}/stopped", "hydra.run.dir=run")
     assert (folder / "stopped").exists()
     assert len(list((folder / "run" / "checkpoints").iterdir())) == 2
-    return run.status
+    return run
+
+
+def newest_step(folder: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
 
 
 def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
     tmp_path: Path, whole: list[Any]
 ) -> None:
-    assert stopped(tmp_path, "kill_all") == -signal.SIGKILL
+    assert stopped(tmp_path, "kill_all").status == -signal.SIGKILL
     newest = tmp_path / "run" / "checkpoints" / "step_0000000010" / "rank1.pt"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -76,17 +82,41 @@ def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
 
 
 def test_train_interrupted_run_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    assert stopped(tmp_path, "interrupt") == 130
+    run = stopped(tmp_path, "interrupt")
+    assert run.status == 130
+    assert run.last_lines(2) == ["interrupted", "go on from step 10 with resume=run"]
     for step in (5, 10):
         checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:010}"
         check_sizes(checkpoint, read_manifest(checkpoint))
 
 
-def test_train_terminated_run_goes_on_under_torchrun(tmp_path: Path, whole: list[Any]) -> None:
-    assert stopped(tmp_path, "terminate") == 143
+def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: Path, whole: list[Any]) -> None:
+    run = stopped(tmp_path, "terminate")
+    assert run.status == 143
+    step = newest_step(tmp_path / "run")
+    assert STOPS_AT < step <= STOPS_AT + 2  # rank 1 was in the step after that, and rank 0 may have been in the next
+    assert run.last_line == f"go on from step {step} with resume=run"
     run = train(tmp_path, "resume=run", TRUSTED, torchrun=2)
     assert run.status == 0, run.stderr
     assert result(tmp_path / "run") == whole
+
+
+def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> None:
+    long = ("training.epochs=2000", "training.evaluate_every_epochs=0", "checkpoint.every=1000000")
+    with running(tmp_path, *long, "launch.world_size=2", "hydra.run.dir=run") as process:
+        records = tmp_path / "run" / "rank0.jsonl"
+        while not (records.exists() and records.read_bytes()):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGUSR1)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGUSR1, errors
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    manifest = read_manifest(checkpoint)
+    check_sizes(checkpoint, manifest)
+    assert errors.strip().splitlines()[-1] == f"go on from step {manifest['step']} with resume=run"
+    steps = [len(read_jsonl(tmp_path / "run" / f"rank{rank}.jsonl")) for rank in range(2)]
+    assert steps == [manifest["step"]] * 2
 
 
 def test_train_restarted_by_torchrun_goes_on_in_the_first_attempts_folder(tmp_path: Path, whole: list[Any]) -> None:
@@ -104,7 +134,7 @@ def test_train_resume_auto_goes_on_with_the_newest_run_of_this_configuration(tmp
     assert train(tmp_path, *RUN, *stops, "resume=auto").status == 143  # there is none: it begins
     run = train(tmp_path, *RUN, *stops, "resume=auto", "checkpoint.every=6")
     assert run.status == 0, run.stderr
-    assert "step 10 is restored from" in run.stderr
+    assert " is restored from " in run.stderr
     (folder,) = run_folders(tmp_path)
     assert result(folder) == whole
     ended = train(tmp_path, *RUN, *stops, "resume=auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class FailingModel(nn.Module):
         "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
         to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
-        the launching process as SIGTERM does.
+        the launching process as SIGTERM does, and go on once it has passed the signal on.
     dropout : float
         Draws random numbers in every step.
     once : str
@@ -73,8 +74,12 @@ class FailingModel(nn.Module):
             launcher = multiprocessing.parent_process()
             assert launcher is not None
             assert launcher.pid is not None
+            passed_on = threading.Event()
+            before = signal.signal(signal.SIGTERM, lambda *_: passed_on.set())
             os.kill(launcher.pid, signal.SIGTERM)
-            signal.pause()
+            passed_on.wait()
+            signal.signal(signal.SIGTERM, before)
+            return
         if self.how == "block":
             Path(self.pipe).read_bytes()
             return
