@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from gossip.communication import threads
-from gossip.communication.sockets import with_resending
 from gossip.errors import GossipError
 
 
@@ -154,11 +153,8 @@ class Ticket:
         self.finished_at: dict[str, float] = {}
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether it has ended, well or not, within ``timeout`` and a fifth of it. Ctrl-C gets through.
-
-        The fifth is for an outage that ends in time: see :mod:`gossip.communication.sockets`.
-        """
-        return self._done.wait(with_resending(timeout).total_seconds())
+        """Whether it has ended, well or not, within ``timeout``. Ctrl-C gets through."""
+        return self._done.wait(timeout.total_seconds())
 
     @property
     def done(self) -> bool:

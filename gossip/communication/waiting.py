@@ -14,6 +14,7 @@ from gossip.communication import threads
 from gossip.communication.culprits import Arrival, Sighting, Verdict, find_culprits
 from gossip.communication.processes import state_of
 from gossip.communication.roll_call import STORE_IS_SILENT, STORE_PATIENCE_S, RollCall
+from gossip.communication.sockets import with_resending
 
 #: A wait is long, and others are told of it, after a tenth of the time-out, or after this.
 _PATIENCE_S = 1.0
@@ -65,8 +66,8 @@ def wait_for(
 
     A wait that takes long is told to the others in a note, which this rank renews for as long as it waits and lives;
     and it reads theirs. So all of them can follow the chain to the one that waits for nobody. A rank that has given up
-    ends the waits for it at once. Who was not heard of gets a moment more than ``timeout``: it may just have begun to
-    wait.
+    ends the waits for it at once. Who was not heard of gets a fifth more than ``timeout``, or a moment: an outage may
+    have ended in time (:mod:`gossip.communication.sockets`), or that rank may just have begun to wait.
 
     Parameters
     ----------
@@ -99,8 +100,10 @@ def wait_for(
                 time.sleep(_GLANCE.total_seconds())
             elif look is not None:
                 look()
-            if end is None and (error is not None or now - began >= timeout_s):
+            if end is None and error is not None:
                 end = now + grace_s
+            elif end is None and now - began >= timeout_s:
+                end = max(began + with_resending(timeout).total_seconds(), now + grace_s)
             verdict = vigil.verdict(sequence)
             if verdict.ends_wait or (end is not None and (verdict.is_certain or now >= end)):
                 break
