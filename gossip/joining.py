@@ -18,7 +18,8 @@ from gossip import slurm
 from gossip.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-_LONGEST_PAUSE_S = 0.05
+_PAUSE_S = 0.05
+_STRANGER_PATIENCE_S = 10.0  # between the beginning of a store and its first key
 
 _joins = itertools.count()  # of this process; all ranks join equally often
 _stores: dict[tuple[str, int], dist.Store] = {}
@@ -116,16 +117,28 @@ def _address_of(step: slurm.Step) -> tuple[str, int]:
 
 
 def _store_of(step: slurm.Step, address: tuple[str, int], timeout: timedelta) -> dist.Store:
-    """The store of a step: the first task keeps it, and all connect to it."""
+    """The store of a step: the first task keeps it and puts the step's name into it, and all connect to it."""
     if address not in _stores:
         listener = _listener(step, *address) if step.keeps_store else None
-        _stores[address] = dist.TCPStore(
+        store = dist.TCPStore(
             *address,
             is_master=step.keeps_store,
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=None if listener is None else listener.detach(),
         )
+        name = f"step {step.job}.{step.step}.{step.restarts}"
+        if step.keeps_store:
+            store.set(name, "")
+        deadline = time.monotonic() + _STRANGER_PATIENCE_S
+        while not store.check([name]):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"port {address[1]} on {address[0]} is another program's key-value store, not that of step "
+                    f"{step.job}.{step.step}; set MASTER_PORT to another one before srun"
+                )
+            time.sleep(_PAUSE_S)
+        _stores[address] = store
     return _stores[address]
 
 
@@ -190,5 +203,5 @@ def _leave(store: dist.Store, placement: Placement, timeout: timedelta) -> None:
         num_left = store.add("left", 1)
         deadline = time.monotonic() + timeout.total_seconds()
         while placement.step.keeps_store and num_left < placement.world_size and time.monotonic() < deadline:
-            time.sleep(_LONGEST_PAUSE_S)
+            time.sleep(_PAUSE_S)
             num_left = store.add("left", 0)

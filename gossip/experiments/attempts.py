@@ -59,36 +59,45 @@ def identities(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 def find(output_root: Path, asked: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Path | None:
     """The folder of the newest run in ``output_root`` that is the one that is asked for; None if there is none. Local.
 
-    Its configuration is the same, but for what may change when a run goes on; and if torchrun or SLURM has started this
-    process again, it is their run too.
+    Its configuration is the same, but for what may change when a run goes on. If torchrun or SLURM has started this
+    process again, the run is theirs; otherwise, or if they have none and ``resume=auto`` is asked for, it is one that
+    has ended, or has a checkpoint.
     """
-    who = restarter(environment)
-    wanted = _comparable(asked)
-    for folder in _newest_first(output_root):
-        is_same = who is None or _read_json(folder / run_folder.STARTED_BY_FILE).get(who) == identities(
-            environment
-        ).get(who)
-        if is_same and _comparable(_saved_configuration(folder)) == wanted:
-            return folder
-    return None
+    who, wanted = restarter(environment), _comparable(asked)
+    same = [each for each in _newest_first(output_root) if _comparable(_saved_configuration(each)) == wanted]
+    if who is not None:
+        own = [folder for folder in same if _is_of(folder, who, environment)]
+        if own or asked.get("resume") != AUTO:
+            return own[0] if own else None
+    return next((folder for folder in same if _state_of_run(folder) is not State.BEGIN_AGAIN), None)
 
 
-def state_of(folder: Path, environment: Mapping[str, str] | None = None) -> State:
+def state_of(folder: Path, resume: str | None = AUTO, environment: Mapping[str, str] | None = None) -> State:
     """What there is to be done in ``folder`` where the run in it is to go on. Local.
 
-    A run of somebody else's that a process finds there when it is started again is none of its own.
+    Without ``resume=auto`` a run of somebody else's, which a process that was started again finds there, is none.
     """
     if not (folder / run_folder.CONFIG_FILE).is_file():
         return State.BEGIN
     who = restarter(environment)
-    if who is not None and _read_json(folder / run_folder.STARTED_BY_FILE).get(who) != identities(environment).get(who):
+    if resume != AUTO and who is not None and not _is_of(folder, who, environment):
         return State.BEGIN
+    return _state_of_run(folder)
+
+
+def _state_of_run(folder: Path) -> State:
     if _read_json(folder / run_folder.SUMMARY_FILE).get("status") == "completed":
         return State.ENDED
     try:
         return State.GO_ON if find_checkpoints(folder / resuming.CHECKPOINT_FOLDER) else State.BEGIN_AGAIN
     except CheckpointError:
         return State.BEGIN_AGAIN
+
+
+def _is_of(folder: Path, who: str, environment: Mapping[str, str] | None) -> bool:
+    """Whether the run in ``folder`` is the one that torchrun or SLURM has started this process for."""
+    own = identities(environment).get(who)
+    return own is not None and _read_json(folder / run_folder.STARTED_BY_FILE).get(who) == own
 
 
 def _newest_first(output_root: Path) -> Iterator[Path]:

@@ -165,8 +165,11 @@ def _task(hydra_config: Any, config_folder: Path, last_words: list[str]) -> None
         state = State.BEGIN
         if config.get("resume") is not None and in_sweep:
             raise ConfigurationError("resume=... goes on with one run; leave out -m")
-        if not in_sweep and _is_to_go_on_if_it_can(config.get("resume")):
-            state = State[_said_by_rank_0(lambda: attempts.state_of(folder).name, "looking into the run folder")]
+        resume = config.get("resume")
+        if not in_sweep and _is_to_go_on_if_it_can(resume):
+            state = State[
+                _said_by_rank_0(lambda: attempts.state_of(folder, resume).name, "looking into the run folder")
+            ]
             config["resume"] = str(folder) if state is State.GO_ON else None
         if state is State.ENDED:
             configure_logging(dist.get_rank() if dist.is_initialized() else 0)

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from gossip.communication import threads
 from gossip.communication.membership import Membership, own_connection
 from gossip.errors import ExchangeError
 from gossip.launcher import signal_workers
@@ -75,7 +76,6 @@ class Stopping:
         self._is_asked = False
         self._is_agreed, self._is_there = threading.Event(), threading.Event()
         self._reading, self._writing = os.pipe()
-        self._thread = threading.Thread(target=self._watch, name="gossip-stopping", daemon=True)
 
     @classmethod
     def of_all_ranks(cls, bound_steps: int) -> Self:
@@ -92,17 +92,17 @@ class Stopping:
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The thread hears of the signal by the descriptor, also while the main thread is in foreign code.
             self._before = {each: signal.signal(each, _leave_to_the_thread) for each in SIGNALS}
-        self._thread.start()
+        self._thread = threads.start("gossip-stopping", self._watch, end=self._is_there.set)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_there.set()
         if self._before:
             signal.set_wakeup_fd(self._wake_before)
             for each, handler in self._before.items():
                 signal.signal(each, handler)
+        self._is_there.set()
         os.write(self._writing, b"\0")
-        self._thread.join(self._grace_s)
+        self._thread.join(threads.CLOSING_PATIENCE.total_seconds())
         if not self._thread.is_alive():
             os.close(self._reading)
             os.close(self._writing)
