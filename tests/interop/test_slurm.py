@@ -115,12 +115,7 @@ def test_two_steps_at_once_do_not_meet(tmp_path: Path, slurm: dict[str, str]) ->
 
 def test_killing_one_task_ends_all_and_names_it(tmp_path: Path, slurm: dict[str, str]) -> None:
     killed = 0  # the one that keeps the key-value store
-    faulty = (
-        "model._target_=faulty_models.FailingModel",
-        "~model.hidden",
-        f"+model.rank={killed}",
-        "+model.how=killed",
-    )
+    faulty = (*FAULTY, f"+model.rank={killed}", "+model.how=killed")
     srun = run(slurm, tmp_path, "srun", "-n", "3", *TRAIN, *TINY, *faulty)
     assert srun.returncode == 128 + 9
     assert f"task {killed}: Killed" in srun.stderr
