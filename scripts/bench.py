@@ -12,8 +12,10 @@ def main() -> int:
     """Run hydra's command line over configs/, wherever it is called from."""
     try:
         from gossip.benchmarks import command_line
+        from topologies.standard_output import ends_quietly
 
-        return command_line.main(Path(__file__).resolve().parent.parent / "configs", "bench")
+        configs = Path(__file__).resolve().parent.parent / "configs"
+        return ends_quietly(lambda: command_line.main(configs, "bench"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

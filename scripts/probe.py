@@ -28,6 +28,7 @@ from torch import nn
 from gossip import launch
 from gossip.joining import find_placement
 from gossip.probing import Measured, advise, measure
+from topologies.standard_output import ends_quietly
 
 NUM_LAYERS = 8
 OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=1e-4), "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9)}
@@ -94,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_quietly(main))

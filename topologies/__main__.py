@@ -19,6 +19,7 @@ from topologies.reports.comparing import compare
 from topologies.reports.gallery import write_gallery
 from topologies.reports.recommending import recommend
 from topologies.reports.tables import markdown_table, update_table
+from topologies.standard_output import ends_quietly
 from topologies.topology import Topology
 
 #: Rows of ``recommend`` without ``--all``.
@@ -260,4 +261,4 @@ def _literal(text: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ends_quietly(main))

@@ -14,7 +14,10 @@ from loguru import logger
 from gossip.benchmarks.run import run
 from gossip.benchmarks.settings import Settings
 from gossip.experiments import folder as run_folder
-from gossip.experiments.command_line import report
+from gossip.experiments import new_folders
+from gossip.experiments.command_line import REFUSED, report
+from gossip.experiments.config_errors import check_flags
+from gossip.experiments.help import FLAGS, help_text
 from gossip.experiments.settings import ConfigurationError
 
 
@@ -27,6 +30,9 @@ def main(config_folder: Path, config_name: str) -> int:
         The exit status: 0; 1 if a worker failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
         raises ``SystemExit(143)``.
     """
+    if set(FLAGS).intersection(sys.argv[1:]):
+        print(help_text(sys.argv[0], config_folder, config_name))
+        return 0
     signal.signal(signal.SIGTERM, _terminate)
     logger.remove()
     logger.add(sys.stderr, format="{message}", level="INFO", filter="gossip.benchmarks")
@@ -34,8 +40,13 @@ def main(config_folder: Path, config_name: str) -> int:
         if {"-m", "--multirun"}.intersection(sys.argv):
             raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
         _run_hydra(config_folder, config_name)
+    except BrokenPipeError:
+        raise  # whether standard output's reader has gone is seen to above
     except (Exception, KeyboardInterrupt) as error:
-        return report(error, config_folder)
+        status = report(error, config_folder, config_name)
+        if status == REFUSED:
+            new_folders.remove_new()
+        return status
     return 0
 
 
@@ -43,6 +54,7 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
     """Compose and run; every error is raised, none is printed."""
     import hydra
 
+    check_flags(sys.argv[1:])
     errors: list[Exception] = []
 
     def task(config: Any) -> None:
@@ -69,7 +81,12 @@ def _task(hydra_config: Any) -> None:
     settings = Settings.from_config(plain)
     with run_folder.lock(folder):
         run_folder.claim(folder, plain, list(hydra_settings.overrides.task))
-        print(run(settings, folder))
+        try:
+            text = run(settings, folder)
+        except ConfigurationError:
+            run_folder.unclaim(folder)
+            raise
+        print(text)
         print(f"run folder: {folder}")
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -20,9 +22,10 @@ from gossip.compression.names import resolve_compression
 from gossip.experiments.batches import Shards
 from gossip.experiments.data import Data
 from gossip.experiments.loggers import Logger
+from gossip.experiments.options import FAULTS, blaming, check_options, named_in, shown
 from gossip.experiments.partition import partition
 from gossip.experiments.settings import ConfigurationError, Settings, value_of
-from gossip.experiments.targets import OPTION, TARGET, check_targets
+from gossip.experiments.targets import OPTION, TARGET, check_targets, locate
 from topologies import Topology
 
 _NEEDED_AT_THE_END = ("matplotlib", "rich")  # too late to find out then
@@ -95,7 +98,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
     settings = Settings.from_config(config)
     data: Data = _factory(config, "data", leaving_out=("partition",))()
     shards = Shards(
-        partition(data.train_labels, settings.world_size, seed=settings.seed, **config["data"].get("partition", {})),
+        _partition(config, data, settings),
         batch_size=settings.batch_size,
         seed=settings.seed,
         repeats=settings.steps is not None,
@@ -115,6 +118,16 @@ def build(config: Mapping[str, Any]) -> Experiment:
     )
 
 
+def _partition(config: Mapping[str, Any], data: Data, settings: Settings) -> tuple[npt.NDArray[np.int64], ...]:
+    """Which samples each rank has."""
+    options = dict(config["data"].get("partition", {}))
+    check_options("data.partition", partition, options)
+    try:
+        return partition(data.train_labels, settings.world_size, seed=settings.seed, **options)
+    except FAULTS as error:
+        raise blaming("data.partition", options, error, lambda _: False) from error
+
+
 def make_compression(config: Mapping[str, Any]) -> Compression:
     """What goes on the wire."""
     return resolve_compression(_factory(config, "compression")())
@@ -131,14 +144,27 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
     if settings.method != "gossip":
         return None
     name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}
-    topology = topologies.build(name, settings.world_size, **options).every(settings.exchange_every)
-    topology = topologies.build("complete", settings.world_size).then(topology, after=settings.warmup_rounds)
+    try:
+        topology = topologies.build(name, settings.world_size, **options).every(settings.exchange_every)
+        topology = topologies.build("complete", settings.world_size).then(topology, after=settings.warmup_rounds)
+    except FAULTS as error:
+        raise _blaming_topology(name, options, settings.world_size, error) from error
     if topology.stochasticity != "doubly":
         raise ConfigurationError(
             f"topology {name} is only {topology.stochasticity}-stochastic: averages would be biased; choose doubly "
             "stochastic weights (topology.options.weights=metropolis for an undirected graph)"
         )
     return topology
+
+
+def _blaming_topology(name: str, options: Mapping[str, Any], world_size: int, error: Exception) -> ConfigurationError:
+    """The option, or the number of ranks, that a family refuses."""
+    text = " ".join(str(error).split())
+    option = named_in(text, options)
+    if option is not None:
+        return ConfigurationError(f"topology.options.{option}={shown(options[option])}: {text}")
+    cause = f"launch.world_size={world_size}" if "world_size" in text else f"topology.name={name}"
+    return ConfigurationError(f"{cause}: {text}")
 
 
 def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = None) -> Experiment:
@@ -169,6 +195,8 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         if meanwhile is not None:
             meanwhile()
         experiment = build(config)
+        if experiment.topology is not None:
+            experiment.compression.check(experiment.topology)
         module = experiment.make_module()
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
         experiment.make_scheduler(optimizer, experiment.total_steps)
@@ -190,7 +218,10 @@ def import_modules(config: Mapping[str, Any]) -> None:
     ConfigurationError
         A module cannot be imported.
     """
-    for name in config.get("imports") or ():
+    names = config.get("imports") or ()
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigurationError(f"imports={names} is no list of modules; write imports=[module]")
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -217,14 +248,39 @@ def _check_model_takes_data(module: nn.Module, data: Data) -> None:
 
 
 def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
-    """What ``config[key]["_target_"]`` names, with the other entries as keyword arguments."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
+    """What ``config[key]["_target_"]`` names, with the other entries as keyword arguments.
 
+    Calling it raises ConfigurationError, which names the option, where one is wrong.
+    """
     section = {name: value for name, value in config[key].items() if name not in leaving_out}
     if not section.get(TARGET):
         raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
     check_targets({key: section, OPTION: config.get(OPTION)})
+    check_options(key, locate(f"{key}.{TARGET}", section[TARGET]), section)
+    factory = _instantiated(key, section)
+
+    def make(*arguments: Any) -> Any:
+        def works_without(option: str) -> bool:
+            try:
+                _instantiated(key, {name: value for name, value in section.items() if name != option})(*arguments)
+            except FAULTS:
+                return False
+            return True
+
+        try:
+            return factory(*arguments)
+        except ConfigurationError:
+            raise
+        except FAULTS as error:
+            raise blaming(key, section, error, works_without) from error
+
+    return make
+
+
+def _instantiated(key: str, section: Mapping[str, Any]) -> Callable[..., Any]:
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
     try:
         factory: Callable[..., Any] = instantiate({**section, "_partial_": True}, _convert_="all")
     except InstantiationException as error:

@@ -18,10 +18,11 @@ from loguru import logger
 from gossip import fork_server
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, LaunchError
-from gossip.experiments import attempts, resuming
+from gossip.experiments import attempts, new_folders, resuming
 from gossip.experiments import folder as run_folder
 from gossip.experiments.attempts import State
-from gossip.experiments.config_errors import explain
+from gossip.experiments.config_errors import check_flags, explain
+from gossip.experiments.help import FLAGS, help_text
 from gossip.experiments.job import reason, run_job
 from gossip.experiments.progress import configure_logging
 from gossip.experiments.settings import ConfigurationError
@@ -57,12 +58,15 @@ def main(config_folder: Path, config_name: str) -> int:
         The exit status: 0; 1 if a run failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
         raises ``SystemExit(143)`` and USR1 ``SystemExit(138)``, after a checkpoint where checkpoints are on.
     """
+    if set(FLAGS).intersection(sys.argv[1:]):
+        print(help_text(sys.argv[0], config_folder, config_name))
+        return 0
     for each in SIGNALS:
         signal.signal(each, _terminate)
     try:
         placement = find_placement()
     except ValueError as error:  # of SLURM's variables
-        return report(ConfigurationError(str(error)), config_folder)
+        return report(ConfigurationError(str(error)), config_folder, config_name)
     if placement is not None:
         return _main_of_one_rank(config_folder, config_name, placement)
     os.environ[NAME_VARIABLE] = run_folder.new_name()
@@ -71,8 +75,13 @@ def main(config_folder: Path, config_name: str) -> int:
         if config_name == SWEEP:
             _prepare_sweep()
         _run_hydra(config_folder, config_name, last_words)
+    except BrokenPipeError:
+        raise  # whether standard output's reader has gone is seen to above
     except (Exception, KeyboardInterrupt) as error:
-        return report(error, config_folder)
+        status = report(error, config_folder, config_name)
+        if status == REFUSED:
+            new_folders.remove_new()
+        return status
     finally:
         fork_server.stop()
         print(*last_words, sep="", end="", file=sys.stderr)
@@ -92,7 +101,7 @@ def _prepare_sweep() -> None:
         )
 
 
-def report(error: BaseException, config_folder: Path) -> int:
+def report(error: BaseException, config_folder: Path, config_name: str) -> int:
     """Tell the user on stderr what went wrong, and return the exit status that belongs to it."""
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
@@ -105,7 +114,7 @@ def report(error: BaseException, config_folder: Path) -> int:
         print(f"error: {reason(error)}", file=sys.stderr)
         return REFUSED
     refusal = _refusal_within(error)
-    explanation = explain(error, config_folder) if refusal is None else str(refusal)
+    explanation = explain(error, config_folder, config_name) if refusal is None else str(refusal)
     if explanation is not None:
         print(f"error: {explanation}", file=sys.stderr)
         return REFUSED
@@ -128,11 +137,12 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
 
     from gossip.experiments.sweeps import sweeper
 
+    check_flags(sys.argv[1:])
     errors: list[Exception] = []
 
     def task(config: Any) -> None:
         try:
-            _task(config, config_folder, last_words)
+            _task(config, config_folder, config_name, last_words)
         except Exception as error:  # hydra would print lines of its own about it
             errors.append(error)
 
@@ -144,14 +154,16 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
         raise errors[0]
 
 
-def _task(hydra_config: Any, config_folder: Path, last_words: list[str]) -> None:
+def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: list[str]) -> None:
     """One run of hydra's: in a sweep a failure is recorded and reported, and the next run comes."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    overrides = list(settings.overrides.task)
+    written: Any = OmegaConf.to_container(settings.overrides.task)  # as they are, not resolved
+    overrides = list(map(str, written))
     in_sweep = settings.mode == RunMode.MULTIRUN
     try:
         if in_sweep and find_placement() is not None:
@@ -183,15 +195,16 @@ def _task(hydra_config: Any, config_folder: Path, last_words: list[str]) -> None
             folder,
             overrides,
             again=state is State.BEGIN_AGAIN,
+            keep_refused=in_sweep,
             on_failure=lambda: None if in_sweep else last_words.append(f"{resuming.advice(folder, config)}\n"),
         )
     except Exception as error:
         if not in_sweep:
             raise
-        status = report(error, config_folder)
+        status = report(error, config_folder, config_name)
         if isinstance(error, run_folder.FolderError):
             raise SystemExit(status) from error  # nothing can be recorded in a sweep's folder that is another's
-        why = explain(error, config_folder) or reason(error)
+        why = explain(error, config_folder, config_name) or reason(error)
         run_folder.write_failure(folder, {"status": "failed", "reason": why, "overrides": overrides})
         return
     if in_sweep:
@@ -257,7 +270,7 @@ def _main_of_one_rank(config_folder: Path, config_name: str, placement: Placemen
         with joined_process_group():
             return _run_one_rank(config_folder, config_name, placement)
     except LaunchError as error:
-        return report(error, config_folder)
+        return report(error, config_folder, config_name)
 
 
 def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
@@ -276,8 +289,9 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
         _run_hydra(config_folder, config_name, last_words)
     except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
         # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
-        status = report(error, config_folder) if rank == 0 else REFUSED
+        status = report(error, config_folder, config_name) if rank == 0 else REFUSED
         dist.barrier()
+        new_folders.remove_new()
         return status
     except BaseException as error:
         status = _report_rank(error, rank)

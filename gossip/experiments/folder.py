@@ -148,6 +148,12 @@ def clear(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def unclaim(folder: Path) -> None:
+    """Take back what :func:`claim` wrote for a run that was refused before it began. Locked."""
+    for name in (CONFIG_FILE, OVERRIDES_FILE, VERSIONS_FILE, STARTED_BY_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
 def sign(folder: Path, identities: Mapping[str, str]) -> None:
     """Write down who would start this run again, and what they call it; nothing where nobody would."""
     if identities:

@@ -19,6 +19,7 @@ from gossip.errors import LaunchError
 from gossip.experiments import attempts, resuming
 from gossip.experiments import folder as run_folder
 from gossip.experiments.build import check
+from gossip.experiments.new_folders import missing, remove_empty
 from gossip.experiments.progress import configure_logging, restore_cursor
 from gossip.experiments.settings import ConfigurationError, Settings
 from gossip.experiments.stopping import signals_for_workers
@@ -44,6 +45,7 @@ def run_job(
     *,
     again: bool = False,
     on_failure: Callable[[], object] = lambda: None,
+    keep_refused: bool = False,
 ) -> dict[str, Any]:
     """Run one configuration to its end.
 
@@ -62,6 +64,8 @@ def run_job(
         Whether the run begins in the folder of an attempt that left no checkpoint.
     on_failure : callable
         Called once the end of a run that began to train, or was about to, is recorded; on one rank, the first to fail.
+    keep_refused : bool
+        Whether a run that is refused leaves its folder, with the reason: in a sweep, where it is a row.
 
     Returns
     -------
@@ -71,7 +75,7 @@ def run_job(
     Raises
     ------
     ConfigurationError
-        The configuration cannot be run; no worker was started.
+        The configuration cannot be run; no worker was started, and a run that would have begun leaves nothing.
     LaunchError
         The port is taken, or a worker failed.
     """
@@ -84,8 +88,11 @@ def run_job(
             "engine=processes"
         )
     with contextlib.ExitStack() as until_the_end:
+        begins = config.get("resume") is None
         with _refused_by_all(world):
             if world.rank == 0:
+                if begins and not keep_refused:
+                    until_the_end.callback(remove_empty, missing(folder))
                 until_the_end.enter_context(run_folder.lock(folder))
                 if again:
                     run_folder.clear(folder)
@@ -96,7 +103,8 @@ def run_job(
                 run_folder.sign(folder, attempts.identities())
         if config.get("resume") is not None:
             overrides = resuming.all_overrides(folder, overrides)
-        return _run_in_folder(config, folder, overrides, world, started_at, on_failure)
+        takes_back = begins and not keep_refused
+        return _run_in_folder(config, folder, overrides, world, started_at, takes_back, on_failure)
 
 
 def _run_in_folder(
@@ -105,18 +113,16 @@ def _run_in_folder(
     overrides: Sequence[str],
     world: World,
     started_at: float,
+    takes_back: bool,
     on_failure: Callable[[], object],
 ) -> dict[str, Any]:
-    identity = {
-        "method": config.get("method"),
-        "topology": config.get("topology", {}).get("name") if config.get("method") == "gossip" else None,
-        "seed": config.get("seed"),
-        "overrides": list(overrides),
-    }
+    """``takes_back``: whether the folder is given up if the run is refused before it has begun."""
+    has_begun = False
     try:
         with _refused_by_all(world):
             experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
         world.close()
+        has_begun = True
         if world.rank == 0:
             logger.info("run folder: {}", folder)
             if config.get("resume") is not None:
@@ -138,11 +144,15 @@ def _run_in_folder(
                 run_folder.draw_figures(folder, world_size=summary["world_size"], topology=experiment.topology)
             run_folder.write_summary(folder, summary)
     except BaseException as error:
+        is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)
+        if takes_back and is_refused:
+            if world.rank == 0:
+                run_folder.unclaim(folder)
+            raise
         why = reason(error)
         if dist.is_initialized() and isinstance(error, Exception) and not isinstance(error, ConfigurationError):
             why = f"rank {world.rank} failed: {why}"
-        is_first = run_folder.write_failure(folder, {"status": "failed", "reason": why, **identity})
-        if is_first and not is_refusal(error):
+        if run_folder.write_failure(folder, _failure(config, overrides, why)) and not is_refusal(error):
             on_failure()
         raise
     finally:
@@ -154,6 +164,18 @@ def _run_in_folder(
 def is_refusal(error: BaseException) -> bool:
     """Whether what the user asked for cannot be run, and no rank has failed."""
     return isinstance(error, ConfigurationError) or (isinstance(error, LaunchError) and error.rank is None)
+
+
+def _failure(config: Mapping[str, Any], overrides: Sequence[str], why: str) -> dict[str, Any]:
+    """The summary of a run that did not end well."""
+    return {
+        "status": "failed",
+        "reason": why,
+        "method": config.get("method"),
+        "topology": config.get("topology", {}).get("name") if config.get("method") == "gossip" else None,
+        "seed": config.get("seed"),
+        "overrides": list(overrides),
+    }
 
 
 def reason(error: BaseException) -> str:

@@ -31,6 +31,8 @@ def folder_to_use(output_root: str, name: str, resume: str | None) -> str:
         ``resume`` is no run's folder.
     """
     if resume is None:
+        if not output_root:
+            raise ConfigurationError("output_root= names no folder; write output_root=. for the current one")
         return f"{output_root}/{name}"
     if not (Path(resume) / run_folder.CONFIG_FILE).is_file():
         raise ConfigurationError(
@@ -147,7 +149,8 @@ def advice(folder: Path, config: Mapping[str, Any]) -> str:
         return f"{none}; checkpoint.every=N saves one every N steps"
     where = folder.resolve()
     shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
-    return f"go on from step {age_key(newest)[0]} with resume={shown}"
+    again = [f" {name}=[{','.join(config[name])}]" for name in ("imports", OPTION) if config.get(name)]
+    return f"go on from step {age_key(newest)[0]} with resume={shown}{''.join(again)}"
 
 
 def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:

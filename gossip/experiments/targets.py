@@ -117,6 +117,32 @@ def check_imports(names: Sequence[str], asked: Mapping[str, Any], path: str) -> 
             )
 
 
+def locate(place: str, name: str) -> Any:
+    """What a target names.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such thing.
+    """
+    first, *others = name.split(".")
+    found: Any = None
+    path = first
+    try:
+        found = importlib.import_module(first)
+        for part in others:
+            path = f"{path}.{part}"
+            if inspect.ismodule(found) and not hasattr(found, part):
+                found = importlib.import_module(path)
+            else:
+                found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        near = difflib.get_close_matches(path.rpartition(".")[2], dir(found), n=1) if inspect.ismodule(found) else []
+        hint = f"; did you mean {path.rpartition('.')[0]}.{near[0]}?" if near else ""
+        raise ConfigurationError(f"{place}={name} cannot be imported: {error}{hint}") from error
+    return found
+
+
 def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """What the user trusts besides.
 
@@ -168,7 +194,7 @@ def _is_trusted(name: str, trusted: Sequence[str]) -> bool:
 
 def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
     """Refuse a name that leads to something else than what may be named."""
-    target = _located(place, name)
+    target = locate(place, name)
     if not inspect.isclass(target) and not inspect.isroutine(target):
         raise ConfigurationError(f"{place}={name} is no class or function, but {target!r}")
     module, qualified_name = str(getattr(target, "__module__", None)), str(target.__qualname__)
@@ -180,25 +206,6 @@ def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
         if _is_within(module, package.defined) and is_public and (package.functions or inspect.isclass(target)):
             return
     raise _refusal(place, name, defined)
-
-
-def _located(place: str, name: str) -> Any:
-    first, *others = name.split(".")
-    found: Any = None
-    path = first
-    try:
-        found = importlib.import_module(first)
-        for part in others:
-            path = f"{path}.{part}"
-            if inspect.ismodule(found) and not hasattr(found, part):
-                found = importlib.import_module(path)
-            else:
-                found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        near = difflib.get_close_matches(path.rpartition(".")[2], dir(found), n=1) if inspect.ismodule(found) else []
-        hint = f"; did you mean {path.rpartition('.')[0]}.{near[0]}?" if near else ""
-        raise ConfigurationError(f"{place}={name} cannot be imported: {error}{hint}") from error
-    return found
 
 
 def _refusal(place: str, name: str, defined: str) -> ConfigurationError:

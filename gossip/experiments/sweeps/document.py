@@ -74,7 +74,9 @@ def make_metric(config: Mapping[str, Any]) -> Metric:
     """
     name, target = value_of(config, "sweep.metric"), value_of(config, "sweep.target")
     if name not in METRICS:
-        raise ConfigurationError(f"there is no sweep.metric={name}{nearest(str(name), METRICS)} Available: {METRICS}")
+        raise ConfigurationError(
+            f"there is no sweep.metric={name}{nearest(str(name), METRICS)} Available: {', '.join(METRICS)}"
+        )
     if target is not None and (not isinstance(target, int | float) or isinstance(target, bool)):
         raise ConfigurationError(f"sweep.target must be a number or null, got {target!r}")
     return Metric(str(name), None if target is None else float(target))

@@ -8,6 +8,7 @@ from typing import Any
 
 import gossip
 from gossip.experiments.build import make_topology
+from gossip.experiments.options import blaming
 from gossip.experiments.settings import ConfigurationError, Settings, value_of
 from topologies import Topology
 
@@ -28,8 +29,12 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
     """
     described = dict(value_of(config, "cluster"))
     local_size = described.pop("local_size")
+    if not isinstance(local_size, int) or isinstance(local_size, bool) or local_size < 1:
+        raise ConfigurationError(f"cluster.local_size must be an integer of at least 1, got {local_size!r}")
     for of_the_workload in ("compute_us_per_sample", "jitter"):
-        described.pop(of_the_workload)
+        value = described.pop(of_the_workload)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ConfigurationError(f"cluster.{of_the_workload} must be a finite number of at least 0, got {value!r}")
     if world_size % local_size:
         raise ConfigurationError(
             f"launch.world_size={world_size} ranks do not fill nodes of cluster.local_size={local_size}; choose a "
@@ -38,7 +43,7 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
     try:
         return gossip.Cluster(world_size // local_size, local_size, **described)
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"cluster: {error}") from error
+        raise blaming("cluster", described, error, lambda _: False) from error
 
 
 def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+
+CommandLine = Callable[..., tuple[int, str]]
+"""Takes arguments; the exit status, and what was written to stderr."""
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-import signal
-from collections.abc import Callable, Iterator
+import socket
 from pathlib import Path
 
 import pytest
-from composing import CONFIGS, composed
+from composing import CommandLine, composed
 
-from gossip import fork_server
-from gossip.experiments import command_line
 from gossip.experiments.folder import claim, lock, write_summary
-
-CommandLine = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[CommandLine]:
-    """Run the command line in this process; its exit status and what it wrote to stderr."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
-    monkeypatch.setenv(command_line.NAME_VARIABLE, "")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fork_server, "start", lambda _: None)
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-        status = command_line.main(CONFIGS, "train")
-        return status, capsys.readouterr().err
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(
@@ -48,20 +23,20 @@ def command(
             "error: there is no model=cn; did you mean cnn? Available: char_transformer, cnn, mlp",
         ),
         (["experiment=nope"], "error: there is no experiment=nope; did you mean none? Available: char_lm, "),
-        (["data.folder=x"], "error: the configuration has no key data.folder; another option of the group has it"),
+        (["data.folder=x"], "error: the configuration has no key data.folder; it is an option of data=cifar10"),
         (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
         (["data=stdlib_text"], "error: MLP cannot take the inputs of stdlib_text"),
         (["output_root=/proc/nowhere"], "error: /proc/nowhere: No such file or directory; output_root=..."),
-        (["topology.name=rign"], "error: unknown topology 'rign'. Did you mean 'ring'?"),
+        (["topology.name=rign"], "error: topology.name=rign: unknown topology 'rign'. Did you mean 'ring'?"),
         (["topolgy=ring"], "error: the configuration has no key topolgy; did you mean topology?"),
         (["training.epoch=1"], "error: the configuration has no key training.epoch; did you mean training.epochs?"),
         (["topology=graph"], "error: topology.options.graph has no value; set it: topology.options.graph=..."),
         (["method=gosip"], "error: there is no method=gosip; did you mean gossip? Available: gossip, ddp, local"),
         (
             ["topology=hypercube", "launch.world_size=3"],
-            "error: topology 'hypercube' needs a world_size that is a power",
+            "error: launch.world_size=3: topology 'hypercube' needs a world_size that is a power",
         ),
-        (["data=cifar10", "data.folder=nowhere"], "error: CIFAR-10: nowhere is not a folder."),
+        (["data=cifar10", "data.folder=nowhere"], "error: data.folder=nowhere: CIFAR-10: nowhere is not a folder."),
         (["training.epochs=0"], "error: training.epochs must be an integer of at least 1, got 0"),
         (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535, got 99999"),
         (["launch.timeout_s=soon"], "error: launch.timeout_s must be a positive number, got 'soon'"),
@@ -73,8 +48,8 @@ def command(
         ),
         (["trusted_targets=torch"], "error: trusted_targets='torch' is no list of packages; write trusted_targets=["),
         (["model._target_=null"], "error: model has no _target_"),
-        (["optimizer.lr=-1"], "error: Invalid learning rate: -1"),
-        (["data.partition.alpha=1"], "error: alpha=1 means nothing for scheme 'iid'"),
+        (["optimizer.lr=-1"], "error: optimizer.lr=-1: Invalid learning rate: -1; it must be a number of at least 0"),
+        (["data.partition.alpha=1"], "error: data.partition.alpha=1: alpha=1 means nothing for scheme 'iid'"),
         (["~topology"], "error: the configuration has no key topology.name; set topology.name=..."),
         (["topology.every=2.5"], "error: topology.every must be an integer of at least 1, got 2.5"),
         (["topology.every=0"], "error: topology.every must be an integer of at least 1, got 0"),
@@ -85,7 +60,7 @@ def command(
         (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
         (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
         (["algorithm=combine"], "error: there is no algorithm=combine; did you mean adapt_then_combine? Available: "),
-        (["algorithm.gamma=2"], "error: gamma must be between 0 and 1"),
+        (["algorithm.gamma=2"], "error: algorithm.gamma=2: gamma must be between 0 and 1"),
         (
             ["algorithm._target_=torch.nn.Identity", "~algorithm.gamma"],
             "error: algorithm._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
@@ -104,11 +79,12 @@ def command(
         (["seed=["], "error: "),
     ],
 )
-def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str) -> None:
+def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str, tmp_path: Path) -> None:
     status, stderr = command(*arguments)
     assert status == 2
     assert stderr.startswith(line)
     assert stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_refusals_of_the_folder_of_another_run(command: CommandLine, tmp_path: Path) -> None:
@@ -200,6 +176,32 @@ def test_refusals_of_a_missing_package_come_first(command: CommandLine, monkeypa
     )
 
 
-def test_refusals_leave_their_reason_in_the_folder(command: CommandLine, tmp_path: Path) -> None:
-    command("data=cifar10", "data.folder=nowhere", "hydra.run.dir=refused")
-    assert "nowhere is not a folder" in (tmp_path / "refused" / "summary.json").read_text()
+def test_refusals_leave_no_folder(command: CommandLine, tmp_path: Path) -> None:
+    for arguments in (["optimizer.lr=abc"], ["data=cifar10", "hydra.run.dir=a/b/c"], ["-m", "model=mlp,cn"]):
+        assert command(*arguments)[0] == 2
+        assert not list(tmp_path.iterdir()), arguments
+
+
+def test_refusals_leave_folders_that_were_there(command: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "earlier").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    assert (
+        command("seed=x")[0]
+        == command("seed=x", "hydra.run.dir=empty/run")[0]
+        == command("seed=x", "hydra.run.dir=empty")[0]
+        == 2
+    )
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "empty",
+        "outputs",
+        "outputs/earlier",
+    ]
+
+
+def test_refusals_of_a_taken_port_leave_no_folder(command: CommandLine, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, stderr = command(f"launch.port={port}")
+    assert status == 2
+    assert stderr.splitlines()[-1].startswith(f"error: port {port} on 127.0.0.1 is taken")
+    assert not list(tmp_path.iterdir())

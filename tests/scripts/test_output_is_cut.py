@@ -1,0 +1,67 @@
+"""Programs whose output nobody reads to its end, as in ``--help | head``: they end without a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY, TIMEOUT_S
+
+from topologies.standard_output import CUT, ends_quietly
+
+SCRIPTS = REPOSITORY / "scripts"
+CLUSTER = "--world-size 8 --latency-us 20 --bandwidth-gbps 25 --message-mb 100 --all"
+PROGRAMS = {
+    "train help": [str(SCRIPTS / "train.py"), "--help"],
+    "train configuration": [str(SCRIPTS / "train.py"), "--cfg", "job"],
+    "sweep": [str(SCRIPTS / "sweep.py"), "--help"],
+    "bench": [str(SCRIPTS / "bench.py"), "--help"],
+    "probe": [str(SCRIPTS / "probe.py"), "--help"],
+    "topologies": ["-m", "topologies", "list"],
+    "topologies help": ["-m", "topologies", "--help"],
+    "topologies recommend": ["-m", "topologies", "recommend", *CLUSTER.split()],
+}
+
+
+def run_into_a_closed_pipe(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """The reader has gone before the program writes anything."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        run = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_whose_output_is_cut_ends_quietly(name: str, tmp_path: Path) -> None:
+    status, stderr = run_into_a_closed_pipe(PROGRAMS[name], tmp_path)
+    assert stderr == ""
+    assert status in (0, CUT)  # argparse passes over the error when it prints help
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusal_is_told_where_the_output_is_cut(tmp_path: Path) -> None:
+    status, stderr = run_into_a_closed_pipe([str(SCRIPTS / "train.py"), "seed=x"], tmp_path)
+    assert (status, stderr) == (2, "error: seed must be an integer of at least 0, got 'x'\n")
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    def main() -> int:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        ends_quietly(main)

@@ -1,0 +1,45 @@
+"""What a program does whose output nobody reads to its end, as in ``program | head``."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+CUT = 141
+"""The exit status of a program that SIGPIPE ends (128 + 13)."""
+
+
+Status = TypeVar("Status", int, int | None)
+
+
+def ends_quietly(main: Callable[[], Status]) -> Status | int:
+    """What ``main`` returns; status 141, without a word, if the reader of standard output has gone.
+
+    SIGPIPE itself stays ignored, as Python has it: it would end a process for a socket that a peer has closed.
+
+    Parameters
+    ----------
+    main : callable
+        Of a script.
+    """
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()  # here, for at the interpreter's end nobody could catch the error
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise  # of another pipe
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # takes what is still in the buffer
+        os.close(nowhere)
+        return CUT
+
+
+def _reader_has_gone() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
