@@ -84,7 +84,7 @@ def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
 def test_train_interrupted_run_leaves_whole_checkpoints(tmp_path: Path) -> None:
     run = stopped(tmp_path, "interrupt")
     assert run.status == 130
-    assert run.last_lines(2) == ["interrupted", "go on from step 10 with resume=run"]
+    assert run.last_lines(2) == ["interrupted", f"go on from step 10 with resume=run {TRUSTED}"]
     for step in (5, 10):
         checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:010}"
         check_sizes(checkpoint, read_manifest(checkpoint))
@@ -95,7 +95,7 @@ def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: P
     assert run.status == 143
     step = newest_step(tmp_path / "run")
     assert STOPS_AT < step <= STOPS_AT + 2  # rank 1 was in the step after that, and rank 0 may have been in the next
-    assert run.last_line == f"go on from step {step} with resume=run"
+    assert run.last_line == f"go on from step {step} with resume=run {TRUSTED}"
     run = train(tmp_path, "resume=run", TRUSTED, torchrun=2)
     assert run.status == 0, run.stderr
     assert result(tmp_path / "run") == whole

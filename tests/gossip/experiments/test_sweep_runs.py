@@ -177,7 +177,7 @@ def test_sweep_begins_runs_again_that_went_with_a_killed_process(
         (["sweep.metric=acuracy"], "error: there is no sweep.metric=acuracy; did you mean accuracy?"),
         (["sweep.target=high"], "error: sweep.target must be a number or null, got 'high'"),
         (["cluster.local_size=3"], "error: launch.world_size=4 ranks do not fill nodes of cluster.local_size=3"),
-        (["cluster.latency_us=-1"], "error: cluster: latency_us must be"),
+        (["cluster.latency_us=-1"], "error: cluster.latency_us=-1: latency_us must be"),
         (["optimizer.lr=interval(0,1)"], "error: optimizer.lr=interval(0,1) is no list of values"),
     ],
 )
