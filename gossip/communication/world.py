@@ -22,7 +22,7 @@ from gossip.communication.threads import CLOSING_PATIENCE
 from gossip.communication.waiting import Awaited, Failure, wait_for
 from gossip.errors import ExchangeError
 
-_GROUP_TIMEOUT_FACTOR = 2  # ours passes first: its message names who and what, gloo's only an address
+_GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it names who and what, gloo only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
 _LONGEST_PAUSE_S = 0.005
 
