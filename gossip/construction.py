@@ -14,6 +14,7 @@ from gossip.arguments import Arguments, check_arguments, resolve_topology
 from gossip.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
 from gossip.buckets import check_parameters, make_buckets
 from gossip.buffers import make_buffer_buckets
+from gossip.communication import forks
 from gossip.communication.debug_transport import DebugTransport, check_debug
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transports import DistributedTransport, check_follow_ups
@@ -116,6 +117,8 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         bucket_cap_bytes=arguments.bucket_cap_bytes,
         watch=OptimizerWatch(module.named_parameters(), optimizers),
     )
+    if world.world_size > 1:
+        forks.watch(engine)
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
     if world.rank == 0:

@@ -11,6 +11,7 @@ import torch
 from loguru import logger
 
 from gossip.autograd import DEAD_BACKWARD
+from gossip.communication import forks
 from gossip.errors import GossipError
 from gossip.mixing import AnyBucket
 from gossip.step_progress import StepProgress
@@ -35,6 +36,8 @@ class Liveness:
         Called once at the beginning of every step.
     error : BaseException or None
         What ended the training on this rank: the ranks are no longer in step.
+    is_parents : bool
+        Whether this process was forked from the one that trains.
     """
 
     rank: int
@@ -44,6 +47,7 @@ class Liveness:
     is_averaged: bool
     on_step_begin: Callable[[], None] | None
     error: BaseException | None
+    is_parents = False
     _progress: StepProgress
     _steps_in_backward: bool
     _lock: threading.RLock  # held against forward passes in other threads
@@ -72,6 +76,11 @@ class Liveness:
 
     def check_usable(self) -> None:
         """Raise if no step or average can be made now."""
+        if self.is_parents:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: {forks.FORKED}. Here the model can be read, evaluated under "
+                "torch.no_grad(), and closed"
+            )
         self.check_alive()
         if (backward := self._progress.backward) is not None and torch._C._current_graph_task_id() == -1:
             backward.wait(_LETTING_GO)
@@ -86,6 +95,11 @@ class Liveness:
                 f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
                 "leave the block first"
             )
+
+    def leave_to_parent(self) -> None:
+        """See :class:`gossip.communication.forks.Inherited`."""
+        self.is_parents = True
+        self._lock = threading.RLock()  # another thread may have held it
 
     def _recover_from_dead_backward(self) -> None:
         progress = self._progress

@@ -456,7 +456,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         if engine is None:
             return
         try:
-            if engine.error is None:
+            if engine.error is None and not engine.is_parents:
                 engine.settle(closes=True)
                 engine.drop_in_flight()
         finally:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from gossip.communication import threads
+from gossip.communication import forks, threads
 from gossip.errors import GossipError
 
 
@@ -102,6 +102,9 @@ class Courier:
             threads.start(f"{name}-post", post, end=end, patience=patience),
             threads.start(f"{name}-wait", wait, end=end, patience=patience),
         ]
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._is_parents = False
+        forks.watch(self)
 
     def submit(self, talk: Talk) -> Ticket:
         """Begin ``talk`` after everything submitted before, wait for what it yields, and so on; all in the back.
@@ -109,27 +112,40 @@ class Courier:
         Raises
         ------
         GossipError
-            The courier has been closed, or the program is over.
+            The program is over, or this process has been forked.
         """
+        if self._is_parents:
+            raise GossipError(forks.FORKED)
         if not self._finalizer.alive:
             raise GossipError(
                 "communication has ended with the program: in an exit handler that was registered before torch was "
                 "imported nothing can be exchanged any more; register it later"
             )
         ticket = Ticket(talk)
+        self._tickets.add(ticket)
         self._to_post.put(ticket)
         return ticket
 
     def close(self, patience: timedelta) -> bool:
         """End the threads once what they wait for has ended. Whether that was so within ``patience``.
 
-        If not they are left alone: they are daemons, and a peer that is stuck must not hold this process too.
+        If not they are left alone: they are daemons, and a peer that is stuck must not hold this process too. So are
+        those of the parent in a forked child.
         """
+        if self._is_parents:
+            return False
         self._finalizer()
         deadline = time.monotonic() + patience.total_seconds()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def leave_to_parent(self) -> None:
+        """See :class:`gossip.communication.forks.Inherited`."""
+        self._is_parents = True
+        self._finalizer.detach()
+        for ticket in list(self._tickets):
+            ticket.leave_to_parent()
 
 
 class Ticket:
@@ -160,6 +176,14 @@ class Ticket:
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._done.is_set()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: it has ended, and not well, unless it had."""
+        if not self.done:
+            forks.keep(self._talk)
+            self.error = GossipError(forks.FORKED)
+            self._done = threading.Event()  # another thread may have held the lock inside
+            self._done.set()
 
     def post(self) -> Works | None:
         """Run by the posting thread: what comes next, or None if that has to wait for something."""

@@ -127,6 +127,11 @@ def registered_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGr
     return group
 
 
+def registered_groups() -> list[dist.ProcessGroup]:
+    """All groups of torch's registry that this process has joined. Local."""
+    return [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+
+
 def own_connection(store: dist.Store) -> dist.Store:
     """The same keys over a connection of their own, where there are connections. Local.
 

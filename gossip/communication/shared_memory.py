@@ -60,7 +60,7 @@ class Mailbox:
     def __init__(self, world: World, message: torch.Tensor, bucket: int) -> None:
         self._world = world
         self._bucket = bucket
-        self._fd = os.memfd_create("gossip")
+        self._pid, self._fd = os.getpid(), os.memfd_create("gossip")
         self._memory = Memory(self._fd, world.world_size, message.nbytes)
         self._memory.secret.fill_(secrets.randbits(62))
         self._messages = [buffer.view(message.dtype) for buffer in self._memory.buffers]
@@ -70,7 +70,8 @@ class Mailbox:
         self._count = 0
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if os.getpid() == self._pid:  # in a forked child the number may stand for something else by now
+            os.close(self._fd)
 
     def take(self, step: int) -> torch.Tensor:
         """The buffer for the message of ``step``, once everybody has done with what was in it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 import time
@@ -57,6 +58,7 @@ def start(
 
 @functools.cache
 def _program_end() -> weakref.finalize[[], Callable[..., object]]:
+    os.register_at_fork(after_in_child=_endings.clear)  # the threads are the parent's
     # Among the handlers of weakref, which were registered when torch was imported: nearly all others come before.
     return weakref.finalize(start, _end_all)
 

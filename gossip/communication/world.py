@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -13,18 +12,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gossip.communication import forks
 from gossip.communication.courier import Courier, Operation, Talk, posted
 from gossip.communication.lanes import Lanes, Pending, Tensors
-from gossip.communication.membership import Group, Membership, gloo_group, own_connection, registered_group
+from gossip.communication.membership import (
+    Group,
+    Membership,
+    gloo_group,
+    own_connection,
+    registered_group,
+    registered_groups,
+)
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
 from gossip.communication.threads import CLOSING_PATIENCE
 from gossip.communication.waiting import Awaited, Failure, wait_for
-from gossip.errors import ExchangeError
+from gossip.errors import ExchangeError, GossipError
 
 _GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it names who and what, gloo only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
 _LONGEST_PAUSE_S = 0.005
+_parents_groups: list[object] = []  # in a forked child, those that its parent has joined
 
 
 class World:
@@ -92,6 +100,10 @@ class World:
                 "torch.distributed.init_process_group first, or start the function with gossip.launch"
             )
         if self.world_size > 1:
+            assert self.membership is not None
+            if any(group is self.membership.group for group in _parents_groups):
+                raise GossipError(f"rank {self.rank}: {forks.FORKED}")
+            forks.watch(self)
             try:
                 self._join()
             except BaseException:
@@ -290,19 +302,26 @@ class World:
             tensor.copy_(data)
 
     def close(self) -> None:
-        """End the courier and give all communicators back, unless a peer that is stuck holds them. Local."""
+        """End the courier and give all communicators back, unless a peer that is stuck holds them. Local.
+
+        In a forked child nothing is given back.
+        """
         ended = self.courier is None or self.courier.close(CLOSING_PATIENCE)
         if ended and dist.is_initialized():
             for group in self._registered:
                 dist.destroy_process_group(group)
         if not ended:
-            for communicator in self._communicators.values():
-                # Its end would wait for what is stuck, also when the interpreter ends: it never gets one.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+            forks.keep(*self._communicators.values())
         self._registered.clear()
         self._communicators.clear()
         self.roll_call.close()
         self.courier = self.lanes = self.group = self._store = None
+
+    def leave_to_parent(self) -> None:
+        """See :class:`gossip.communication.forks.Inherited`."""
+        _parents_groups.extend(registered_groups())  # torch's own wait for threads too, when the child ends
+        forks.keep(self._store, self.roll_call, *self._communicators.values(), *_parents_groups)
+        self.roll_call = RollCall(None, self.rank, self.world_size)
 
     @property
     def control_device(self) -> torch.device:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PRELUDE = '''
-import atexit, json, os, signal, sys
+import atexit, gc, json, os, signal, sys
 from datetime import timedelta
 from functools import partial
 
 import torch
-import torch._dynamo  # with the first optimizer: once for all
 import torch.distributed as dist
 from loguru import logger
 from torch import nn
@@ -25,9 +24,16 @@ import gossip
 logger.remove()
 torch.set_num_threads(1)
 
+# What is imported with the first model, once for all ranks.
+with gossip.GossipDataParallel(nn.Linear(3, 1), partial(torch.optim.SGD, lr=0.1)) as model:
+    model(torch.ones(2, 3)).sum().backward()
+del model
+gc.collect()
+gc.freeze()  # the end of an interpreter would walk over all that was imported
+
 
 def start_ranks():
-    """Fork every rank of every world; a child gets its case, rank and pipes, and goes on with the program."""
+    """Fork every rank of every world; a child gets its case, rank and pipes, and goes on to the end of the program."""
     cases, world_size, at_once = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     statuses = [{} for _ in cases]
     running = {}
@@ -46,9 +52,12 @@ def start_ranks():
         pid, status = os.wait()
         number, rank = running.pop(pid)
         statuses[number][rank] = os.waitstatus_to_exitcode(status)
+        is_stuck = cases[number].get("stuck", False)
         left = [other for other, (its_number, _) in running.items() if its_number == number]
-        if cases[number].get("stuck") and len(left) == 1:
+        if is_stuck and len(left) == 1:
             os.kill(left[0], signal.SIGKILL)
+        if is_stuck and not left:
+            del statuses[number][rank]
     print(json.dumps(statuses), flush=True)
     os._exit(0)
 
@@ -56,21 +65,16 @@ def start_ranks():
 number, case, rank, world_size, (heard, tell), (heard_back, tell_back) = start_ranks()
 
 
-def join(timeout_s=60.0):
-    """The process group, over a file of its own."""
-    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{number}", rank=rank, world_size=world_size)
-    return timedelta(seconds=timeout_s)
-
-
 def build(timeout_s=60.0, **options):
-    timeout = join(timeout_s)
-    sgd = partial(torch.optim.SGD, lr=0.1)
+    """Join the process group, over a file of its own, and wrap a module."""
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{number}", rank=rank, world_size=world_size)
+    sgd, timeout = partial(torch.optim.SGD, lr=0.1), timedelta(seconds=timeout_s)
     return gossip.GossipDataParallel(nn.Linear(3, 1), sgd, "complete", timeout=timeout, **options)
 
 
 def train(model, num_steps):
     for _ in range(num_steps):
-        model(torch.ones(2, 3)).sum().backward()
+        model(torch.full((2, 3), 1.0 + rank)).sum().backward()
 '''
 
 

@@ -1,0 +1,180 @@
+"""A forked child touches nothing of its parent, which trains on as if it were not there; training it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from programs import run_programs
+
+PROGRAM = """
+import gc
+import hashlib
+import multiprocessing
+
+PATIENCE_S = 60
+
+
+def attempt(call):
+    try:
+        call()
+    except gossip.GossipError as error:
+        os.write(1, f"refused: {type(error).__name__}: {error}\\n".encode())
+        return
+    os._exit(99)
+
+
+def drop():
+    global model
+    del model
+    gc.collect()
+
+
+def evaluate():
+    with torch.no_grad():
+        values = model(torch.ones(2, 3))
+    assert torch.equal(values, model.module(torch.ones(2, 3)))
+    assert model.state_dict().keys() == {"weight", "bias"}
+
+
+def train_plainly_after_closing():
+    model.close()
+    model.module(torch.ones(2, 3)).sum().backward()
+    model.optimizer.step()
+
+
+def join():
+    with model.join():
+        pass
+
+
+def step_by_hand():
+    train(model, 1)
+    model.optimizer.step()
+
+
+ACTS = {
+    "nothing": lambda: None,
+    "drop": drop,
+    "close": lambda: model.close(),
+    "evaluate": evaluate,
+    "train plainly after closing": train_plainly_after_closing,
+    "train": lambda: attempt(step_by_hand),
+    "global_avg": lambda: attempt(model.global_avg),
+    "idle_step": lambda: attempt(model.idle_step),
+    "save": lambda: attempt(lambda: gossip.save(model, "checkpoints")),
+    "export": lambda: attempt(lambda: gossip.export(model, "model.safetensors")),
+    "join": lambda: attempt(join),
+    "wrap another": lambda: attempt(
+        lambda: gossip.GossipDataParallel(nn.Linear(3, 1), partial(torch.optim.SGD, lr=0.1), "complete")),
+    "read what is under way": lambda: attempt(lambda: model(torch.ones(2, 3))),
+}
+
+
+def act():
+    signal.alarm(PATIENCE_S)  # a child that hangs has that status
+    ACTS[case["act"]]()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        act()
+        return index
+
+
+def digest():
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:8]
+
+
+model = build(**case.get("options", {}))
+steps = step_by_hand if "step_in_backward" in case.get("options", {}) else partial(train, model, 1)
+for _ in range(3):
+    steps()
+how = case["how"]
+if how == "fork":
+    pid = os.fork()
+    if pid == 0:
+        act()
+        sys.exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+elif how == "fork in a function":
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            act()
+            raise ValueError("of the child's own")
+        return pid
+    code = os.waitstatus_to_exitcode(os.waitpid(fork(), 0)[1]) + 6
+elif how == "os._exit":
+    pid = os.fork()
+    if pid == 0:
+        act()
+        os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+elif how == "multiprocessing":
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join()
+    code = process.exitcode + 7
+elif how == "DataLoader":
+    loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork")
+    code = 7 if [int(each) for each in loader] == [0, 1, 2, 3] else 1
+else:
+    code = 7
+for _ in range(3):
+    steps()
+model.global_avg()
+os.write(1, f"{case} rank {rank}: child {code}, parameters {digest()}\\n".encode())
+"""
+
+HARMLESS = ["nothing", "drop", "close", "evaluate", "train plainly after closing"]
+REFUSED = ["train", "global_avg", "idle_step", "save", "export", "join", "wrap another"]
+OPTIONS: list[dict[str, object]] = [
+    {"step_in_backward": False},
+    {"algorithm": "adapt_then_combine"},
+    {"debug": "detail"},
+    {"timeout_s": 30.0, "compression": "int8", "buffers": "average"},
+]
+ENDS = ["fork in a function", "os._exit", "multiprocessing", "DataLoader"]
+
+
+def run(folder: Path, cases: list[dict[str, object]]) -> str:
+    """What children and parents said; every child ended as it should, and parents with the same options are equal."""
+    ended = run_programs(PROGRAM, folder, cases=cases, at_once=4)
+    assert ended.statuses == [{0: 0, 1: 0}] * len(cases), ended.output
+    ends = [line for line in ended.output.splitlines() if "parameters" in line]
+    assert len(ends) == 2 * len(cases), ended.output
+    assert all("child 7" in line for line in ends), ended.output
+    parameters = {(line.partition("options")[2].partition("}")[0], line.rpartition(" ")[2]) for line in ends}
+    assert len(parameters) == len({str(case.get("options")) for case in cases}), ended.output
+    return ended.output
+
+
+def test_child_ends_as_it_wants_and_the_parent_trains_on(tmp_path: Path) -> None:
+    run(tmp_path, [{"how": "no fork"}, *({"how": "fork", "act": act} for act in HARMLESS)])
+
+
+def test_children_of_any_kind_end_with_their_own_status(tmp_path: Path) -> None:
+    run(tmp_path, [{"how": how, "act": "close"} for how in ENDS])
+
+
+def test_training_in_a_child_is_refused_at_once(tmp_path: Path) -> None:
+    said = run(tmp_path, [{"how": "fork", "act": act} for act in REFUSED])
+    refusals = [line for line in said.splitlines() if "this process was forked from the one that trains" in line]
+    assert len(refusals) == 2 * len(REFUSED), said
+    assert sum("rank 0: step 3: this process" in line for line in refusals) >= 5, said
+
+
+def test_child_of_a_model_with_other_options(tmp_path: Path) -> None:
+    said = run(
+        tmp_path, [{"how": "fork", "act": act, "options": options} for options in OPTIONS for act in ("close", "train")]
+    )
+    assert said.count("refused: ") == 2 * len(OPTIONS), said
+
+
+def test_child_cannot_read_what_is_still_to_be_combined(tmp_path: Path) -> None:
+    case = {"how": "fork", "act": "read what is under way", "options": {"algorithm": "adapt_then_combine"}}
+    said = run(tmp_path, [case])
+    assert said.count("refused: ExchangeError: ") == 2, said
