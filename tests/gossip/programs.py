@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_PRELUDE = '''
-import atexit, gc, json, os, signal, sys
-from datetime import timedelta
+_START = '''
+import gc, json, os, signal, sys, types
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from loguru import logger
 from torch import nn
 
@@ -33,7 +31,7 @@ gc.freeze()  # the end of an interpreter would walk over all that was imported
 
 
 def start_ranks():
-    """Fork every rank of every world; a child gets its case, rank and pipes, and goes on to the end of the program."""
+    """Fork every rank of every world; a child gets what its program finds, and goes on to the end of this one."""
     cases, world_size, at_once = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     statuses = [{} for _ in cases]
     running = {}
@@ -41,13 +39,14 @@ def start_ranks():
     while waiting or running:
         while waiting and len(running) < at_once * world_size:
             number, case = waiting.pop(0)
-            pipes = os.pipe(), os.pipe()
+            (heard, tell), (heard_back, tell_back) = os.pipe(), os.pipe()
+            pipes = {"heard": heard, "tell": tell, "heard_back": heard_back, "tell_back": tell_back}
             for rank in range(world_size):
                 pid = os.fork()
                 if pid == 0:
-                    return number, case, rank, world_size, *pipes
+                    return {"number": number, "case": case, "rank": rank, "world_size": world_size, **pipes}
                 running[pid] = number, rank
-            for end in (*pipes[0], *pipes[1]):
+            for end in pipes.values():
                 os.close(end)
         pid, status = os.wait()
         number, rank = running.pop(pid)
@@ -62,7 +61,29 @@ def start_ranks():
     os._exit(0)
 
 
-number, case, rank, world_size, (heard, tell), (heard_back, tell_back) = start_ranks()
+def run_program(found):
+    """In a main module of its own: what is frozen is not collected at the end."""
+    program = types.ModuleType("__main__")
+    vars(program).update(found)
+    sys.modules["__main__"] = program
+    with open("program.py") as file:
+        source = file.read()
+    exec(compile(source, "program.py", "exec"), vars(program))
+
+
+run_program(start_ranks())
+'''
+
+_TOOLS = '''
+import atexit, os, signal, sys
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gossip
 
 
 def build(timeout_s=60.0, **options):
@@ -120,10 +141,10 @@ def run_programs(
     at_once : int
         Worlds that run at the same time.
     """
-    program = folder / "program.py"
-    program.write_text(first + _PRELUDE + body)
+    (folder / "start.py").write_text(first + _START)
+    (folder / "program.py").write_text(_TOOLS + body)
     run = subprocess.run(
-        [sys.executable, str(program), json.dumps(list(cases)), str(world_size), str(at_once)],
+        [sys.executable, "start.py", json.dumps(list(cases)), str(world_size), str(at_once)],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -119,11 +119,10 @@ def test_exit_waits_for_what_is_under_way() -> None:
 
 
 LATE_EXCHANGE = """
-import atexit
-first = []
-atexit.register(lambda: first[0]())
+import atexit, sys
 
-
+sys.last_of_all = []
+atexit.register(lambda: sys.last_of_all[0]())
 """
 
 EXCHANGES_AT_THE_VERY_END = """
@@ -138,7 +137,7 @@ def exchange():
         print(error, flush=True)
 
 
-first.append(exchange)
+sys.last_of_all.append(exchange)
 """
 
 
