@@ -7,7 +7,6 @@ from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,18 +37,17 @@ def listening(process_id: int) -> list[str]:
     return found
 
 
-def listening_while_training() -> tuple[list[str], list[str]]:
+def listening_while_training(parent: int) -> tuple[list[str], list[str]]:
     module = torch.nn.Linear(4, 1)
     model = gossip.GossipDataParallel(module, partial(torch.optim.SGD, lr=0.1), topology="ring")
     model(torch.ones(2, 4)).sum().backward()
-    found = listening(os.getpid()), listening(int(os.environ["PARENT_OF_THESE"]))
+    found = listening(os.getpid()), listening(parent)
     dist.barrier()
     return found
 
 
-def test_launch_listens_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARENT_OF_THESE", str(os.getpid()))
-    for ranks, parent in gossip.launch(listening_while_training, world_size=2):
+def test_launch_listens_on_this_machine_alone() -> None:
+    for ranks, parent in gossip.launch(listening_while_training, os.getpid(), world_size=2):
         assert ranks
         assert parent
         assert set(ranks + parent) == {"127.0.0.1"}
