@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -70,12 +70,25 @@ def _end_all() -> None:
     try:
         for end, _ in endings.values():
             end()
-        for thread, (_, patience) in endings.items():
-            bound = min(patience, CLOSING_PATIENCE) if has_failed else patience
-            thread.join(max(0.0, begin + bound.total_seconds() - time.monotonic()))
+        _join({thread: min(patience, CLOSING_PATIENCE) for thread, (_, patience) in endings.items()}, begin)
+        left = {thread: patience for thread, (_, patience) in endings.items() if thread.is_alive()}
+        if left and not has_failed and max(left.values()) > CLOSING_PATIENCE:
+            names = ", ".join(sorted(thread.name for thread in left))
+            print(  # the logger has ended by now
+                f"gossip: the program has ended, but messages are under way that a peer has not sent or taken yet "
+                f"({names}); waiting for them up to {max(left.values()).total_seconds():g} s, the model's timeout",
+                file=sys.stderr,
+                flush=True,
+            )
+            _join(left, begin)
     finally:
         if any(thread.is_alive() for thread in endings):
             _let_the_stuck_sleep()
+
+
+def _join(patiences: Mapping[threading.Thread, timedelta], begin: float) -> None:
+    for thread, patience in patiences.items():
+        thread.join(max(0.0, begin + patience.total_seconds() - time.monotonic()))
 
 
 def _let_the_stuck_sleep() -> None:

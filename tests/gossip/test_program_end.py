@@ -118,6 +118,42 @@ def test_exit_waits_for_what_is_under_way() -> None:
     assert run.stdout == "left: []", run.stderr
 
 
+RELEASED_BY_WHAT_IS_SAID = """
+import sys, threading
+from datetime import timedelta
+from gossip.communication.courier import Courier, Operation
+
+is_awaited = threading.Event()
+
+
+class Said:
+    def write(self, text, write=sys.stderr.write):
+        write(text)
+        if "waiting for them up to 60 s" in text:
+            is_awaited.set()
+
+    def flush(self):
+        pass
+
+
+class Message:
+    def wait(self):
+        is_awaited.wait()
+
+
+sys.stderr = Said()
+courier = Courier("gossip-courier", timedelta(seconds=60))
+courier.submit(iter([(Operation("a peer", Message()),)]))
+"""
+
+
+def test_exit_says_what_it_waits_for() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", RELEASED_BY_WHAT_IS_SAID], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert "messages are under way that a peer has not sent or taken yet (gossip-courier-wait)" in run.stderr
+
+
 LATE_EXCHANGE = """
 import atexit, sys
 
