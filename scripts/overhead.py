@@ -176,6 +176,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak: tuple[int, int, list[int]] = (0, 0, [])
         self._parameters = list(parameters)
+        self._within_blocks = {parameter.untyped_storage()._cdata for parameter in self._parameters}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.now = 0
 
@@ -183,7 +184,7 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not torch.is_grad_enabled() and self._called_by_update():
             for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._within_blocks:
                     self.follow(tensor)
         live = [(index, p.grad.untyped_storage()) for index, p in enumerate(self._parameters) if p.grad is not None]
         gradients = {storage._cdata: storage.nbytes() for _, storage in live}

@@ -223,7 +223,8 @@ def absent_from(what: str) -> str:
 def test_rank_absent_from_a_collective_is_named(what: str) -> None:
     by_rank = launch(absent_from, what, world_size=3)
     for rank in (0, 2):
-        assert by_rank[rank] == (
+        # Whoever gives up second may learn it from the first.
+        assert by_rank[rank].replace(f" (so rank {2 - rank} found)", "") == (
             f"rank {rank}: comparing frozen parameters: not all of the 3 ranks took part within 0.5 s: "
             "rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'finding neighbours'; "
             "every rank must call it, after the same number of steps"
