@@ -56,7 +56,7 @@ class Sighting:
     is_fresh : bool
         Whether that changed a moment ago.
     state : str
-        Of its process: see :func:`gossip.communication.processes.state_of`.
+        Of its process: see :meth:`gossip.communication.roll_call.RollCall.state_of`.
     pid : int
     """
 

@@ -138,10 +138,14 @@ def own_connection(store: dist.Store) -> dist.Store:
     The default one is locked for as long as somebody waits in it: a communicator that cannot be made holds it up to
     its time-out, and that is just when the notes of arrivals are wanted.
     """
-    innermost: Any = store
-    while isinstance(innermost, dist.PrefixStore):
-        innermost = innermost.underlying_store
-    if isinstance(innermost, dist.TCPStore) and hasattr(store, "clone"):
+    if isinstance(innermost(store), dist.TCPStore) and hasattr(store, "clone"):
         clone: dist.Store = store.clone()
         return clone
+    return store
+
+
+def innermost(store: dist.Store) -> dist.Store:
+    """The store below all prefixes. Local."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
     return store

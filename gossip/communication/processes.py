@@ -20,11 +20,16 @@ class Process(NamedTuple):
     pid : int
     started_at : int
         In ticks of the machine: a number may be given away again.
+    host, port
+        Where it listens for those that want to see it end: see :mod:`gossip.communication.lifelines`. ``host`` is empty
+        where it does not.
     """
 
     machine: str
     pid: int
     started_at: int
+    host: str = ""
+    port: int = 0
 
 
 def own_process() -> Process:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gossip.communication import threads
+from gossip.communication import lifelines, threads
 from gossip.communication.culprits import Arrival
-from gossip.communication.processes import Process, own_process
+from gossip.communication.processes import GONE, Process, own_process, state_of
 from gossip.errors import ExchangeError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -43,7 +43,7 @@ class RollCall:
     Attributes
     ----------
     processes : list of Process
-        By rank; of this machine, once all ranks have been waited for.
+        By rank, once all ranks have been waited for.
     is_silent : bool
         Whether the store was found to hold its callers: nothing is written to it any more.
     """
@@ -58,7 +58,8 @@ class RollCall:
         self._sequence = -1
         self._what = ""
         self.processes = [Process("", 0, 0)] * world_size
-        self.processes[rank] = own_process()
+        host, port = lifelines.listen(store)
+        self.processes[rank] = own_process()._replace(host=host, port=port)
         self._set(f"process{rank}", self.processes[rank])
 
     @property
@@ -95,8 +96,7 @@ class RollCall:
         """
         if self._store is None:
             return None
-        arrivals = self._ask(lambda stop: self._meet(stop, timeout), timeout + _STORE_PATIENCE)
-        absent = [rank for rank, arrival in enumerate(arrivals) if arrival is None]
+        absent, arrivals = self._ask(lambda stop: self._meet(stop, timeout), timeout + _STORE_PATIENCE)
         if not absent:  # otherwise it is for their sake that somebody may have given up
             absent = [rank for rank, arrival in enumerate(arrivals) if arrival is not None and arrival.gave_up]
         if not absent:
@@ -128,8 +128,17 @@ class RollCall:
             return None
         return None if found is None else (found[0], found[1])
 
+    def state_of(self, rank: int) -> str:
+        """``GONE``, ``SUSPENDED`` or, if its process lives or there is no telling, nothing. Local.
+
+        The latter is seen on one machine only.
+        """
+        process = self.processes[rank]
+        state = state_of(process, self.processes[self.rank])
+        return GONE if not state and lifelines.is_gone(process) else state
+
     def close(self) -> None:
-        """Give the connection to the store back."""
+        """Give the connection to the store back. Local."""
         self._store = None
 
     # ------------------------------------------------------------------ the store
@@ -144,21 +153,38 @@ class RollCall:
         with contextlib.suppress(RuntimeError):
             self._store.set(key, json.dumps(content))
 
-    def _meet(self, stop: threading.Event, timeout: timedelta) -> list[Arrival | None]:
-        """All first notes, once everybody has made one, or ``timeout`` has passed; and their processes."""
+    def _meet(self, stop: threading.Event, timeout: timedelta) -> tuple[list[int], list[Arrival | None]]:
+        """Who is absent once everybody is here, or somebody has ended, or ``timeout`` has passed; and all first notes.
+
+        Where there are several machines nobody goes on before all have connected to all: from then on every end of a
+        process is seen.
+        """
         store = self._store
         assert store is not None
         deadline = time.monotonic() + timeout.total_seconds()
+        absent = self._absent(self._keys, deadline, stop)
+        if not absent:
+            self.processes = [Process(*json.loads(store.get(f"process{rank}"))) for rank in range(self.world_size)]
+            if any(process.host for process in self.processes):
+                lifelines.connect(self.processes)
+                self._set(f"connected{self.rank}", True)
+                absent = self._absent([f"connected{rank}" for rank in range(self.world_size)], deadline, stop)
+        self._have_met = not absent
+        return absent, self.read()
+
+    def _absent(self, keys: Sequence[str], deadline: float, stop: threading.Event) -> list[int]:
+        """The ranks whose keys the store does not have by then, or when one of them has ended."""
+        store = self._store
+        assert store is not None
         pause_s = _FIRST_PAUSE_S
         # Asking for all keys at once is one message; store.wait would hold the thread, and warns at each time-out.
-        while not store.check(self._keys):
+        while not store.check(list(keys)):
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or stop.wait(min(pause_s, remaining_s)):
-                return self.read()
+            gone = any(self.state_of(rank) == GONE for rank in range(self.world_size) if rank != self.rank)
+            if gone or remaining_s <= 0 or stop.wait(min(pause_s, remaining_s)):
+                return [rank for rank, key in enumerate(keys) if not store.check([key])]
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._have_met = True
-        self.processes = [Process(*json.loads(store.get(f"process{rank}"))) for rank in range(self.world_size)]
-        return self.read()
+        return []
 
     def _ask(self, question: Callable[[threading.Event], _Answer], patience: timedelta) -> _Answer:
         """The answer of another thread: a store whose host has been cut off can hold its caller for hours."""

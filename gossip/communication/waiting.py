@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from gossip.communication import threads
 from gossip.communication.culprits import Arrival, Sighting, Verdict, find_culprits
-from gossip.communication.processes import state_of
 from gossip.communication.roll_call import STORE_IS_SILENT, STORE_PATIENCE_S, RollCall
 from gossip.communication.sockets import with_resending
 
@@ -134,6 +133,7 @@ class Vigil:
         self._answered_at = self._began
         self._failure = ""
         self._arrivals: list[Arrival | None] = [None] * roll_call.world_size
+        self._states = [""] * roll_call.world_size
         self._changed_at: dict[int, float] = {}
         self._has_read = False
         self._thread: threading.Thread | None = None
@@ -155,18 +155,22 @@ class Vigil:
         if not roll_call.has_store:
             return Verdict((), "this backend has no key-value store to tell who is absent", is_certain=True)
         now = time.monotonic()
-        others = [rank for rank in range(roll_call.world_size) if rank != roll_call.rank]
-        own = roll_call.processes[roll_call.rank]
+        is_silent = bool(self._failure) or now - self._answered_at > STORE_PATIENCE_S
+        if not self._has_read and not is_silent:
+            return Verdict((), "nothing is known of the others yet")
+        # What a rank said before it ended has been read: it may have been somebody else's fault.
+        states = self._live_states() if is_silent else self._states
         freshness_s = _NUM_BEATS_MISSED * self._beat_s + _LEAST_GRACE_S
-        sightings = {}
-        for rank in others:
-            process = roll_call.processes[rank]
-            sightings[rank] = Sighting(
+        sightings = {
+            rank: Sighting(
                 self._arrivals[rank],
                 is_fresh=now - self._changed_at.get(rank, -freshness_s) < freshness_s,
-                state=state_of(process, own),
-                pid=process.pid,
+                state=states[rank],
+                pid=roll_call.processes[rank].pid,
             )
+            for rank in range(roll_call.world_size)
+            if rank != roll_call.rank
+        }
         verdict = find_culprits(
             roll_call.rank,
             self._where,
@@ -175,12 +179,18 @@ class Vigil:
             sequence=roll_call.sequence if sequence is None else sequence,
             is_collective=sequence is not None,
         )
-        is_silent = bool(self._failure) or now - self._answered_at > STORE_PATIENCE_S
         if verdict.is_certain or not is_silent:
-            return (
-                verdict if self._has_read or verdict.is_certain else Verdict((), "nothing is known of the others yet")
-            )
+            return verdict
         return Verdict((), f"{STORE_IS_SILENT}{self._failure}")
+
+    def _live_states(self) -> list[str]:
+        """Of the processes of those that this rank waits for, or that somebody waits for whom it waits for."""
+        roll_call = self._roll_call
+        asked = set(self._ranks()).union(*(arrival.waits_for for arrival in self._arrivals if arrival is not None))
+        return [
+            roll_call.state_of(rank) if rank in asked and rank != roll_call.rank else ""
+            for rank in range(roll_call.world_size)
+        ]
 
     def _watch(self) -> None:
         beat, pause_s = 0, min(_SHORTEST_BEAT_S, self._beat_s)
@@ -188,12 +198,13 @@ class Vigil:
             while not self._stop.is_set():
                 beat += 1
                 self._roll_call.note_waiting(self._where, self._ranks(), beat)
+                states = self._live_states()
                 arrivals = self._roll_call.read()
                 now = time.monotonic()
                 for rank, (old, new) in enumerate(zip(self._arrivals, arrivals, strict=True)):
                     if self._has_read and old != new:
                         self._changed_at[rank] = now
-                self._arrivals, self._answered_at, self._has_read = arrivals, now, True
+                self._arrivals, self._states, self._answered_at, self._has_read = arrivals, states, now, True
                 self._stop.wait(pause_s)
                 pause_s = min(2 * pause_s, self._beat_s)
         except RuntimeError as error:

@@ -119,6 +119,7 @@ class World:
         self.roll_call = RollCall(notes, self.rank, self.world_size)
         self.roll_call.note("constructing the model")
         absent: str | None = "interrupted"
+        began = time.monotonic()
         try:
             absent = self.roll_call.wait_for_all(self.timeout)
         except ExchangeError as error:
@@ -127,9 +128,10 @@ class World:
             if absent is not None:
                 self.roll_call.note_giving_up()
         if absent is not None:
+            waited_s = min(time.monotonic() - began, self.timeout.total_seconds())
             raise ExchangeError(
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
-                f"{self.timeout.total_seconds():g} s: {absent}; every rank{self._in_group()} must construct it"
+                f"{waited_s:.3g} s: {absent}; every rank{self._in_group()} must construct it"
             )
         self.courier = Courier(f"gossip-{self.rank}", self.timeout)
         self.lanes = Lanes(self.courier, self.membership.backends)

@@ -165,6 +165,11 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
     written: Any = OmegaConf.to_container(settings.overrides.task)  # as they are, not resolved
     overrides = list(map(str, written))
     in_sweep = settings.mode == RunMode.MULTIRUN
+
+    def on_failure() -> str:
+        last_words.append("" if in_sweep else f"{resuming.advice(folder, config)}\n")
+        return last_words[-1]
+
     try:
         if in_sweep and find_placement() is not None:
             raise ConfigurationError(
@@ -196,7 +201,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
             overrides,
             again=state is State.BEGIN_AGAIN,
             keep_refused=in_sweep,
-            on_failure=lambda: None if in_sweep else last_words.append(f"{resuming.advice(folder, config)}\n"),
+            on_failure=on_failure,
         )
     except Exception as error:
         if not in_sweep:

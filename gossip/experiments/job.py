@@ -44,7 +44,7 @@ def run_job(
     overrides: Sequence[str] = (),
     *,
     again: bool = False,
-    on_failure: Callable[[], object] = lambda: None,
+    on_failure: Callable[[], str] = str,
     keep_refused: bool = False,
 ) -> dict[str, Any]:
     """Run one configuration to its end.
@@ -64,6 +64,7 @@ def run_job(
         Whether the run begins in the folder of an attempt that left no checkpoint.
     on_failure : callable
         Called once the end of a run that began to train, or was about to, is recorded; on one rank, the first to fail.
+        Returns what is to be said last, for a rank that ends without the caller.
     keep_refused : bool
         Whether a run that is refused leaves its folder, with the reason: in a sweep, where it is a row.
 
@@ -114,10 +115,15 @@ def _run_in_folder(
     world: World,
     started_at: float,
     takes_back: bool,
-    on_failure: Callable[[], object],
+    on_failure: Callable[[], str],
 ) -> dict[str, Any]:
     """``takes_back``: whether the folder is given up if the run is refused before it has begun."""
     has_begun = False
+
+    def last_words(why: str) -> str:
+        is_first = run_folder.write_failure(folder, _failure(config, overrides, f"rank {world.rank} failed: {why}"))
+        return on_failure() if is_first else ""
+
     try:
         with _refused_by_all(world):
             experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
@@ -128,7 +134,7 @@ def _run_in_folder(
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
         if dist.is_initialized():
-            summary = train(config, str(folder))
+            summary = train(config, str(folder), last_words)
         elif experiment.settings.engine == "virtual":
             summary = train_virtual(experiment, folder)
         else:

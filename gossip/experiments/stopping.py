@@ -1,4 +1,8 @@
-"""SIGTERM and USR1 while a run trains: all ranks stop after the same step, so that they can save what they have."""
+"""SIGTERM and USR1 while a run trains: all ranks stop after the same step, so that they can save what they have.
+
+Where nothing is saved, and after Ctrl-C, the run ends at once, and a call that no signal interrupts does not hold it
+for long.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -41,7 +45,9 @@ class Stopping:
 
     A thread of its own listens to the signal and talks to the key-value store: the step that the main thread is in may
     be waiting for a rank that waits here already. If the ranks do not get there within ``grace_s``, the thread says so
-    and ends the process, with the signal's status and without a checkpoint.
+    and ends the process, with the signal's status and without a checkpoint. So it does after Ctrl-C, or any signal
+    where nothing is to be saved, if the handler that the program has for it has not ended the block by then: no handler
+    runs before a call into C++ returns.
 
     Parameters
     ----------
@@ -50,6 +56,10 @@ class Stopping:
     rank, world_size : int
     bound_steps : int
         How many steps this rank makes in any case: it must make the first one of this run.
+    saves : bool
+        Whether there is anything to agree on; False leaves all signals to the program's own handlers.
+    last_words : callable
+        Gets the reason if the thread ends the process, and returns what is to be said at the very end.
     grace_s : float
 
     Attributes
@@ -63,12 +73,22 @@ class Stopping:
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, world_size: int, bound_steps: int, *, grace_s: float = GRACE_S
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        bound_steps: int,
+        *,
+        saves: bool = True,
+        last_words: Callable[[str], str] = lambda _: "",
+        grace_s: float = GRACE_S,
     ) -> None:
         self._store = store
         self._keys = [f"steps{each}" for each in range(world_size)]
         self._rank = rank
         self._bound_steps = bound_steps
+        self._saves = saves
+        self._last_words = last_words
         self._grace_s = grace_s
         self.signal_number: int | None = None
         self._last_step: int | None = None
@@ -78,28 +98,29 @@ class Stopping:
         self._reading, self._writing = os.pipe()
 
     @classmethod
-    def of_all_ranks(cls, bound_steps: int) -> Self:
+    def of_all_ranks(cls, bound_steps: int, *, saves: bool, last_words: Callable[[str], str]) -> Self:
         """For the ranks of the default process group, or for a process alone. Collective."""
-        store = Membership.of(None).store() if dist.is_initialized() else None
-        if store is None:
-            return cls(None, 0, 1, bound_steps)
-        return cls(own_connection(store), dist.get_rank(), dist.get_world_size(), bound_steps)
+        store = Membership.of(None).store() if saves and dist.is_initialized() else None
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        notes = None if store is None else own_connection(store)
+        return cls(notes, rank, world_size, bound_steps, saves=saves, last_words=last_words)
 
     def __enter__(self) -> Self:
         self._before: dict[int, Any] = {}
+        self._wake_before: int | None = None
         if threading.current_thread() is threading.main_thread():
             os.set_blocking(self._writing, False)
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The thread hears of the signal by the descriptor, also while the main thread is in foreign code.
-            self._before = {each: signal.signal(each, _leave_to_the_thread) for each in SIGNALS}
+            self._before = {each: signal.signal(each, _leave_to_the_thread) for each in SIGNALS if self._saves}
         self._thread = threads.start("gossip-stopping", self._watch, end=self._is_there.set)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
+        if self._wake_before is not None:
             signal.set_wakeup_fd(self._wake_before)
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
         self._is_there.set()
         os.write(self._writing, b"\0")
         self._thread.join(threads.CLOSING_PATIENCE.total_seconds())
@@ -132,8 +153,11 @@ class Stopping:
     def _watch(self) -> None:
         try:
             signal_number = self._listen()
-            if signal_number is not None:
+            if signal_number is not None and self._saves and signal_number in SIGNALS:
                 self._agree(signal_number)
+            elif signal_number is not None and not self._is_there.wait(self._grace_s):
+                self.signal_number = signal_number
+                self._give_up("the call that the main thread is in has not returned")
         except RuntimeError as error:  # of the store
             if not self._is_there.is_set() and self._is_asked:
                 self._give_up(f"the key-value store does not answer ({str(error).splitlines()[0]})")
@@ -143,10 +167,10 @@ class Stopping:
         while not self._is_there.is_set():
             ready, _, _ = select.select([self._reading], [], [], _PAUSE_S)
             for number in os.read(self._reading, 64) if ready else b"":
-                if number in SIGNALS:
+                if number in (*SIGNALS, signal.SIGINT):
                     return number
             with contextlib.suppress(RuntimeError):  # whoever misses the store will say so
-                if self._store is not None and self._store.check([_ASKED]):
+                if self._saves and self._store is not None and self._store.check([_ASKED]):
                     return int(self._store.get(_ASKED))
         return None
 
@@ -174,7 +198,8 @@ class Stopping:
     def _give_up(self, why: str) -> None:
         assert self.signal_number is not None
         name = signal.Signals(self.signal_number).name
-        print(f"rank {self._rank}: {self._grace_s:g} s after {name}: {why}; nothing is saved", file=sys.stderr)
+        why = f"{self._grace_s:g} s after {name}: {why}; nothing is saved"
+        print(f"rank {self._rank}: {why}\n{self._last_words(why)}", end="", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from gossip.experiments.tracing import BACKWARD, FORWARD, Tracer
 MODEL_FILE = "model.safetensors"
 
 
-def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], str] = lambda _: "") -> dict[str, Any]:
     """Train one replica; leave this rank's records and, on rank 0, the averaged model in ``folder``. Collective.
 
     Parameters
@@ -39,6 +39,8 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         Resolved and plain; the same on every rank.
     folder : str
         Of the run; it exists.
+    last_words : callable
+        Of a rank that a signal ends in mid-call: see :class:`gossip.experiments.stopping.Stopping`.
 
     Returns
     -------
@@ -75,7 +77,7 @@ def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         if tracer is not None:
             stack.callback(tracer.close)
         bar = stack.enter_context(ProgressBar(state.total_steps, first_step=state.step, visible=world.rank == 0))
-        last, signal_number = _make_all_steps(experiment, method, world, tracer, state, bar, loggers)
+        last, signal_number = _make_all_steps(experiment, method, world, tracer, state, bar, loggers, last_words)
         if signal_number is None:
             summary = _finish(experiment, method, world, state.report, last)
             summary["wall_time_s"] = state.earlier_wall_time_s
@@ -97,6 +99,7 @@ def _make_all_steps(
     state: RunState,
     bar: ProgressBar,
     loggers: list[Logger],
+    last_words: Callable[[str], str],
 ) -> tuple[dict[str, Any], int | None]:
     """Train to the end, or until a signal asks all ranks to save and stop.
 
@@ -105,18 +108,19 @@ def _make_all_steps(
     checkpoint_every, total_steps = experiment.settings.checkpoint_every, state.total_steps
     last: dict[str, Any] = {}
     with ExitStack() as stack:
-        stopping = stack.enter_context(Stopping.of_all_ranks(state.step + 1)) if checkpoint_every else None
+        saves = bool(checkpoint_every)
+        stopping = stack.enter_context(Stopping.of_all_ranks(state.step + 1, saves=saves, last_words=last_words))
         for last in _steps(experiment, method, world, tracer, state):
             bar.update(last)
             if state.step < total_steps:
                 _log(loggers, last)
-                stops = stopping is not None and not stopping.goes_on(state.step)
+                stops = not stopping.goes_on(state.step)
                 if stops or every(checkpoint_every, state.step):
                     for each in loggers:
                         if isinstance(each, JsonlWriter):
                             each.sync()  # a checkpoint that survives finds all the records before it
                     state.save()
-                if stops and stopping is not None:
+                if stops:
                     return last, stopping.signal_number
     return last, None
 

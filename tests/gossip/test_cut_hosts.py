@@ -1,4 +1,7 @@
-"""A host that is cut off in mid-training: all others name its rank, and it says that it is cut off. Needs root."""
+"""Ranks on hosts of their own: one is cut off in mid-training, or dies while they connect, and all others name it.
+
+Needs root.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ from datetime import timedelta
 import pytest
 import torch
 import unsupervised
-from test_deaths import VICTIM, assert_only_the_victim_is_blamed, make_model
+from test_deaths import (
+    VICTIM,
+    assert_only_the_victim_is_blamed,
+    construct_while_one_stops,
+    make_model,
+    pretend_to_be_on_machines_of_their_own,
+)
 
 from gossip import ExchangeError
 from gossip.benchmarks.lab import Lab, what_is_missing
@@ -53,3 +62,17 @@ def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(hosts: Lab, topol
     assert_only_the_victim_is_blamed(by_rank, "absent (dead, frozen, cut off or busy)")
     assert culprits == ()
     assert "the key-value store does not answer: this rank is cut off from it, or the process that holds it" in text
+
+
+def construct_on_machines_of_their_own_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
+    pretend_to_be_on_machines_of_their_own()
+    return construct_while_one_stops(where)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("where", ["connecting", "comparing manifests", "broadcasting"])
+def test_rank_that_dies_in_construction_on_another_machine_is_named_long_before_the_time_out(
+    hosts: Lab, where: str
+) -> None:
+    by_rank = unsupervised.run(construct_on_machines_of_their_own_while_one_stops, where, world_size=4, hosts=hosts)
+    assert_only_the_victim_is_blamed(by_rank, "gone: its process ")

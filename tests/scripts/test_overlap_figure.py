@@ -54,7 +54,7 @@ def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
     assert gossip.count(f"fill: {MESSAGE}") >= (NUM_STEPS - 1) * NUM_LAYERS  # those of the last step come later
     assert ddp.count(f"fill: {MESSAGE}") >= NUM_STEPS * NUM_LAYERS
     assert ddp.count(f"fill: {WAIT}") >= NUM_STEPS
-    ends = [re.findall(r"<!-- (\d+) -->", panel) for panel in (gossip, ddp)]
+    ends = [re.findall(r"<!-- ([\d.]+) -->", panel) for panel in (gossip, ddp)]
     assert not ends[0]  # one axis, below both
     assert ends[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -40,6 +41,29 @@ def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> No
     reason = json.loads((folder / "summary.json").read_text())["reason"]
     assert reason == "rank 1 failed: ArithmeticError: injected at step 3"
     assert run.stderr.splitlines().count(NO_CHECKPOINT) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why", "advice"),
+    [
+        (("checkpoint.every=2",), "step 4, after which all stop, has not ended", "go on from step 2 with resume="),
+        ((), "the call that the main thread is in has not returned", NO_CHECKPOINT),
+        (("method=ddp",), "the call that the main thread is in has not returned", "there is no checkpoint to go on"),
+    ],
+)
+def test_train_under_torchrun_ends_and_says_how_to_go_on_though_a_call_hangs(
+    tmp_path: Path, options: tuple[str, ...], why: str, advice: str
+) -> None:
+    both_ranks = ("+model.rank=null", "+model.step=3", "+model.how=stuck")
+    run = train(tmp_path, *FAULTY, *both_ranks, *options, torchrun=2)
+    assert run.status != 0
+    said = run.stderr.splitlines()
+    assert sum(line.startswith(advice) for line in said) == 1
+    assert any(line.startswith("rank ") and line.endswith("nothing is saved") for line in said)
+    (folder,) = run_folders(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert re.fullmatch(rf"rank [01] failed: 1 s after SIGTERM: {why}; nothing is saved", summary["reason"])
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")])

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from gossip.experiments.stopping import Stopping
 
 
 class FailingModel(nn.Module):
@@ -18,11 +21,14 @@ class FailingModel(nn.Module):
 
     Parameters
     ----------
+    rank : int or None
+        None: all of them.
     how : str
         "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
         to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
-        the launching process as SIGTERM does, and go on once it has passed the signal on.
+        the launching process as SIGTERM does, and go on once it has passed the signal on; or be "stuck": get SIGTERM in
+        a call that no signal ends, in a process that gives its steps a second then and not GRACE_S.
     dropout : float
         Draws random numbers in every step.
     once : str
@@ -34,7 +40,7 @@ class FailingModel(nn.Module):
         input_shape: Sequence[int],
         num_classes: int,
         *,
-        rank: int = 1,
+        rank: int | None = 1,
         step: int = 3,
         how: str = "raise",
         pipe: str = "",
@@ -47,12 +53,14 @@ class FailingModel(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.LazyLinear(num_classes))
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
+        if how == "stuck":
+            Stopping.__init__.__kwdefaults__["grace_s"] = 1.0
         if how == "interrupt_check" and "RANK" not in os.environ:
             os.killpg(os.getpgrp(), signal.SIGINT)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
-            if int(os.environ.get("RANK", "-1")) == self.rank and self.steps_made == self.step:
+            if self.rank in (None, int(os.environ.get("RANK", "-1"))) and self.steps_made == self.step:
                 self.fail()
             self.steps_made += 1
         logits: torch.Tensor = self.layers(inputs)
@@ -80,6 +88,9 @@ class FailingModel(nn.Module):
             passed_on.wait()
             signal.signal(signal.SIGTERM, before)
             return
+        if self.how == "stuck":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            dist.HashStore().wait(["never"])
         if self.how == "block":
             Path(self.pipe).read_bytes()
             return

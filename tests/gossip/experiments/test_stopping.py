@@ -81,23 +81,34 @@ import os, signal, threading
 import torch.distributed as dist
 from gossip.experiments.stopping import Stopping
 
-with Stopping(dist.HashStore(), 0, {world_size}, 1, grace_s=0.3) as stopping:
-    os.kill(os.getpid(), signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda number, _: exit(128 + number))
+with Stopping(dist.HashStore(), 0, {world_size}, 1, saves={saves}, last_words="so: {{}}\\n".format, grace_s=0.3):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {then}
 """
+STUCK = "dist.HashStore().wait(['never'])"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "then", "text"),
+    ("world_size", "saves", "name", "then", "text"),
     [
-        (3, "threading.Event().wait(60)", "no answer from ranks 1, 2"),
-        (1, "dist.HashStore().wait(['never'])", "step 1, after which all stop, has not"),
+        (3, True, "SIGTERM", "threading.Event().wait(60)", "no answer from ranks 1, 2"),
+        (1, True, "SIGTERM", STUCK, "step 1, after which all stop, has not ended"),
+        (1, True, "SIGINT", STUCK, "the call that the main thread is in has not returned"),
+        (2, False, "SIGTERM", STUCK, "the call that the main thread is in has not returned"),
     ],
 )
-def test_stopping_gives_up_where_the_ranks_do_not_get_there(world_size: int, then: str, text: str) -> None:
-    source = GIVING_UP.format(world_size=world_size, then=then)
+def test_stopping_gives_up_where_the_ranks_do_not_get_there(
+    world_size: int, saves: bool, name: str, then: str, text: str
+) -> None:
+    source = GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then)
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 143
-    (line,) = run.stderr.splitlines()
-    assert line.startswith(f"rank 0: 0.3 s after SIGTERM: {text}")
-    assert line.endswith("nothing is saved")
+    assert run.returncode == 128 + signal.Signals[name]
+    why = f"0.3 s after {name}: {text}; nothing is saved"
+    assert run.stderr.splitlines() == [f"rank 0: {why}", f"so: {why}"]
+
+
+def test_stopping_leaves_signals_to_the_program_where_nothing_is_saved() -> None:
+    source = GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then="threading.Event().wait(60)")
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (143, "")
