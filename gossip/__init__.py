@@ -24,15 +24,15 @@ from gossip.compression.codec import Codec as Codec
 from gossip.compression.codec import Compression as Compression
 from gossip.compression.modulo import ModuloQuantization as ModuloQuantization
 from gossip.compression.powergossip import PowerGossip as PowerGossip
-from gossip.compression.values import Cast as Cast
-from gossip.compression.values import Uncompressed as Uncompressed
+from gossip.compression.value_codecs import Cast as Cast
+from gossip.compression.value_codecs import Uncompressed as Uncompressed
 from gossip.errors import CheckpointError as CheckpointError
 from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
 from gossip.errors import LaunchError as LaunchError
 from gossip.errors import ManifestError as ManifestError
-from gossip.launcher import launch as launch
-from gossip.mixing import UsesExchange as UsesExchange
+from gossip.launching.launcher import launch as launch
+from gossip.measuring.step_stats import StepStats as StepStats
 from gossip.simulation import Cluster as Cluster
 from gossip.simulation import DropOut as DropOut
 from gossip.simulation import RandomDelays as RandomDelays
@@ -40,7 +40,8 @@ from gossip.simulation import SimulatedRun as SimulatedRun
 from gossip.simulation import SlowRank as SlowRank
 from gossip.simulation import Workload as Workload
 from gossip.simulation import simulate_time as simulate_time
-from gossip.stats import StepStats as StepStats
+from gossip.step.mixing import UsesExchange as UsesExchange
+from gossip.version import __version__ as __version__
 from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
@@ -78,10 +79,10 @@ __all__ = [
     "VirtualWorkers",
     "Workload",
     "World",
+    "__version__",
     "export",
     "launch",
     "load",
     "save",
     "simulate_time",
 ]
-__version__ = "0.1.0"

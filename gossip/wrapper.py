@@ -15,24 +15,21 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
-from gossip.arguments import Arguments
-from gossip.averaging import average_module_, consensus_distance, recalibrate_, saved_state
-from gossip.bucket_optimizer import (
-    OptimizerArgument,
-    restore_step,
-)
-from gossip.buckets import Bucket
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transports import Transport
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
-from gossip.construction import construct
-from gossip.engine import StepEngine
 from gossip.errors import GossipError
-from gossip.module_face import ForwardOfModule, ModuleFace, forward_like
-from gossip.outermost import Outermost
-from gossip.ranges import profiler_range
-from gossip.stats import StepStats
+from gossip.measuring.profiler_ranges import profiler_range
+from gossip.measuring.step_stats import StepStats
+from gossip.optimizers.bucket_optimizer import OptimizerArgument, restore_step
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, saved_state
+from gossip.parameters.module_face import ForwardOfModule, ModuleFace, forward_like
+from gossip.parameters.other_wrappers import Outermost
+from gossip.step.construction import construct
+from gossip.step.engine import StepEngine
+from gossip.step.wrapper_arguments import Arguments
 from topologies import Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)

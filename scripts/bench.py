@@ -11,11 +11,11 @@ from pathlib import Path
 def main() -> int:
     """Run hydra's command line over configs/, wherever it is called from."""
     try:
-        from gossip.benchmarks import command_line
+        from gossip.lab.benchmarks import bench_command
         from topologies.standard_output import ends_quietly
 
         configs = Path(__file__).resolve().parent.parent / "configs"
-        return ends_quietly(lambda: command_line.main(configs, "bench"))
+        return ends_quietly(lambda: bench_command.main(configs, "bench"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -21,8 +21,8 @@ import torch
 
 import topologies
 from gossip import AdaptWhileCommunicating, BucketShape, Codec
-from gossip.compression.codec import Parcels
-from gossip.compression.names import BY_NAME, resolve_compression
+from gossip.compression.codec import Messages
+from gossip.compression.compression_names import BY_NAME, resolve_compression
 
 NUM_WARM_UP = 3
 NOT_BY_VECTOR = ("powergossip",)  # its bytes depend on the matrices
@@ -73,7 +73,7 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
     clock = Clock(device)
     num_bytes = 0
 
-    def decode(codec: Codec, received: Parcels, into: torch.Tensor) -> None:
+    def decode(codec: Codec, received: Messages, into: torch.Tensor) -> None:
         for part, difference in codec.decode(received):
             algorithm.combine_(into[part], difference, 0)
 
@@ -82,11 +82,11 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
             clock.time("encode", partial(codec.encode, each, round_, step))
             for codec, each in zip(codecs, values, strict=True)
         ]
-        received = [codec.rooms() for codec in codecs]
+        received = [codec.receive_buffers() for codec in codecs]
         for rank in range(2):
             received[rank][1 - rank].copy_(sent[1 - rank][rank])
         num_bytes = sent[0][1].nbytes
-        talks = [
+        conversations = [
             codec.follow_up({to: message.cpu() for to, message in ours.items()}, theirs)
             for codec, ours, theirs in zip(codecs, sent, received, strict=True)
         ]
@@ -95,12 +95,12 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
             clock.time(name, lambda: None)
         while (
             turns := [
-                clock.time(name, partial(next, talk, None), goes_on=True)
-                for name, talk in zip(names, talks, strict=True)
+                clock.time(name, partial(next, conversation, None), goes_on=True)
+                for name, conversation in zip(names, conversations, strict=True)
             ]
         ) != [None, None]:
-            for rank, (_, rooms) in enumerate(turns):
-                for source, room in rooms.items():
+            for rank, (_, receive_buffers) in enumerate(turns):
+                for source, room in receive_buffers.items():
                     room.copy_(turns[source][0][rank])
         for name, codec, theirs, each in zip(names, codecs, received, values, strict=True):
             clock.time(name, partial(decode, codec, theirs, each), goes_on=True)

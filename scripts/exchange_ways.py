@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossip.benchmarks.lab import Lab
-from gossip.benchmarks.networks import Loopback, Network, bits_per_second
+from gossip.lab.benchmarks.networks import Loopback, Network, bits_per_second
+from gossip.lab.benchmarks.shaped_hosts import Lab
 
 TIMEOUT = timedelta(seconds=120)
 PIECE_NUMEL = 2**17
@@ -56,11 +56,11 @@ def ways(group: Any, size: int) -> dict[str, Exchange]:
 
     def in_pieces(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
         under_way: list[list[dist.Work]] = []
-        rooms = [room.split(PIECE_NUMEL) for room in arrived.values()]
+        receive_buffers = [room.split(PIECE_NUMEL) for room in arrived.values()]
         for number, piece in enumerate(message.split(PIECE_NUMEL)):
             if len(under_way) == 2:
                 wait(under_way.pop(0))
-            into = {peer: pieces[number] for peer, pieces in zip(arrived, rooms, strict=True)}
+            into = {peer: pieces[number] for peer, pieces in zip(arrived, receive_buffers, strict=True)}
             under_way.append(post(piece, into))
         for works in under_way:
             wait(works)

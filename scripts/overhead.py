@@ -39,8 +39,8 @@ from torch.utils._pytree import tree_leaves
 
 import gossip
 from gossip import GossipDataParallel, launch
-from gossip.compression.memory import scratch_bytes
-from gossip.experiments.models import CharTransformer
+from gossip.compression.part_memory import scratch_bytes
+from gossip.lab.experiments.models import CharTransformer
 
 Step = Callable[[], None]
 Optimize = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]

@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gossip import GossipDataParallel
-from gossip.benchmarks.lab import Lab, LabUnavailable
-from gossip.benchmarks.networks import bits_per_second
+from gossip.lab.benchmarks.networks import bits_per_second
+from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 
 NUM_STEPS = 3
 NUM_WARMUP_STEPS = 4

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from loguru import logger
 
-from gossip.benchmarks import stragglers
-from gossip.benchmarks.lab import Lab, LabUnavailable
-from gossip.benchmarks.networks import bits_per_second
-from gossip.benchmarks.predictions import Case, measure_case, table
+from gossip.lab.benchmarks import stragglers
+from gossip.lab.benchmarks.bench_predictions import Case, measure_case, table
+from gossip.lab.benchmarks.networks import bits_per_second
+from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 
 METHODS = ("local", "ddp", "one_peer_exponential", "ring", "complete")
 

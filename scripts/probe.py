@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from gossip import launch
-from gossip.joining import find_placement
-from gossip.probing import Measured, advise, measure
+from gossip.lab.probe import Measured, advise, measure
+from gossip.launching.joining import find_placement
 from topologies.standard_output import ends_quietly
 
 NUM_LAYERS = 8

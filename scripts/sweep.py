@@ -12,11 +12,11 @@ from pathlib import Path
 def main() -> int:
     """Run hydra's command line over configs/, wherever it is called from."""
     try:
-        from gossip.experiments import command_line
+        from gossip.lab.experiments import train_command
         from topologies.standard_output import ends_quietly
 
         configs = Path(__file__).resolve().parent.parent / "configs"
-        return ends_quietly(lambda: command_line.main(configs, "sweep"))
+        return ends_quietly(lambda: train_command.main(configs, "sweep"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 import topologies
 from gossip import VirtualWorkers
-from gossip.virtual.products import KnownRows, weighted_differences
+from gossip.virtual.mixing_products import KnownRows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gossip.checkpoints.files import sync_folder
-from gossip.checkpoints.layout import describe_tensor, persistent_buffers
-from gossip.checkpoints.together import compare, engine_of, together
-from gossip.digests import chunks_in_memory_order, digest_of, memory_order
+from gossip.checkpoints.all_or_none import compare, engine_of, together
+from gossip.checkpoints.checkpoint_files import sync_folder
+from gossip.checkpoints.checkpoint_layout import describe_tensor, persistent_buffers
 from gossip.errors import CheckpointError
+from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
 
 if TYPE_CHECKING:
     from gossip.communication.world import World

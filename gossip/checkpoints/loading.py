@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from loguru import logger
 
-from gossip.checkpoints.files import read_tensors
-from gossip.checkpoints.folder import (
+from gossip.checkpoints.all_or_none import engine_of, together
+from gossip.checkpoints.checkpoint_files import read_tensors
+from gossip.checkpoints.checkpoint_folder import (
     age_key,
     check_sizes,
     find_checkpoints,
@@ -23,10 +24,9 @@ from gossip.checkpoints.folder import (
     read_manifest,
     records,
 )
-from gossip.checkpoints.layout import describe, first_difference
-from gossip.checkpoints.resize import mean_state
-from gossip.checkpoints.state import Stateful, check_sections, is_stateful, restore
-from gossip.checkpoints.together import engine_of, together
+from gossip.checkpoints.checkpoint_layout import describe, first_difference
+from gossip.checkpoints.rank_state import Stateful, check_sections, is_stateful, restore
+from gossip.checkpoints.resizing import mean_state
 from gossip.errors import CheckpointError
 
 if TYPE_CHECKING:

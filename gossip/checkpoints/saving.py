@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from loguru import logger
 
-from gossip.checkpoints import folder as layout_on_disk
-from gossip.checkpoints.files import reason, sync_folder, write_tensors
-from gossip.checkpoints.layout import describe
-from gossip.checkpoints.rng import rng_states
-from gossip.checkpoints.state import is_stateful, module_state, optimizer_states, parts_state
-from gossip.checkpoints.together import compare, engine_of, together
+from gossip.checkpoints import checkpoint_folder as layout_on_disk
+from gossip.checkpoints.all_or_none import compare, engine_of, together
+from gossip.checkpoints.checkpoint_files import reason, sync_folder, write_tensors
+from gossip.checkpoints.checkpoint_layout import describe
+from gossip.checkpoints.random_states import rng_states
+from gossip.checkpoints.rank_state import is_stateful, module_state, optimizer_states, parts_state
 from gossip.errors import CheckpointError
+from gossip.version import __version__
 
 if TYPE_CHECKING:
     from gossip.wrapper import GossipDataParallel
@@ -139,8 +140,6 @@ def _write_rank(path: Path, step: int, rank: int, state: dict[str, Any], module:
 
 def _complete(model: GossipDataParallel, path: Path, step: int, files: Sequence[dict[str, Any]]) -> None:
     if model.rank == 0:
-        from gossip import __version__  # the package imports this module: its version is there only afterwards
-
         manifest = {
             "gossip": __version__,
             "torch": torch.__version__,

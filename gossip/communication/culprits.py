@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gossip.communication.processes import GONE, SUSPENDED
+from gossip.communication.process_states import GONE, SUSPENDED
 
 _NUM_HOPS_TOLD = 4
 

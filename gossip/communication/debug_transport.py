@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gossip.communication.courier import Talk, Works
-from gossip.communication.lanes import Message, Pending, Tensors, post_point_to_point
+from gossip.communication.device_paths import Message, Pending, Tensors, post_point_to_point
 from gossip.communication.transports import Arrival, Transport, check_device, lost_exchange, peers_in
+from gossip.communication.worker_threads import Conversation, Works
 from gossip.communication.world import OnDevice, World
-from gossip.compression.codec import Codec, Parcels
+from gossip.compression.codec import Codec, Messages
 from gossip.errors import ExchangeError
 from topologies import Round
 
@@ -110,30 +110,31 @@ class DebugTransport:
         assert self.world.membership is not None
         return f"backend {self.world.membership.backend_name}; debug: every round point-to-point, with headers; slow"
 
-    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> DebugExchange:
+    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> DebugExchange:
         world = self.world
-        assert world.lanes is not None
+        assert world.device_paths is not None
         check_device(world, sent, step, bucket)
-        rooms = codec.rooms()
+        receive_buffers = codec.receive_buffers()
         digest = self._digest_of(round_)
 
         def header(message: torch.Tensor, checksum: int = 0) -> Header:
             return Header(step, bucket, digest, message.numel(), _DTYPES.index(message.dtype), checksum)
 
-        receive_tags = {source: self._next_tag(self._num_received, source) for source in rooms}
+        receive_tags = {source: self._next_tag(self._num_received, source) for source in receive_buffers}
         send_tags = {target: self._next_tag(self._num_sent, target) for target in sent}
         headers = {
             target: header(message, _digest(message)).to_tensor(world.control_device)
             for target, message in sent.items()
         }
         theirs = {
-            source: torch.zeros(Header.LENGTH, dtype=torch.int64, device=world.control_device) for source in rooms
+            source: torch.zeros(Header.LENGTH, dtype=torch.int64, device=world.control_device)
+            for source in receive_buffers
         }
         exchange = DebugExchange(
             codec=codec,
             sent=sent,
-            rooms=rooms,
-            expected={source: header(room) for source, room in rooms.items()},
+            receive_buffers=receive_buffers,
+            expected={source: header(buffer) for source, buffer in receive_buffers.items()},
             theirs=theirs,
             post=functools.partial(self._post, receive_tags, send_tags),
             step=step,
@@ -142,14 +143,14 @@ class DebugTransport:
             bytes_by_peer={target: message.nbytes + headers[target].nbytes for target, message in sent.items()},
         )
 
-        def announce(sent: Tensors, received: Tensors) -> Talk:
+        def announce(sent: Tensors, received: Tensors) -> Conversation:
             works = exchange.post(
                 _HEADERS, dict(zip(headers, sent, strict=True)), dict(zip(theirs, received, strict=True))
             )
             world.roll_call.note_progress(step, bucket)
             yield works
 
-        exchange.pending = world.lanes.submit(announce, list(headers.values()), list(theirs.values()))
+        exchange.pending = world.device_paths.submit(announce, list(headers.values()), list(theirs.values()))
         return exchange
 
     def _post(
@@ -157,15 +158,15 @@ class DebugTransport:
         receive_tags: Mapping[int, int],
         send_tags: Mapping[int, int],
         purpose: str,
-        sent: Parcels,
-        received: Parcels,
+        sent: Messages,
+        received: Messages,
     ) -> Works:
         # What goes backwards along an edge has the edge's tag too.
         tags = {**receive_tags, **send_tags}
         group = self.world.communicator(range(self.world.world_size), purpose)
         return post_point_to_point(
             group,
-            [Message(source, room, receive_tags.get(source, tags[source])) for source, room in received.items()],
+            [Message(source, buffer, receive_tags.get(source, tags[source])) for source, buffer in received.items()],
             [Message(target, message, send_tags.get(target, tags[target])) for target, message in sent.items()],
         )
 
@@ -185,10 +186,10 @@ class DebugExchange:
     """Messages under way, announced but not yet sent; see :class:`gossip.Exchange`."""
 
     codec: Codec
-    sent: Parcels
-    rooms: Parcels
+    sent: Messages
+    receive_buffers: Messages
     expected: Mapping[int, Header]
-    theirs: Parcels
+    theirs: Messages
     post: functools.partial[Works]
     step: int
     bucket: int
@@ -209,18 +210,18 @@ class DebugExchange:
                 raise ExchangeError(f"{self._where}: {difference}")
             announced[source] = Header(*values.tolist()[1:]).digest
 
-        assert self.world.lanes is not None
+        assert self.world.device_paths is not None
         device = next(iter(self.sent.values())).device
-        pending = self.world.lanes.submit(
-            functools.partial(self._converse, announced), list(self.sent.values()), list(self.rooms.values())
+        pending = self.world.device_paths.submit(
+            functools.partial(self._converse, announced), list(self.sent.values()), list(self.receive_buffers.values())
         )
         self._await(pending, device)
-        is_finite = self.codec.is_finite(self.rooms) if device.type == "cpu" else True
-        return Arrival(self.codec.decode(self.rooms), is_finite)
+        is_finite = self.codec.is_finite(self.receive_buffers) if device.type == "cpu" else True
+        return Arrival(self.codec.decode(self.receive_buffers), is_finite)
 
-    def _converse(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Talk:
+    def _converse(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Conversation:
         wire_sent = dict(zip(self.sent, sent, strict=True))
-        wire_received = dict(zip(self.rooms, received, strict=True))
+        wire_received = dict(zip(self.receive_buffers, received, strict=True))
         yield self.post(_MESSAGES, wire_sent, wire_received)
         yield None
         for source, message in wire_received.items():
@@ -246,7 +247,7 @@ class DebugExchange:
         failure = self.world.wait_for(
             OnDevice(pending, device),
             where,
-            lambda: peers_in(pending.awaited, self.rooms, self.sent) or tuple(self.rooms),
+            lambda: peers_in(pending.awaited, self.receive_buffers, self.sent) or tuple(self.receive_buffers),
             look=lateness.look,
         )
         if failure is not None:
@@ -256,14 +257,14 @@ class DebugExchange:
             raise ExchangeError(f"{error}; {self._progress()}", culprits=error.culprits) from pending.error
 
     def _who_is_ahead(self) -> str:
-        for source in self.rooms:
+        for source in self.receive_buffers:
             progress = self.world.roll_call.progress(source)
             if progress is not None and progress > (self.step, self.bucket):
                 return f"rank {source} has gone on to bucket {progress[1]} of step {progress[0]}"
         return ""
 
     def _progress(self) -> str:
-        seen = {source: self.world.roll_call.progress(source) for source in self.rooms}
+        seen = {source: self.world.roll_call.progress(source) for source in self.receive_buffers}
         return "; ".join(
             f"rank {source} was never seen"
             if progress is None

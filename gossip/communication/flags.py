@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from gossip.communication.courier import Courier, Talk, posted
-from gossip.communication.lanes import Lanes, Pending, Tensors
-from gossip.communication.threads import CLOSING_PATIENCE
+from gossip.communication.daemon_threads import CLOSING_PATIENCE
+from gossip.communication.device_paths import DevicePaths, Pending, Tensors
+from gossip.communication.worker_threads import Conversation, WorkerThreads, posted
 from gossip.communication.world import World
 
 
@@ -35,8 +35,8 @@ class AgreedFlag:
         if world.group is not None:
             assert world.membership is not None
             self._group = world.communicator(range(world.world_size), what)
-            self._courier = Courier(f"gossip-flag-{world.rank}", world.timeout)
-            self._lanes = Lanes(self._courier, world.membership.backends)
+            self._worker_threads = WorkerThreads(f"gossip-flag-{world.rank}", world.timeout)
+            self._device_paths = DevicePaths(self._worker_threads, world.membership.backends)
 
     def say(self, yes: bool) -> None:
         """Take part in the next agreement. Local."""
@@ -47,10 +47,10 @@ class AgreedFlag:
         flag = torch.tensor([float(yes)], device=self._world.control_device)
         group = self._group
 
-        def converse(_: Tensors, received: Tensors) -> Talk:
+        def converse(_: Tensors, received: Tensors) -> Conversation:
             yield (posted("all other ranks", lambda: group.allreduce([received[0]])),)
 
-        self._pending = (self._lanes.submit(converse, [flag], [flag]), flag)
+        self._pending = (self._device_paths.submit(converse, [flag], [flag]), flag)
 
     def wait(self) -> bool | None:
         """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
@@ -84,5 +84,5 @@ class AgreedFlag:
 
     def close(self) -> None:
         """End the threads. Local."""
-        if hasattr(self, "_courier"):
-            self._courier.close(CLOSING_PATIENCE)
+        if hasattr(self, "_worker_threads"):
+            self._worker_threads.close(CLOSING_PATIENCE)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from gossip.communication.membership import innermost
-from gossip.communication.processes import Process
+from gossip.communication.process_states import Process
 
 _BACKLOG = 4096  # the kernel may allow less; who finds it full learns nothing
 _CONNECTING_PATIENCE_S = 1.0

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gossip.communication import lifelines, threads
+from gossip.communication import daemon_threads, lifelines
 from gossip.communication.culprits import Arrival
-from gossip.communication.processes import GONE, Process, own_process, state_of
+from gossip.communication.process_states import GONE, Process, own_process, state_of
 from gossip.errors import ExchangeError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -196,7 +196,7 @@ class RollCall:
             except Exception as error:
                 errors.append(error)
 
-        thread = threads.start("gossip-roll-call", ask, end=stop.set)
+        thread = daemon_threads.start("gossip-roll-call", ask, end=stop.set)
         try:
             thread.join(patience.total_seconds())
         finally:

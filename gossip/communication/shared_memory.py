@@ -25,7 +25,7 @@ TOKEN_NUMEL = 5
 
 
 class Memory:
-    """What a mailbox is: who has read up to where, and two buffers that its owner fills in turn.
+    """What a shared_message is: who has read up to where, and two buffers that its owner fills in turn.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Memory:
         self.buffers = [flat[begin : begin + nbytes] for begin in range(start, size, padded)]
 
 
-class Mailbox:
+class SharedMessage:
     """Where the messages of one bucket of this rank lie.
 
     Two buffers: a rank that is ahead by one step need not wait for a peer that still reads.
@@ -126,7 +126,7 @@ class _Reading(NamedTuple):
         return True
 
 
-class Mailroom:
+class LocalMessages:
     """Which ranks are on this machine, and what they have handed out.
 
     Attributes

@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from gossip.communication.courier import Talk, Works, posted
-from gossip.communication.lanes import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
+from gossip.communication.device_paths import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
 from gossip.communication.membership import Membership
-from gossip.communication.shared_memory import TOKEN_NUMEL, Mailbox, Mailroom
+from gossip.communication.shared_memory import TOKEN_NUMEL, LocalMessages, SharedMessage
 from gossip.communication.waiting import Failure
+from gossip.communication.worker_threads import Conversation, Works, posted
 from gossip.communication.world import World
-from gossip.compression.codec import Codec, Compression, Parcels, Parts
-from gossip.compression.memory import all_finite
-from gossip.compression.values import ValuesCodec
+from gossip.compression.codec import Codec, Compression, Messages, Parts
+from gossip.compression.part_memory import all_finite
+from gossip.compression.value_codecs import ValuesCodec
 from gossip.errors import ExchangeError
 from topologies import Phase, Round, Topology
 
@@ -70,14 +70,14 @@ class Exchange(Protocol):
 class Transport(Protocol):
     """Carries messages; one per wrapped model."""
 
-    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> Exchange:
+    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> Exchange:
         """Start to exchange what ``codec`` has encoded, without waiting for anybody.
 
         Parameters
         ----------
         codec : Codec
-            The bucket's. The transport fills its ``rooms()``, serves its ``follow_up(...)``, and returns what its
-            ``decode(...)`` makes of it all.
+            The bucket's. The transport fills its ``receive_buffers()``, serves its ``follow_up(...)``, and returns
+            what its ``decode(...)`` makes of it all.
         sent : mapping of int to Tensor
             What ``codec.encode`` returned, by rank that it goes to.
         round_ : Round
@@ -111,8 +111,8 @@ class DistributedTransport:
     Measured on gloo (README, Performance): a pair takes as long either way when the link is what counts, but a third of
     the time for small messages point-to-point, and less processor time; receives are posted before sends, without which
     large messages would go one way at a time. Large messages go in pieces, and only as many at a time as keep the link
-    busy (:class:`gossip.communication.courier.Courier`): messages of several buckets would compete otherwise, to the
-    old peer and to the new one, and what is lost then costs more than the pauses.
+    busy (:mod:`gossip.communication.worker_threads`): messages of several buckets would compete otherwise, to the old
+    peer and to the new one, and what is lost then costs more than the pauses.
     """
 
     def __init__(
@@ -128,16 +128,16 @@ class DistributedTransport:
         for ranks in self._shared:
             if world.rank in ranks or not world.membership.is_gloo:
                 world.communicator(ranks, "mixing")
-        self._mailroom = Mailroom(world, shares_memory=shares_memory)
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._local_messages = LocalMessages(world, shares_memory=shares_memory)
+        self._shared_messages: dict[int, SharedMessage] = {}
 
     def prepare(self, codec: Codec, bucket: int) -> None:
         """Let the codec of a bucket make its messages where peers on this machine can read them. Local."""
-        if isinstance(codec, ValuesCodec) and self._mailroom.local:
+        if isinstance(codec, ValuesCodec) and self._local_messages.local:
             message = codec.message
             if message.is_cpu and message.nbytes >= MIN_LARGE_BYTES:
-                self._mailboxes[bucket] = Mailbox(self._world, message, bucket)
-                codec.take = self._mailboxes[bucket].take
+                self._shared_messages[bucket] = SharedMessage(self._world, message, bucket)
+                codec.take = self._shared_messages[bucket].take
 
     @property
     def num_communicators(self) -> int:
@@ -155,7 +155,7 @@ class DistributedTransport:
             for exchange in range(phase.num_distinct(sampled=_NUM_SAMPLED_ROUNDS)):
                 ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
         listed = ", ".join(ways)
-        number, others = self.num_communicators, len(self._mailroom.local)
+        number, others = self.num_communicators, len(self._local_messages.local)
         size = f"{MIN_LARGE_BYTES // 2**10} KiB"
         return (
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
@@ -174,9 +174,9 @@ class DistributedTransport:
             return "by all-reduce in groups"
         return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
 
-    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
         check_device(self._world, sent, step, bucket)
-        assert self._world.lanes is not None
+        assert self._world.device_paths is not None
         rank = self._world.rank
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
@@ -187,12 +187,12 @@ class DistributedTransport:
     def _is_summed(self, codec: ValuesCodec, ranks: Sequence[int], bucket: int) -> bool:
         """Whether a group's messages are added on the wire: whole values, enough of them, and not read in memory."""
         is_large = codec.is_exact and codec.message.nbytes >= MIN_LARGE_BYTES
-        return is_large and not (bucket in self._mailboxes and self._mailroom.are_local(ranks))
+        return is_large and not (bucket in self._shared_messages and self._local_messages.are_local(ranks))
 
     def _start_all_reduce(
         self, codec: ValuesCodec, ranks: Sequence[int], step: int, bucket: int
     ) -> DistributedExchange:
-        assert self._world.lanes is not None
+        assert self._world.device_paths is not None
         total = codec.accumulator()
         total.copy_(codec.message).mul_(1 / len(ranks))  # in the wide dtype: mul(out=) would round in the narrow one
         others = tuple(each for each in ranks if each != self._world.rank)
@@ -203,34 +203,36 @@ class DistributedTransport:
         group = self._world.communicator(ranks, "mixing")
         name = f"the all-reduce with ranks {', '.join(map(str, others))}"
 
-        def converse(_: Tensors, received: Tensors) -> Talk:
+        def converse(_: Tensors, received: Tensors) -> Conversation:
             yield (posted(name, lambda: group.allreduce([received[0]]), 2 * total.nbytes),)
             yield None
             if total.is_cpu:
                 exchange.is_finite = all_finite(total)
 
-        exchange.pending = self._world.lanes.submit(converse, [total], [total])
+        exchange.pending = self._world.device_paths.submit(converse, [total], [total])
         return exchange
 
     def _start_messages(
-        self, codec: Codec, sent: Parcels, round_: Round, step: int, bucket: int
+        self, codec: Codec, sent: Messages, round_: Round, step: int, bucket: int
     ) -> DistributedExchange:
-        assert self._world.lanes is not None
-        mailbox = self._mailboxes.get(bucket)
-        neighbours = self._mailroom.local if mailbox is not None else frozenset()
+        assert self._world.device_paths is not None
+        shared_message = self._shared_messages.get(bucket)
+        neighbours = self._local_messages.local if shared_message is not None else frozenset()
         exchange = DistributedExchange(self._world, codec, sent, step, bucket)
-        exchange.mailroom = self._mailroom
+        exchange.local_messages = self._local_messages
         exchange.sources = tuple(round_.neighbours(self._world.rank))
         exchange.tokens = {
             each: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for each in exchange.sources if each in neighbours
         }
-        rooms = dict(exchange.tokens) if len(exchange.tokens) == len(exchange.sources) else codec.rooms()
-        exchange.received = {each: exchange.tokens.get(each, rooms[each]) for each in exchange.sources}
+        receive_buffers = (
+            dict(exchange.tokens) if len(exchange.tokens) == len(exchange.sources) else codec.receive_buffers()
+        )
+        exchange.received = {each: exchange.tokens.get(each, receive_buffers[each]) for each in exchange.sources}
         readers = tuple(each for each in sent if each in neighbours)
-        if mailbox is not None and readers:
-            exchange.sent = {**sent, **dict.fromkeys(readers, mailbox.hand_out(readers))}
+        if shared_message is not None and readers:
+            exchange.sent = {**sent, **dict.fromkeys(readers, shared_message.hand_out(readers))}
         wire = list(exchange.sent.values()), list(exchange.received.values())
-        exchange.pending = self._world.lanes.submit(exchange.converse, *wire)
+        exchange.pending = self._world.device_paths.submit(exchange.converse, *wire)
         return exchange
 
 
@@ -239,17 +241,17 @@ class DistributedExchange:
 
     pending: Pending
 
-    def __init__(self, world: World, codec: Codec, sent: Parcels, step: int, bucket: int) -> None:
+    def __init__(self, world: World, codec: Codec, sent: Messages, step: int, bucket: int) -> None:
         self.world = world
         self.codec = codec
         self.step = step
         self.bucket = bucket
         self.sent = sent
-        self.received: Parcels = {}
+        self.received: Messages = {}
         self.sources: tuple[int, ...] = ()
         self.total: torch.Tensor | None = None
         self.tokens: dict[int, torch.Tensor] = {}
-        self.mailroom: Mailroom | None = None
+        self.local_messages: LocalMessages | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in sent.items()}
         self.is_finite = True
 
@@ -260,19 +262,19 @@ class DistributedExchange:
             return dict.fromkeys(self.sources, max(times.values())) if times else {}
         return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
 
-    def converse(self, sent: Tensors, received: Tensors) -> Talk:
+    def converse(self, sent: Tensors, received: Tensors) -> Conversation:
         """The messages, and what the codec has to say to them."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.sources, received, strict=True))
-        nothing: Parcels = {}
+        nothing: Messages = {}
         for pieces in zip_longest(_pieces(wire_sent), _pieces(wire_received), fillvalue=nothing):
             yield self._post(*pieces)
         yield None
-        if self.mailroom is not None and self.tokens:
+        if self.local_messages is not None and self.tokens:
             message = self.codec.sent
             assert message is not None
             for source, token in self.tokens.items():
-                wire_received[source] = self.mailroom.read(token, message)
+                wire_received[source] = self.local_messages.read(token, message)
             self.received = wire_received
         for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
             for target, message in more_sent.items():
@@ -281,11 +283,11 @@ class DistributedExchange:
         if all(message.is_cpu for message in self.sent.values()):
             self.is_finite = self.codec.is_finite(wire_received)
 
-    def _post(self, sent: Parcels, received: Parcels) -> Works:
+    def _post(self, sent: Messages, received: Messages) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
         return post_point_to_point(
             self.world.group,
-            [Message(source, room, tag) for source, room in received.items()],
+            [Message(source, buffer, tag) for source, buffer in received.items()],
             [Message(target, message, tag) for target, message in sent.items()],
         )
 
@@ -306,8 +308,8 @@ class DistributedExchange:
             yield from self.codec.decode_sum(self.total)
             return
         yield from self.codec.decode(self.received)
-        if self.mailroom is not None:
-            self.mailroom.done(self.tokens)
+        if self.local_messages is not None:
+            self.local_messages.done(self.tokens)
 
 
 def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:
@@ -327,7 +329,7 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
     )
 
 
-def _pieces(parcels: Parcels) -> Iterator[Parcels]:
+def _pieces(parcels: Messages) -> Iterator[Messages]:
     """Messages piece by piece, cut alike by all ranks; on a device, where the host does not look at them, whole."""
     cut = {
         peer: message.split(PIECE_BYTES // message.element_size()) if message.is_cpu else (message,)
@@ -376,7 +378,7 @@ def check_follow_ups(compression: Compression, membership: Membership) -> None:
         )
 
 
-def check_device(world: World, sent: Parcels, step: int, bucket: int) -> None:
+def check_device(world: World, sent: Messages, step: int, bucket: int) -> None:
     """Refuse a message that the backend cannot carry.
 
     Raises
@@ -384,10 +386,10 @@ def check_device(world: World, sent: Parcels, step: int, bucket: int) -> None:
     ExchangeError
         Names the devices that it serves.
     """
-    assert world.lanes is not None
+    assert world.device_paths is not None
     assert world.membership is not None
     device = next(iter(sent.values())).device
-    if not world.lanes.serves(device):
+    if not world.device_paths.serves(device):
         raise ExchangeError(
             f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {device}, but the process "
             f"group has a backend for {', '.join(world.membership.backends)} only; move the module there before "

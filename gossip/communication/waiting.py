@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from gossip.communication import threads
+from gossip.communication import daemon_threads
 from gossip.communication.culprits import Arrival, Sighting, Verdict, find_culprits
 from gossip.communication.roll_call import STORE_IS_SILENT, STORE_PATIENCE_S, RollCall
 from gossip.communication.sockets import with_resending
@@ -140,7 +140,7 @@ class Vigil:
 
     def __enter__(self) -> Vigil:
         if self._roll_call.has_store:
-            self._thread = threads.start("gossip-vigil", self._watch, end=self._stop.set)
+            self._thread = daemon_threads.start("gossip-vigil", self._watch, end=self._stop.set)
         return self
 
     def __exit__(self, *_: object) -> None:

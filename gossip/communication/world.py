@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication import forks
-from gossip.communication.courier import Courier, Operation, Talk, posted
-from gossip.communication.lanes import Lanes, Pending, Tensors
+from gossip.communication.daemon_threads import CLOSING_PATIENCE
+from gossip.communication.device_paths import DevicePaths, Pending, Tensors
 from gossip.communication.membership import (
     Group,
     Membership,
@@ -25,8 +25,8 @@ from gossip.communication.membership import (
 )
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
-from gossip.communication.threads import CLOSING_PATIENCE
 from gossip.communication.waiting import Awaited, Failure, wait_for
+from gossip.communication.worker_threads import Conversation, Operation, WorkerThreads, posted
 from gossip.errors import ExchangeError, GossipError
 
 _GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it names who and what, gloo only an address
@@ -53,9 +53,9 @@ class World:
     group : ProcessGroup, ProcessGroupGloo or None
         A communicator of all of them; None in a world of one. With gloo, and by default with other backends too, one
         that nothing else uses; with another backend and ``process_group``, that group itself.
-    courier : Courier or None
+    worker_threads : WorkerThreads or None
         Carries all communication of this world from and to the memory of the CPU, in one order.
-    lanes : Lanes or None
+    device_paths : DevicePaths or None
         The ways of a device's tensors into a communicator.
     roll_call : RollCall
         Tells the others how far this rank has come.
@@ -83,8 +83,8 @@ class World:
         self.rank, self.world_size = 0, 1
         self.membership: Membership | None = None
         self.group: Group | None = None
-        self.courier: Courier | None = None
-        self.lanes: Lanes | None = None
+        self.worker_threads: WorkerThreads | None = None
+        self.device_paths: DevicePaths | None = None
         self._communicators: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._registered: list[dist.ProcessGroup] = []
         self._store: dist.Store | None = None
@@ -133,8 +133,8 @@ class World:
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
                 f"{waited_s:.3g} s: {absent}; every rank{self._in_group()} must construct it"
             )
-        self.courier = Courier(f"gossip-{self.rank}", self.timeout)
-        self.lanes = Lanes(self.courier, self.membership.backends)
+        self.worker_threads = WorkerThreads(f"gossip-{self.rank}", self.timeout)
+        self.device_paths = DevicePaths(self.worker_threads, self.membership.backends)
         if self.membership.can_split:
             self.group = self.communicator(range(self.world_size), "world")
         else:
@@ -169,18 +169,18 @@ class World:
             assert self.membership.can_split
             return self.new_group(ranks)
         assert self._store is not None
-        assert self.courier is not None
+        assert self.worker_threads is not None
         store, made = self._store, list[Group]()
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
 
-        def connect() -> Talk:
+        def connect() -> Conversation:
             with resending_soon(self.timeout):
                 made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
             # A rank that closed at once would break the connections that others are still making.
             yield (Operation("all its ranks", made[0].barrier()),)
 
         # In the back, because connecting cannot be interrupted.
-        ticket = self.courier.submit(connect())
+        ticket = self.worker_threads.submit(connect())
         where = f"making a communicator of ranks {list(ranks)}"
         others = [rank for rank in ranks if rank != self.rank]
         # No connection tells of a death while there is none: who has ended will not come any more.
@@ -304,11 +304,11 @@ class World:
             tensor.copy_(data)
 
     def close(self) -> None:
-        """End the courier and give all communicators back, unless a peer that is stuck holds them. Local.
+        """End the worker threads and give all communicators back, unless a peer that is stuck holds them. Local.
 
         In a forked child nothing is given back.
         """
-        ended = self.courier is None or self.courier.close(CLOSING_PATIENCE)
+        ended = self.worker_threads is None or self.worker_threads.close(CLOSING_PATIENCE)
         if ended and dist.is_initialized():
             for group in self._registered:
                 dist.destroy_process_group(group)
@@ -317,7 +317,7 @@ class World:
         self._registered.clear()
         self._communicators.clear()
         self.roll_call.close()
-        self.courier = self.lanes = self.group = self._store = None
+        self.worker_threads = self.device_paths = self.group = self._store = None
 
     def leave_to_parent(self) -> None:
         """See :class:`gossip.communication.forks.Inherited`."""
@@ -336,8 +336,8 @@ class World:
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself, or a copy where a backend can take it."""
-        assert self.lanes is not None
-        return tensor if self.lanes.serves(tensor.device) else tensor.to(self.control_device)
+        assert self.device_paths is not None
+        return tensor if self.device_paths.serves(tensor.device) else tensor.to(self.control_device)
 
     def _open_group(self) -> Group:
         assert self.group is not None
@@ -350,13 +350,13 @@ class World:
         return f" of process_group (ranks {list(self.membership.ranks)} of the default one)"
 
     def _run(self, post: Callable[[Tensors, Tensors], Any], sent: Tensors, received: Tensors, what: str) -> None:
-        assert self.lanes is not None
+        assert self.device_paths is not None
         self.roll_call.note(what)
 
-        def converse(*tensors: Tensors) -> Talk:
+        def converse(*tensors: Tensors) -> Conversation:
             yield (posted("all other ranks", lambda: post(*tensors)),)
 
-        pending = self.lanes.submit(converse, list(sent), list(received))
+        pending = self.device_paths.submit(converse, list(sent), list(received))
         failure = self.wait_for(
             OnDevice(pending, received[0].device), what, lambda: self.others, sequence=self.roll_call.sequence
         )

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Compression, Parcels, WholeCodec, chunks
+from gossip.compression.codec import BucketShape, Compression, Messages, WholeCodec, chunks
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
-from gossip.compression.static import check_static
+from gossip.compression.static_rounds import check_static
 from topologies import Round, Topology
 
 #: By what times the ratio gamma is, at most 1. Twice as much begins to diverge, with some topologies.
@@ -126,7 +126,7 @@ class ChocoCodec(WholeCodec):
         self.total = torch.zeros(bucket.numel, dtype=torch.float64, device=bucket.device)
         self.has_begun = False
         self._message = torch.empty(0)
-        self._rooms: list[torch.Tensor] = []
+        self._receive_buffers: list[torch.Tensor] = []
         self._weights: dict[int, float] = {}
 
     @property
@@ -134,12 +134,12 @@ class ChocoCodec(WholeCodec):
         return None
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
         self._weights = round_.neighbours(self._rank)
         if self.has_begun:
             if self._message.dtype != torch.uint8:
                 self._message = self.known.new_empty(self._sparsifier.num_bytes, dtype=torch.uint8)
-                self._rooms = []
+                self._receive_buffers = []
             self._sparsifier.begin(step)
             self._sparsifier.encode_(values, self.known, self._message)
         else:
@@ -148,26 +148,26 @@ class ChocoCodec(WholeCodec):
                 self.known[part] = _finite(values[part])
         return dict.fromkeys(round_.targets(self._rank), self._message)
 
-    def rooms(self) -> Parcels:
-        while len(self._rooms) < len(self._weights):
-            self._rooms.append(torch.empty_like(self._message))
-        return dict(zip(self._weights, self._rooms, strict=True))
+    def receive_buffers(self) -> Messages:
+        while len(self._receive_buffers) < len(self._weights):
+            self._receive_buffers.append(torch.empty_like(self._message))
+        return dict(zip(self._weights, self._receive_buffers, strict=True))
 
     @torch.no_grad()
-    def _take_in(self, received: Parcels) -> None:
+    def _take_in(self, received: Messages) -> None:
         if self.has_begun:
             self._add_increments(received)
         else:
             self._add_values(received)
             self.has_begun = True
 
-    def _add_increments(self, received: Parcels) -> None:
+    def _add_increments(self, received: Messages) -> None:
         messages = [(self._message, -sum(self._weights.values()))]
         messages += [(received[source], weight) for source, weight in self._weights.items()]
         for number, part in enumerate(self._sparsifier.parts):
             self._scale(part.values, self._sparsifier.add_(self.total, number, messages))
 
-    def _add_values(self, received: Parcels) -> None:
+    def _add_values(self, received: Messages) -> None:
         for part in chunks(len(self.total), self.total.device):
             spoilt = self._message[part].double().sum().mul_(0)
             ours = self.known[part].double()

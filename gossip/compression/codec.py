@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from gossip.compression.memory import all_finite
+from gossip.compression.part_memory import all_finite
 from topologies import Round, Topology
 
-Parcels = Mapping[int, torch.Tensor]
+Messages = Mapping[int, torch.Tensor]
 """Tensors that go to ranks, or come from them, by rank."""
 Parts = Iterator[tuple[slice, torch.Tensor]]
 """A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
@@ -105,8 +105,8 @@ class Codec(ABC):
     of rank j's bytes, j itself included. So the mean over ranks is kept whatever a message lost, as long as W is doubly
     stochastic and two ranks decode the same bytes to the same values.
 
-    The order of calls is :meth:`encode`, :meth:`rooms`, :meth:`follow_up`, :meth:`is_finite`, :meth:`decode`; then the
-    next exchange. The last three come exactly once per exchange.
+    The order of calls is :meth:`encode`, :meth:`receive_buffers`, :meth:`follow_up`, :meth:`is_finite`,
+    :meth:`decode`; then the next exchange. The last three come exactly once per exchange.
     Random numbers are drawn from (seed, step, bucket, rank) alone.
     """
 
@@ -116,7 +116,7 @@ class Codec(ABC):
         """This rank's own message :math:`m_i`, [numel], until the next :meth:`encode`; None if it is no one tensor."""
 
     @abstractmethod
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
         """Make the message of ``values``, which may change afterwards.
 
         Parameters
@@ -134,10 +134,10 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def rooms(self) -> Parcels:
+    def receive_buffers(self) -> Messages:
         """Where the messages of the exchange that was encoded last are to arrive, by rank that this one reads."""
 
-    def follow_up(self, sent: Parcels, received: Parcels) -> Iterator[tuple[Parcels, Parcels]]:
+    def follow_up(self, sent: Messages, received: Messages) -> Iterator[tuple[Messages, Messages]]:
         """Further messages that the exchange needs: each time, what goes to whom and where what arrives is to be put.
 
         Runs beside the training, once all messages have arrived; what was yielded has arrived when it goes on. Both
@@ -153,14 +153,14 @@ class Codec(ABC):
         yield from ()
 
     @abstractmethod
-    def is_finite(self, received: Parcels) -> bool:
+    def is_finite(self, received: Messages) -> bool:
         """Whether what arrived is finite. Runs beside the training, after :meth:`follow_up`; only on a CPU.
 
         Where it is, but this rank's own message is not, :meth:`decode` yields something that is not.
         """
 
     @abstractmethod
-    def decode(self, received: Parcels) -> Parts:
+    def decode(self, received: Messages) -> Parts:
         r"""Yield :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the dtype of accumulation; part by part, in order.
 
         A part is the caller's, to change it too, until the next one; none at all stand for zeros. It must be run to its
@@ -189,12 +189,12 @@ class WholeCodec(Codec):
         self._difference = torch.zeros(bucket.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self._is_taken_in = False
 
-    def is_finite(self, received: Parcels) -> bool:
+    def is_finite(self, received: Messages) -> bool:
         self._take_in(received)
         self._is_taken_in = True
         return all_finite(self._difference)
 
-    def decode(self, received: Parcels) -> Parts:
+    def decode(self, received: Messages) -> Parts:
         if not self._is_taken_in:
             self._take_in(received)
         self._is_taken_in = False
@@ -202,5 +202,5 @@ class WholeCodec(Codec):
             yield part, self._difference[part]
 
     @abstractmethod
-    def _take_in(self, received: Parcels) -> None:
+    def _take_in(self, received: Messages) -> None:
         """Fill ``_difference``. Called once per exchange."""

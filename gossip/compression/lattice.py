@@ -11,7 +11,7 @@ import torch
 from loguru import logger
 
 from gossip.compression.codec import CHUNK_NUMEL, Parts
-from gossip.compression.memory import scratch
+from gossip.compression.part_memory import scratch
 
 P = ParamSpec("P")
 T = TypeVar("T")

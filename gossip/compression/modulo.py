@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Parcels, Parts
-from gossip.compression.draws import generator
+from gossip.compression.codec import BucketShape, Codec, Compression, Messages, Parts
 from gossip.compression.lattice import (
     BLOCK_NUMEL,
     COARSEST,
@@ -24,6 +23,7 @@ from gossip.compression.lattice import (
     kernels,
     power_of_two,
 )
+from gossip.compression.random_draws import generator
 from topologies import Round
 
 _PATIENCE = 1  # in levels: how much finer the lattice may get from one exchange to the next
@@ -153,7 +153,7 @@ class ModuloCodec(Codec):
         self._kernels: LatticeKernels = kernels(compression.bits, bucket.device)
         self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
-        self._rooms: dict[int, torch.Tensor] = {}
+        self._receive_buffers: dict[int, torch.Tensor] = {}
         self._weights: dict[int, float] = {}
         self._targets: tuple[int, ...] = ()
         self._reads: dict[int, _Read] = {}
@@ -166,7 +166,7 @@ class ModuloCodec(Codec):
         return self._points[: self._numel]
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
         layout = self._layout
         self._weights = round_.neighbours(self._rank)
         self._targets = tuple(round_.targets(self._rank))
@@ -191,13 +191,13 @@ class ModuloCodec(Codec):
         levels = torch.maximum(wanted, lowest.clamp(FINEST, COARSEST + 1).to(torch.int16))
         return levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
 
-    def rooms(self) -> Parcels:
-        for place in range(len(self._rooms), len(self._weights)):
-            self._rooms[place] = torch.empty_like(self._payload)
-        return {source: self._rooms[place] for place, source in enumerate(self._weights)}
+    def receive_buffers(self) -> Messages:
+        for place in range(len(self._receive_buffers), len(self._weights)):
+            self._receive_buffers[place] = torch.empty_like(self._payload)
+        return {source: self._receive_buffers[place] for place, source in enumerate(self._weights)}
 
     @torch.no_grad()
-    def follow_up(self, sent: Parcels, received: Parcels) -> Iterator[tuple[Parcels, Parcels]]:
+    def follow_up(self, sent: Messages, received: Messages) -> Iterator[tuple[Messages, Messages]]:
         ours = next(iter(sent.values())) if sent else self._payload.cpu()
         wanted: list[torch.Tensor] = []
         self._reads.clear()
@@ -270,14 +270,14 @@ class ModuloCodec(Codec):
         levels = levels.nan_to_num(nan=0.0).clamp(FINEST, COARSEST).to(torch.int16)
         return torch.where(known, levels, RAW)
 
-    def is_finite(self, received: Parcels) -> bool:  # noqa: ARG002 -- read by follow_up
+    def is_finite(self, received: Messages) -> bool:  # noqa: ARG002 -- read by follow_up
         rows = [
             each for read in self._reads.values() if len(read.rows) for each in (read.rows, self._rows(read.resent))
         ]
         return all(bool(each.isfinite().all()) for each in rows)
 
     @torch.no_grad()
-    def decode(self, received: Parcels) -> Parts:  # noqa: ARG002 -- read by follow_up
+    def decode(self, received: Messages) -> Parts:  # noqa: ARG002 -- read by follow_up
         block_numel = self._layout.block_numel
         points = self._points.view(-1, block_numel)
         reads = []

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Compression, Parcels, WholeCodec
-from gossip.compression.draws import generator
-from gossip.compression.static import check_static
+from gossip.compression.codec import BucketShape, Compression, Messages, WholeCodec
+from gossip.compression.random_draws import generator
+from gossip.compression.static_rounds import check_static
 from topologies import Round, Topology
 
 
@@ -119,7 +119,7 @@ class PowerCodec(WholeCodec):
         self._plain = _segments_outside(self._matrices, bucket)
         self._num_plain = sum(each.stop - each.start for each in self._plain)
         self._messages: dict[int, torch.Tensor] = {}
-        self._rooms: dict[tuple[int, int], torch.Tensor] = {}
+        self._receive_buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._weights: dict[int, float] = {}
         self._step = 0
         self.num_exchanges = 0
@@ -138,7 +138,7 @@ class PowerCodec(WholeCodec):
         return [each.num_rows if self._from_right == of_products else each.num_columns for each in self._matrices]
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Parcels:
+    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
         self._weights = round_.neighbours(self._rank)
         self._step = step
         for peer in self._weights:
@@ -160,17 +160,17 @@ class PowerCodec(WholeCodec):
                 message[place].view(each.shape).copy_(each)
         return dict(self._messages)
 
-    def rooms(self) -> Parcels:
-        rooms = {}
+    def receive_buffers(self) -> Messages:
+        receive_buffers = {}
         for peer, message in self._messages.items():
             key = peer, message.numel()
-            if key not in self._rooms:
-                self._rooms[key] = torch.empty_like(message)
-            rooms[peer] = self._rooms[key]
-        return rooms
+            if key not in self._receive_buffers:
+                self._receive_buffers[key] = torch.empty_like(message)
+            receive_buffers[peer] = self._receive_buffers[key]
+        return receive_buffers
 
     @torch.no_grad()
-    def _take_in(self, received: Parcels) -> None:
+    def _take_in(self, received: Messages) -> None:
         total = self._difference
         # The same bits on both ends, up to the sign.
         apart = {peer: received[peer] - self._messages[peer] for peer in self._weights}

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from gossip.compression.codec import BucketShape, chunks
-from gossip.compression.draws import generator
+from gossip.compression.random_draws import generator
 
 Messages = Sequence[tuple[torch.Tensor, float]]
 """Payloads with their weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from gossip.simulation.checks import check_amount
+from gossip.simulation.simulation_checks import check_amount
 from topologies.validation import check_integer
 
 

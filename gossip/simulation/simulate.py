@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gossip.algorithms import resolve_algorithm
-from gossip.simulation.checks import check_amount
 from gossip.simulation.cluster import Cluster
-from gossip.simulation.methods import AllReduceSteps, GossipSteps, LocalSteps, Steps
+from gossip.simulation.simulated_methods import AllReduceSteps, GossipSteps, LocalSteps, Steps
+from gossip.simulation.simulation_checks import check_amount
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Topology
 from topologies.storage import FloatArray
@@ -55,7 +55,7 @@ def simulate_time(
     round before, mixes, updates and posts the new values, exactly as :class:`gossip.GossipDataParallel` does; DDP
     posts a bucket's all-reduce when its gradients are there, waits for all of them at the end of backward, and
     updates. A rank's exchanges follow each other in the order of its buckets; how long one takes, and who waits for
-    whom, is in :mod:`gossip.simulation.exchanges`.
+    whom, is in :mod:`gossip.simulation.simulated_exchanges`.
 
     Parameters
     ----------

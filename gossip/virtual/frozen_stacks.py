@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from gossip.buckets import Bucket, make_buckets
+from gossip.parameters.buckets import Bucket, make_buckets
 from gossip.virtual.shards import Shard, stacked_views
 
 
 class FrozenStacks:
-    """What :class:`gossip.frozen.FrozenParameters` is to one rank, for all replicas at once.
+    """What :class:`gossip.parameters.frozen_parameters.FrozenParameters` is to one rank, for all replicas at once.
 
     Parameters
     ----------

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gossip.buckets import Bucket
-from gossip.buffers import is_averaged
-from gossip.digests import memory_order
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import is_averaged
+from gossip.parameters.digests import memory_order
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
 from gossip.communication.world import accumulation_dtype
+from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
 """By the id of each of the module's parameters, its stacks: one per device."""
@@ -30,7 +30,8 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
     Raises
     ------
     TypeError, ValueError
-        As :func:`gossip.bucket_optimizer.build_optimizers`; or one of them does not update element by element.
+        As :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or one of them does not update element by
+        element.
     """
     optimizers = build_optimizers(optimizer, module, by_bucket=True)
     for each in optimizers:

@@ -14,23 +14,21 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossip.algorithms import Algorithm, resolve_algorithm
-from gossip.arguments import resolve_topology
-from gossip.autograd import refuse_compiled_autograd
-from gossip.bucket_optimizer import OptimizerArgument
-from gossip.buckets import make_buckets
-from gossip.buffers import is_averaged, make_buffer_buckets
-from gossip.checkpoints.rng import restore_rng_states, rng_states
+from gossip.checkpoints.random_states import restore_rng_states, rng_states
 from gossip.compression.codec import Compression
-from gossip.compression.names import resolve_compression
+from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
-from gossip.stats import VirtualStats
-from gossip.virtual.arguments import check_choice, check_integer, check_update, make_module, resolve_devices
-from gossip.virtual.attributes import OwnAttributes
-from gossip.virtual.batches import count_samples, divide, gather, scatter
-from gossip.virtual.calls import ReplicaCalls
-from gossip.virtual.exchange import StackedExchange
+from gossip.measuring.step_stats import VirtualStats
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.parameters.buckets import make_buckets
+from gossip.parameters.buffers import is_averaged, make_buffer_buckets
+from gossip.step.backward_pass import refuse_compiled_autograd
+from gossip.step.wrapper_arguments import resolve_topology
+from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
-from gossip.virtual.saved import (
+from gossip.virtual.own_attributes import OwnAttributes
+from gossip.virtual.replica_calls import ReplicaCalls
+from gossip.virtual.replica_state import (
     check_fits,
     load_module_state,
     load_optimizer_state,
@@ -40,8 +38,10 @@ from gossip.virtual.saved import (
     write_state,
 )
 from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_shards, mean_of, rows_of, written
+from gossip.virtual.stacked_exchange import StackedExchange
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
-from gossip.virtual.updating import StackedUpdater, along_rows
+from gossip.virtual.stacked_updating import StackedUpdater, along_rows
+from gossip.virtual.virtual_arguments import check_choice, check_integer, check_update, make_module, resolve_devices
 from topologies import Topology
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from repository import GOSSIP
 
-GOSSIP = Path(__file__).parents[2] / "gossip"
 FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "lightning", "sklearn", "safetensors", "tensorboard", "rich"}
 
 SCRIPT = """

@@ -221,10 +221,10 @@ def streams_of_exchanges() -> tuple[int, int]:
     torch.cuda.set_device(device)
     model = GossipDataParallel(torch.nn.Linear(64, 64).to(device), SGD, "complete")
     model(torch.randn(8, 64, device=device)).square().mean().backward()
-    lanes = model._world.lanes
-    assert lanes is not None
+    device_paths = model._world.device_paths
+    assert device_paths is not None
     model.close()
-    return lanes._streams[device].cuda_stream, torch.cuda.current_stream(device).cuda_stream
+    return device_paths._streams[device].cuda_stream, torch.cuda.current_stream(device).cuda_stream
 
 
 @needs_nccl

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import toy_backend
 from replicas import SGD, TINY_BUCKETS, NormalisedNet, snapshot, train
 
-from gossip import GossipDataParallel, LaunchError, fork_server, launch
+from gossip import GossipDataParallel, LaunchError, launch
+from gossip.launching import fork_server
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from gossip import GossipDataParallel, GossipError, launch
 from gossip.communication.transports import Arrival
-from gossip.compression.codec import Codec, Parcels
+from gossip.compression.codec import Codec, Messages
 from topologies import Round, Topology, build
 
 
@@ -158,7 +158,7 @@ class RecordingTransport:
     def __init__(self) -> None:
         self.rounds: list[tuple[int, int, Round]] = []
 
-    def start(self, codec: Codec, sent: Parcels, round_: Round, *, step: int, bucket: int) -> EmptyExchange:  # noqa: ARG002
+    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> EmptyExchange:  # noqa: ARG002
         self.rounds.append((step, bucket, round_))
         return EmptyExchange(next(iter(sent.values())))
 

@@ -15,9 +15,9 @@ from datetime import timedelta
 
 import pytest
 
-from gossip.benchmarks import lab
-from gossip.benchmarks.lab import Lab
-from gossip.benchmarks.namespaces import Namespace
+from gossip.lab.benchmarks import shaped_hosts
+from gossip.lab.benchmarks.namespaces import Namespace
+from gossip.lab.benchmarks.shaped_hosts import Lab
 
 TIMEOUT_S = 10
 NUM_STEPS, CUT_AFTER = 30, 10
@@ -54,7 +54,7 @@ dist.destroy_process_group()
 
 
 def why_not() -> str | None:
-    missing = lab.what_is_missing()
+    missing = shaped_hosts.what_is_missing()
     if missing is None:
         try:
             Namespace().close()

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 from slurm_cluster import cluster, why_not
 
-from gossip.checkpoints.folder import check_sizes, read_manifest
-from gossip.experiments.records import read_jsonl
+from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
+from gossip.lab.experiments.records import read_jsonl
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, str(REPOSITORY / "scripts" / "train.py"))
 MODELS = REPOSITORY / "tests" / "gossip" / "experiments"  # faulty_models.py
 TIMEOUT_S = 200

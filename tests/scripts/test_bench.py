@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
 TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=2", "bench.warmup_steps=2", "bench.steps=2")
 ONE_ROW = ("bench/methods=buckets", "bench.methods.gossip.bucket_cap_mb=25", "bench.methods.gossip.compression=none")

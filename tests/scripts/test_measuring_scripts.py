@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
 
 def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
+from repository import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "notebooks.py"
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 240

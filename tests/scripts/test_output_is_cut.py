@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
 from topologies.standard_output import CUT, ends_quietly
 

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
 pytestmark = pytest.mark.xdist_group("overhead")  # what its fixtures make is made once
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
-from gossip.benchmarks import lab
-from gossip.benchmarks.namespaces import Namespace
+from gossip.lab.benchmarks import shaped_hosts
+from gossip.lab.benchmarks.namespaces import Namespace
 
 NUM_LAYERS, NUM_STEPS = 3, 3
 MESSAGE, WAIT = "#fd8d3c", "#de2d26"
@@ -35,7 +36,7 @@ def panels(svg: str) -> list[str]:
 
 @pytest.mark.root
 def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
-    missing = lab.what_is_missing()
+    missing = shaped_hosts.what_is_missing()
     if missing is None:
         try:
             Namespace().close()

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
 SCRIPT = str(REPOSITORY / "scripts" / "probe.py")
 TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1")

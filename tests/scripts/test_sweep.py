@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from running import REPOSITORY, sweep
+from repository import REPOSITORY
+from running import sweep
 
-from gossip.experiments.sweeps import sweeper
+from gossip.lab.sweeps import sweeper
 
 TINY = ("experiment=smoke", "launch.world_size=3", "seed=0", "training.steps=10", "topology=ring", "compression=none")
 

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 
-from running import REPOSITORY, TIMEOUT_S
+from repository import REPOSITORY
+from running import TIMEOUT_S
 
 
 def test_scale_prints_a_row_for_every_variant_and_every_large_family() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from running import TIMEOUT_S, running, train
 
-from gossip.experiments.folder import CONFIG_FILE, lock
+from gossip.lab.experiments.run_folder import CONFIG_FILE, lock
 
 BLOCKED = (
     "model._target_=faulty_models.FailingModel",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from running import TIMEOUT_S, Finished, run_folders, running, train
 
-from gossip.checkpoints.folder import check_sizes, read_manifest
-from gossip.experiments.records import read_jsonl
+from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
+from gossip.lab.experiments.records import read_jsonl
 
 pytestmark = pytest.mark.xdist_group("train_resumes")  # what its fixtures make is made once
 

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from running import run_folders, train
 from safetensors.torch import load_model
 
-from gossip.experiments import data, models
-from gossip.experiments.evaluation import evaluate
-from gossip.experiments.records import read_jsonl
+from gossip.lab.experiments import datasets, models
+from gossip.lab.experiments.evaluation import evaluate
+from gossip.lab.experiments.records import read_jsonl
 
 TINY = ("training.epochs=2", "launch.world_size=2")
 
@@ -41,7 +41,7 @@ def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
     assert all(list((folder / "tensorboard" / f"rank{rank}").iterdir()) for rank in range(2))
 
     summary = json.loads((folder / "summary.json").read_text())
-    digits = data.digits()
+    digits = datasets.digits()
     assert summary["steps"] == 2 * (len(digits.train_targets) // 2 // 16)
     module = models.MLP(digits.input_shape, digits.num_classes, hidden=[128])
     load_model(module, folder / "model.safetensors")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gossip.benchmarks import stragglers
-from gossip.benchmarks.predictions import Case, table
+from gossip.lab.benchmarks import stragglers
+from gossip.lab.benchmarks.bench_predictions import Case, table
 
 RECORDED = json.loads((Path(__file__).parent / "measured_steps.json").read_text())
 CASES = [Case(**case) for case in RECORDED["cases"]]

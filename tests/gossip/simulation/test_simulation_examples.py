@@ -8,12 +8,12 @@ import pkgutil
 
 import pytest
 
-import gossip.probing
+import gossip.lab.probe
 import gossip.simulation
 
 NAMES = [
     module.name
-    for package in (gossip.simulation, gossip.probing)
+    for package in (gossip.simulation, gossip.lab.probe)
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
 ]
 WITH_EXAMPLES = {"simulate", "cluster", "workload", "links", "measuring"}

@@ -1,0 +1,22 @@
+"""Adapt then combine (ATC, diffusion): the exchange is awaited before the next forward pass."""
+
+from __future__ import annotations
+
+from gossip.algorithms.base import Algorithm
+
+
+class AdaptThenCombine(Algorithm):
+    r"""Update first, then average what was updated, before it is used again (diffusion).
+
+    .. math:: x_i(t+1) = \sum_j W_t[i,j]\, \bigl(x_j(t) + u_j(t)\bigr)
+
+    Round t leaves in the backward pass of step t and is awaited in the next forward pass, each bucket only where the
+    first module runs that reads it. With W = J/n and plain SGD this is all-reduce of the gradients, step by step.
+
+    References
+    ----------
+    Chen and Sayed, "Diffusion adaptation strategies for distributed optimization and learning over networks", IEEE
+    Transactions on Signal Processing 60 (8), 2012, equation (20).
+    """
+
+    combines_before_forward = True

@@ -1,0 +1,26 @@
+"""Combine while communicating (AWC, D-PSGD): the exchange runs beside the next iteration."""
+
+from __future__ import annotations
+
+from gossip.algorithms.base import Algorithm
+
+
+class AdaptWhileCommunicating(Algorithm):
+    r"""The local update and the exchange run side by side (D-PSGD).
+
+    With :math:`u_i(t)` the optimizer's update at rank i, computed from the gradient at :math:`x_i(t)`, and
+    :math:`W_t` the mixing matrix of round t:
+
+    .. math::
+        x_i(1) &= x_i(0) + u_i(0) \\
+        x_i(t+1) &= \sum_j W_{t-1}[i,j]\, x_j(t) + u_i(t), \qquad t \ge 1
+
+    Round t is the exchange of x(t+1): it leaves in the backward pass of step t and is needed only where the same
+    parameters are updated in the backward pass of step t+1, so that it has one whole iteration to arrive in.
+
+    References
+    ----------
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, algorithm 1.
+    """
+
+    combines_before_forward = False

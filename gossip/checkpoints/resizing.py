@@ -1,0 +1,86 @@
+"""A checkpoint of n ranks as the one state that any other number of ranks can start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from gossip.checkpoints.checkpoint_files import reason
+from gossip.errors import CheckpointError
+
+_Path = tuple[Any, ...]
+
+
+def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The mean over the old ranks' states. Local; holds one of them at a time, beside the sum.
+
+    Parameters, float buffers and the optimizers' float tensors are averaged, in float32 or wider, each over the ranks
+    that have it. Integers, step counters, parameter groups, and the parts are old rank 0's. Gradients,
+    what was in flight and the random number generators' states belong to a rank, and are left out.
+
+    Raises
+    ------
+    CheckpointError
+        The states do not fit each other.
+    """
+    mean = _Mean()
+    for rank, state in enumerate(states):
+        try:
+            mean.add(state)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"the state of rank {rank} does not fit rank 0's: {reason(error)}") from error
+    return mean.result()
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+        self._sums: dict[_Path, torch.Tensor] = {}
+        self._counts: dict[_Path, int] = {}
+
+    def add(self, state: dict[str, Any]) -> None:
+        averaged = {section: state[section] for section in ("parameters", "buffers", "optimizers")}
+        _map_floats(averaged, (), self._accumulate)
+        if not self._first:
+            engine = {"step": state["engine"]["step"]}
+            self._first = state | {"gradients": {}, "rng": None, "engine": engine}
+            return
+        for mine, theirs in zip(self._first["optimizers"], state["optimizers"], strict=True):
+            for number, entry in theirs["state"].items():
+                mine["state"].setdefault(number, entry)
+
+    def result(self) -> dict[str, Any]:
+        averaged = {section: self._first[section] for section in ("parameters", "buffers", "optimizers")}
+        averages: dict[str, Any] = _map_floats(averaged, (), self._average)
+        return self._first | averages
+
+    def _accumulate(self, path: _Path, tensor: torch.Tensor) -> torch.Tensor:
+        if path in self._sums:
+            if self._sums[path].shape != tensor.shape:
+                raise TypeError(f"shape {list(tensor.shape)} instead of {list(self._sums[path].shape)} at {path}")
+            self._sums[path].add_(tensor)
+        else:
+            self._sums[path] = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        self._counts[path] = self._counts.get(path, 0) + 1
+        return tensor
+
+    def _average(self, path: _Path, tensor: torch.Tensor) -> torch.Tensor:
+        return self._sums[path].div_(self._counts[path]).to(tensor.dtype)
+
+
+def _map_floats(tree: Any, path: _Path, function: Callable[[_Path, torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` with ``function`` applied to what is averaged."""
+    if isinstance(tree, torch.Tensor):
+        is_counter = path[0] == "optimizers" and path[-1] == "step"
+        is_averaged = (tree.is_floating_point() or tree.is_complex()) and not is_counter
+        return function(path, tree) if is_averaged else tree
+    if isinstance(tree, dict):
+        kept = {"param_groups"} if path[:1] == ("optimizers",) and len(path) == 2 else set()
+        return {key: each if key in kept else _map_floats(each, (*path, key), function) for key, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map_floats(each, (*path, index), function) for index, each in enumerate(tree))
+    return tree

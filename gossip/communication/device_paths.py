@@ -1,0 +1,229 @@
+"""The ways in which tensors of a device get into a communicator and out of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from gossip.communication.membership import Group
+from gossip.communication.worker_threads import Conversation, Operation, PostingError, WorkerThreads, Works, posted
+
+Tensors = Sequence[torch.Tensor]
+Converse = Callable[[Tensors, Tensors], Conversation]
+"""Begins the conversation that sends the first tensors and fills the second ones."""
+
+
+class Pending(Protocol):
+    """Operations under way."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What the conversation, or the first operation that failed, raised."""
+
+    @property
+    def awaited(self) -> str:
+        """Whom the operation that is being waited for, or that failed, waits for."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them have ended, well or not. Waits for nothing."""
+
+    @property
+    def finished_at(self) -> Mapping[str, float]:
+        """``time.perf_counter()`` when those of a name were seen to have ended; none where the host does not see it."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether the operations have ended within ``timeout``, as far as work of the current stream can see."""
+
+
+class DevicePaths:
+    """Chooses the way by a tensor's device and its backend.
+
+    ================= ======================= ======================================================================
+    device            backend                 way
+    ================= ======================= ======================================================================
+    cpu               any                     through the :class:`gossip.communication.worker_threads.WorkerThreads`
+    cuda and alike    gloo                    through pinned memory and these threads: gloo itself copies synchronously
+    cuda and alike    all others (nccl)       posted at once on a stream of our own; the host waits for nothing
+    ================= ======================= ======================================================================
+
+    Parameters
+    ----------
+    worker_threads : WorkerThreads
+    backends : mapping
+        By type of device.
+    """
+
+    def __init__(self, worker_threads: WorkerThreads, backends: Mapping[str, str]) -> None:
+        self._worker_threads = worker_threads
+        self._backends = backends
+        self._streams: dict[torch.device, Any] = {}
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether some backend takes tensors of this device."""
+        return device.type in self._backends
+
+    def submit(self, converse: Converse, sent: Tensors, received: Tensors) -> Pending:
+        """Start the conversation, in the order of the calls.
+
+        Parameters
+        ----------
+        converse : callable
+            Called once with the tensors that go on the wire: ``sent`` and ``received``, or their copies.
+        sent, received : sequence of Tensor
+            All on one device; a tensor may be in both. They must stay as they are until the operations have ended.
+        """
+        device = (*sent, *received)[0].device
+        if device.type == "cpu":
+            return self._worker_threads.submit(converse(sent, received))
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.get_device_module(device.type).Stream(device)
+        if self._backends.get(device.type) == "gloo":
+            return _Staged(self._worker_threads, stream, converse, sent, received)
+        return _OnStream(stream, converse, sent, received)
+
+
+class _OnStream:
+    """Operations of a backend that works on the device's own streams.
+
+    They are posted by the caller, in its order, which is the same on all ranks, and each begins on the device after the
+    one before has ended: operations on several NCCL communicators would deadlock if two ranks ran them in different
+    orders.
+    """
+
+    def __init__(self, stream: Any, converse: Converse, sent: Tensors, received: Tensors) -> None:
+        self.error: Exception | None = None
+        self.awaited: str = "its own turn to be posted"
+        self.finished_at: Mapping[str, float] = {}
+        self._device = stream.device
+        self._module = torch.get_device_module(self._device.type)
+        stream.wait_stream(self._module.current_stream(self._device))
+        for tensor in (*sent, *received):
+            tensor.record_stream(stream)  # its memory is not given away meanwhile
+        with self._module.stream(stream):
+            try:
+                for works in converse(sent, received):
+                    for self.awaited, work, *_ in works or ():
+                        work.wait()  # only the stream does
+            except PostingError as error:
+                self.awaited, self.error = error.awaited, error.cause
+            except Exception as error:
+                self.error = error
+            self._event = stream.record_event()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self, _: timedelta) -> bool:
+        """Make the current stream wait; the host does not, and it is the backend's time-out that counts."""
+        self._module.current_stream(self._device).wait_event(self._event)
+        return True
+
+
+class _Staged:
+    """Operations on copies in pinned memory."""
+
+    def __init__(
+        self, worker_threads: WorkerThreads, stream: Any, converse: Converse, sent: Tensors, received: Tensors
+    ) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+        for tensor in (*sent, *received):
+            if id(tensor) not in self._copies:
+                self._copies[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._received = received
+        module = torch.get_device_module(stream.device.type)
+        stream.wait_stream(module.current_stream(stream.device))
+        with module.stream(stream):
+            for tensor in sent:
+                self._copies[id(tensor)].copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # its memory is not given away meanwhile
+            copied = stream.record_event()
+        wire_sent = [self._copies[id(tensor)] for tensor in sent]
+        wire_received = [self._copies[id(tensor)] for tensor in received]
+
+        def converse_when_copied() -> Conversation:
+            copied.synchronize()
+            yield from converse(wire_sent, wire_received)
+
+        self._ticket = worker_threads.submit(converse_when_copied())
+
+    @property
+    def error(self) -> Exception | None:
+        return self._ticket.error
+
+    @property
+    def awaited(self) -> str:
+        return self._ticket.awaited
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done
+
+    @property
+    def finished_at(self) -> Mapping[str, float]:
+        return self._ticket.finished_at
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait on the host; then the current stream copies what arrived."""
+        if not self._ticket.wait(timeout):
+            return False
+        if self._ticket.error is None:
+            for tensor in self._received:
+                tensor.copy_(self._copies[id(tensor)], non_blocking=True)
+        return True
+
+
+class Message(NamedTuple):
+    """What goes to a rank, or comes from it."""
+
+    peer: int
+    tensor: torch.Tensor
+    tag: int
+
+
+def message_of(rank: int) -> str:
+    """What a receive from it awaits, in words."""
+    return f"the message of rank {rank}"
+
+
+def taking_by(rank: int) -> str:
+    """What a send to it awaits, in words."""
+    return f"rank {rank} to take ours"
+
+
+def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> Works:
+    """Post receives and sends.
+
+    Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two ranks take
+    turns, at half the speed of the link.
+    """
+    if not receives and not sends:
+        return ()
+    device = (*receives, *sends)[0].tensor.device
+    if device.type == "cpu":
+        return [
+            *(
+                posted(message_of(peer), functools.partial(group.recv, [tensor], peer, tag), tensor.nbytes)
+                for peer, tensor, tag in receives
+            ),
+            *(
+                posted(taking_by(peer), functools.partial(group.send, [tensor], peer, tag), tensor.nbytes)
+                for peer, tensor, tag in sends
+            ),
+        ]
+    # In one call: a device runs what two ranks have between them in turn, and a receive before a send on both sides
+    # would never end.
+    group._start_coalescing(device)
+    for peer, tensor, tag in receives:
+        group.recv([tensor], peer, tag)
+    for peer, tensor, tag in sends:
+        group.send([tensor], peer, tag)
+    peers = sorted({message.peer for message in (*receives, *sends)})
+    name = f"the exchange with rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+    return (Operation(name, group._end_coalescing(device)),)

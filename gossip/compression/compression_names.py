@@ -1,0 +1,44 @@
+"""Compressions by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gossip.compression.choco import Choco
+from gossip.compression.codec import Compression
+from gossip.compression.modulo import ModuloQuantization
+from gossip.compression.powergossip import PowerGossip
+from gossip.compression.value_codecs import Cast, Uncompressed
+
+BY_NAME: dict[str, Callable[[], Compression]] = {
+    "bf16": lambda: Cast(torch.bfloat16),
+    "fp16": lambda: Cast(torch.float16),
+    "int8": lambda: ModuloQuantization(8),
+    "int4": lambda: ModuloQuantization(4),
+    "choco": Choco,
+    "powergossip": PowerGossip,
+}
+"""Each with its default constants."""
+
+
+def resolve_compression(compression: str | Compression | None) -> Compression:
+    """The compression itself, or the one of that name; None: the values as they are.
+
+    Raises
+    ------
+    ValueError, TypeError
+        There is none of that name; neither a name nor a compression.
+    """
+    if compression is None:
+        return Uncompressed()
+    if isinstance(compression, Compression):
+        return compression
+    if not isinstance(compression, str):
+        raise TypeError(
+            f"compression must be a name or a gossip.Compression, got {compression!r}; pass e.g. ModuloQuantization(8)"
+        )
+    if compression not in BY_NAME:
+        raise ValueError(f"there is no compression {compression!r}; choose one of {', '.join(BY_NAME)}, or None")
+    return BY_NAME[compression]()

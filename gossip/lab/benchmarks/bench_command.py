@@ -1,0 +1,93 @@
+"""scripts/bench.py's command line: hydra, and what a user's mistakes look like."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from loguru import logger
+
+from gossip.lab.benchmarks.bench_run import run
+from gossip.lab.benchmarks.bench_settings import Settings
+from gossip.lab.experiments import new_folders, run_folder
+from gossip.lab.experiments.config_errors import check_flags
+from gossip.lab.experiments.option_help import FLAGS, help_text
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.train_command import REFUSED, report
+
+
+def main(config_folder: Path, config_name: str) -> int:
+    """Run what ``sys.argv`` says.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 1 if a worker failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
+        raises ``SystemExit(143)``.
+    """
+    if set(FLAGS).intersection(sys.argv[1:]):
+        print(help_text(sys.argv[0], config_folder, config_name))
+        return 0
+    signal.signal(signal.SIGTERM, _terminate)
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="INFO", filter="gossip.lab.benchmarks")
+    try:
+        if {"-m", "--multirun"}.intersection(sys.argv):
+            raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
+        _run_hydra(config_folder, config_name)
+    except BrokenPipeError:
+        raise  # whether standard output's reader has gone is seen to above
+    except (Exception, KeyboardInterrupt) as error:
+        status = report(error, config_folder, config_name)
+        if status == REFUSED:
+            new_folders.remove_new()
+        return status
+    return 0
+
+
+def _run_hydra(config_folder: Path, config_name: str) -> None:
+    """Compose and run; every error is raised, none is printed."""
+    import hydra
+
+    check_flags(sys.argv[1:])
+    errors: list[Exception] = []
+
+    def task(config: Any) -> None:
+        try:
+            _task(config)
+        except Exception as error:  # hydra would print lines of its own about it
+            errors.append(error)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
+    hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
+    if errors:
+        raise errors[0]
+
+
+def _task(hydra_config: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra_settings = HydraConfig.get()
+    folder = Path(hydra_settings.runtime.output_dir)
+    config = OmegaConf.to_container(hydra_config, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    plain = {str(key): value for key, value in config.items()}
+    settings = Settings.from_config(plain)
+    with run_folder.lock(folder):
+        run_folder.claim(folder, plain, list(hydra_settings.overrides.task))
+        try:
+            text = run(settings, folder)
+        except ConfigurationError:
+            run_folder.unclaim(folder)
+            raise
+        print(text)
+        print(f"run folder: {folder}")
+
+
+def _terminate(signal_number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)

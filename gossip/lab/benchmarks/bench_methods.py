@@ -1,0 +1,227 @@
+"""The methods that are compared, each as one training step: no exchange, torch's DDP, Decent-DP, gossip."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import topologies
+from gossip.lab.benchmarks.bench_models import Batch, loss_of
+from gossip.lab.benchmarks.ddp_hooks import bf16_hook
+from gossip.lab.experiments.run_settings import ConfigurationError, nearest
+from gossip.wrapper import GossipDataParallel
+
+MOMENTUM = 0.9
+Options = Mapping[str, Any]
+"""What a method is given besides the module; the keyword arguments of the class that it stands for."""
+_DDP_HOOKS: Mapping[str, Callable[..., Any]] = {"bf16": bf16_hook, "fp16": default_hooks.fp16_compress_hook}
+
+
+class Method(Protocol):
+    """Trains one replica and lets it learn from the others'. Collective to construct."""
+
+    def step(self, batch: Batch) -> None:
+        """One local update and what belongs to it. Every rank makes as many."""
+
+    def exposed_wait_s(self) -> float | None:
+        """For how long the newest step stood still, waiting for peers; None where the method does not tell."""
+
+    def close(self) -> None:
+        """End communication; the module holds this rank's replica."""
+
+
+class Local:
+    """No exchange."""
+
+    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
+        self._module = module
+        self._optimizer = make_optimizer(learning_rate, module.parameters())
+
+    def step(self, batch: Batch) -> None:
+        """The plain loop."""
+        loss_of(self._module, batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def exposed_wait_s(self) -> float | None:
+        """There are no peers."""
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class AllReduce:
+    """torch's DistributedDataParallel, ``gradient_as_bucket_view``; ``hook``: none, bf16 or fp16."""
+
+    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
+        arguments = {"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
+        hook = arguments.pop("hook", None)
+        self._model = DistributedDataParallel(module, **arguments)
+        if hook is not None:
+            self._model.register_comm_hook(None, _DDP_HOOKS[hook])
+        self._optimizer = make_optimizer(learning_rate, self._model.parameters())
+
+    def step(self, batch: Batch) -> None:
+        """The plain loop."""
+        loss_of(self._model, batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def exposed_wait_s(self) -> float | None:
+        """DDP does not tell."""
+        return None
+
+    def close(self) -> None:
+        """Its hooks go with it."""
+        del self._model
+
+
+class DecentDP:
+    """Decent-DP's DistributedDataParallel, one rank per node (the extra ``bench``)."""
+
+    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
+        from decent_dp.ddp import DecentralizedDataParallel
+
+        optimize = functools.partial(make_optimizer, learning_rate)
+        self._model = DecentralizedDataParallel(module, optimize, **{"_local_world_size": 1, **options})
+
+    def step(self, batch: Batch) -> None:
+        """Updates and exchanges in backward."""
+        loss_of(self._model, batch).backward()
+
+    def exposed_wait_s(self) -> float | None:
+        """It does not tell."""
+        return None
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give its process groups and hooks back: it does neither itself."""
+        for work in self._model._comm_ops:
+            if work is not None:
+                work.wait()
+        for hook in [*getattr(self._model, "_trace_hooks", ()), *self._model._ddp_hooks]:
+            hook.remove()
+        groups = {id(group): group for group in self._model._topo._registry.values()}
+        for group in groups.values():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        del self._model
+
+
+class Gossip:
+    """:class:`gossip.GossipDataParallel`."""
+
+    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
+        optimize = functools.partial(make_optimizer, learning_rate)
+        arguments = {**options, "topology": _topology(options, dist.get_world_size())}
+        self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
+
+    def step(self, batch: Batch) -> None:
+        """Updates and exchanges in backward."""
+        loss_of(self._model, batch).backward()
+
+    def exposed_wait_s(self) -> float | None:
+        """As the wrapper measures it."""
+        stats = self._model.stats()
+        return None if stats is None else stats.exposed_wait_s
+
+    def close(self) -> None:
+        """Wait for what is in flight, and drop it."""
+        self._model.close()
+
+
+METHODS: dict[str, Callable[[nn.Module, float, Options, timedelta], Method]] = {
+    "local": Local,
+    "ddp": AllReduce,
+    "decent_dp": DecentDP,
+    "gossip": Gossip,
+}
+
+
+def decent_dp_is_installed() -> bool:
+    """Whether the extra ``bench`` is there."""
+    return importlib.util.find_spec("decent_dp") is not None
+
+
+def check(kind: str, options: Options, world_size: int) -> None:
+    """Refuse, before any worker starts, what a method cannot be given.
+
+    Raises
+    ------
+    ConfigurationError
+        An option does not exist or has a value that cannot be used.
+    """
+    if kind not in METHODS:
+        raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
+    if kind == "local":
+        _check_names(kind, options, ())
+    elif kind == "ddp":
+        _check_names(kind, options, ("hook", *_keywords(DistributedDataParallel)))
+        if options.get("hook") not in (None, *_DDP_HOOKS):
+            raise ConfigurationError(f"ddp: hook must be none, {_list(_DDP_HOOKS)}, got {options['hook']!r}")
+    elif kind == "decent_dp":
+        _check_decent_dp(options)
+    else:
+        _check_names(kind, options, _keywords(GossipDataParallel))
+        try:
+            _topology(options, world_size)
+            arguments = {**options, "topology": _topology(options, 1)}
+            GossipDataParallel(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1), **arguments).close()
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"gossip: {error}") from error
+
+
+def _check_decent_dp(options: Options) -> None:
+    if not decent_dp_is_installed():
+        return
+    from decent_dp.ddp import DecentralizedDataParallel
+    from decent_dp.topo import TopologyReg
+
+    _check_names("decent_dp", options, _keywords(DecentralizedDataParallel))
+    topology = options.get("topology", "complete")
+    if topology not in TopologyReg.registry:
+        raise ConfigurationError(
+            f"decent_dp: there is no topology {topology!r}. Available: {_list(TopologyReg.registry)}"
+        )
+
+
+def _check_names(kind: str, options: Options, allowed: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in allowed:
+            available = f" Available: {_list(allowed)}" if allowed else " It takes none."
+            raise ConfigurationError(f"{kind} has no option {name}{nearest(name, allowed)}{available}")
+
+
+def _keywords(wrapper: type) -> tuple[str, ...]:
+    """What can be given besides the module and the optimizer."""
+    parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
+    return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
+
+
+def _topology(options: Options, world_size: int) -> topologies.Topology:
+    """By name, or by a mapping of ``name`` and its options."""
+    wanted = options.get("topology", "one_peer_exponential")
+    if isinstance(wanted, str):
+        return topologies.build(wanted, world_size)
+    if not isinstance(wanted, Mapping) or "name" not in wanted:
+        raise ValueError(f"topology must be a name, or a mapping of name and options, got {wanted!r}")
+    return topologies.build(wanted["name"], world_size, **{key: wanted[key] for key in wanted if key != "name"})
+
+
+def make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimizer:
+    """The one that every method uses."""
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names))

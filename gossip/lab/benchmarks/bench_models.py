@@ -1,0 +1,119 @@
+"""What is trained: three models of known sizes on data that is drawn, and can be learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gossip.lab.experiments.models import MLP, CharTransformer, SmallCNN
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets."""
+
+NUM_CLASSES = 10
+NUM_BATCHES = 16  # of a rank; it goes through them again and again
+_HELD_OUT = 2**31
+_MLP_WIDTH = 648  # ten layers of 420,552 parameters and a head: 16.8 MB, and ten buckets of 1.7 MiB
+_CONTEXT = 64
+_VOCABULARY = 96
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the data that it is trained on.
+
+    Attributes
+    ----------
+    make_module : callable
+        Makes the model; the same values for the same state of torch's generator.
+    make_batch : callable
+        Draws a batch of so many samples with a generator.
+    batch_size : int
+        Per rank and step.
+    learning_rate : float
+        For SGD with momentum 0.9.
+    """
+
+    make_module: Callable[[], nn.Module]
+    make_batch: Callable[[int, torch.Generator], Batch]
+    batch_size: int
+    learning_rate: float
+
+    def initial_module(self, seed: int) -> nn.Module:
+        """The model before the first step, the same on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.make_module()
+
+    def batches(self, seed: int, rank: int) -> list[Batch]:
+        """A rank's own."""
+        generator = torch.Generator().manual_seed(1_000_003 * seed + rank)
+        return [self.make_batch(self.batch_size, generator) for _ in range(NUM_BATCHES)]
+
+    def held_out(self, seed: int) -> Batch:
+        """What no rank is trained on, the same on every rank."""
+        return self.make_batch(8 * self.batch_size, torch.Generator().manual_seed(_HELD_OUT + seed))
+
+
+def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean cross-entropy, []."""
+    inputs, targets = batch
+    return functional.cross_entropy(module(inputs).flatten(0, -2), targets.flatten())
+
+
+def _make_mlp() -> nn.Module:
+    module = MLP((_MLP_WIDTH,), NUM_CLASSES, hidden=[_MLP_WIDTH] * 10)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):  # torch's own initial values shrink what goes through ten layers to nothing
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    return module
+
+
+def _draw_vectors(size: int, generator: torch.Generator) -> Batch:
+    """A centre per class, in normal noise; [size, 648]."""
+    centres = torch.randn(NUM_CLASSES, _MLP_WIDTH, generator=torch.Generator().manual_seed(0))
+    classes = torch.randint(NUM_CLASSES, (size,), generator=generator)
+    return 0.5 * centres[classes] + torch.randn(size, _MLP_WIDTH, generator=generator), classes
+
+
+def _draw_text(size: int, generator: torch.Generator) -> Batch:
+    """Texts in which a character follows from the one before, but for one in ten, which is any."""
+    successor = torch.randperm(_VOCABULARY, generator=torch.Generator().manual_seed(0))
+    text = torch.randint(_VOCABULARY, (size, _CONTEXT + 1), generator=generator)
+    follows = torch.rand(size, _CONTEXT + 1, generator=generator) < 0.9
+    for place in range(1, _CONTEXT + 1):
+        text[:, place] = torch.where(follows[:, place], successor[text[:, place - 1]], text[:, place])
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _draw_images(size: int, generator: torch.Generator) -> Batch:
+    """A wave of one direction per class, in normal noise; [size, 3, 32, 32]."""
+    classes = torch.randint(NUM_CLASSES, (size,), generator=generator)
+    angles = math.pi * classes[:, None, None] / NUM_CLASSES
+    places = torch.arange(32.0)
+    waves = torch.sin(angles.cos() * places[:, None] + angles.sin() * places)
+    return waves[:, None] + torch.randn(size, 3, 32, 32, generator=generator), classes
+
+
+WORKLOADS = {
+    "mlp": Workload(_make_mlp, _draw_vectors, batch_size=32, learning_rate=0.003),
+    "transformer": Workload(
+        lambda: CharTransformer((_CONTEXT,), _VOCABULARY, width=320, depth=8),
+        _draw_text,
+        batch_size=2,
+        learning_rate=0.02,
+    ),
+    "cnn": Workload(
+        lambda: SmallCNN((3, 32, 32), NUM_CLASSES, channels=[64, 128, 256, 512]),
+        _draw_images,
+        batch_size=8,
+        learning_rate=0.003,
+    ),
+}
+"""MLP of 16.8 MB; transformer of 40 MB; CNN with batch norm of 6.2 MB."""

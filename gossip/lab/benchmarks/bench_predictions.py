@@ -1,0 +1,139 @@
+"""Measured step times next to what :func:`gossip.simulate_time` predicts from a probe of the same ranks.
+
+The parameters of a prediction come from steps without communication, from messages between pairs, and from both at
+once (:mod:`gossip.lab.probe`), before any method runs; nothing is fitted to the step times that are predicted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import topologies
+from gossip.lab.benchmarks import bench_workers, stragglers
+from gossip.lab.benchmarks.bench_settings import Settings, expand
+from gossip.lab.benchmarks.networks import Network
+from gossip.simulation import Cluster, RandomDelays, SlowRank, Workload, simulate_time
+
+_NUM_STEPS = 1000  # simulated: what chance does to the measured ones is not to be predicted
+_ONE_SLOW_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network and one kind of straggler.
+
+    Attributes
+    ----------
+    rate : str
+        Of every link, each way, in tc's words.
+    straggler : str
+        Of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
+    cluster, workload : mapping
+        Keyword arguments of the classes of these names, as probed; the stragglers of the benchmark are not among them.
+    step_s : mapping of str to float
+        Measured mean of a step, by method: "local", "ddp", or the name of a topology.
+    """
+
+    rate: str
+    straggler: str
+    cluster: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    step_s: Mapping[str, float]
+
+    def predict(self, method: str) -> float:
+        """Return the predicted mean of a step of one of the methods, in seconds."""
+        cluster = Cluster(**self.cluster)
+        late: dict[str, tuple[RandomDelays | SlowRank, ...]] = {
+            "none": (),
+            "exponential": (RandomDelays(stragglers.MEAN_S),),
+            "one_slow": (SlowRank(stragglers.SLOW_RANK, _ONE_SLOW_FACTOR),),
+        }
+        told = {**self.workload, "bucket_bytes": tuple(self.workload["bucket_bytes"])}
+        workload = Workload(**told, stragglers=late[self.straggler])
+        simulated = {"local": "none", "ddp": "ddp"}.get(method) or topologies.build(method, cluster.world_size)
+        return simulate_time(simulated, cluster, workload, _NUM_STEPS).step_time_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+
+def measure_case(
+    network: Network,
+    rate: str,
+    straggler: str,
+    methods: Sequence[str],
+    *,
+    world_size: int,
+    num_steps: int,
+    bucket_cap_mb: float,
+    folder: Path,
+) -> Case:
+    """Probe, then measure every method, in the processes of one benchmark run.
+
+    Parameters
+    ----------
+    network : Network
+        Already of that rate.
+    rate, straggler : str
+    methods : sequence of str
+        "local", "ddp", and names of topologies.
+    world_size, num_steps : int
+    bucket_cap_mb : float
+        Of every method.
+    folder : Path
+        For the workers' records.
+    """
+    rows: dict[str, Any] = {name: {} for name in methods if name == "local"}
+    rows |= {name: {"bucket_cap_mb": bucket_cap_mb} for name in methods if name == "ddp"}
+    rows |= {
+        name: {"method": "gossip", "topology": name, "bucket_cap_mb": bucket_cap_mb}
+        for name in methods
+        if name not in ("local", "ddp")
+    }
+    settings = Settings(
+        model="mlp",
+        world_size=world_size,
+        network=network.name,
+        rates=(rate,),
+        straggler=straggler,
+        repetitions=1,
+        warmup_steps=3,
+        steps=num_steps,
+        num_threads=1,
+        seed=0,
+        timeout_s=120.0,
+        methods=expand(rows, world_size),
+        probe_bucket_cap_mb=bucket_cap_mb,
+    )
+    by_rank = bench_workers.measure(settings, network, folder)
+    probe = next(record["probe"] for record in by_rank[0] if "probe" in record)
+    step_s = {
+        name: statistics.fmean(
+            (record["end_s"] - record["start_s"]) / num_steps
+            for records in by_rank
+            for record in records
+            if record.get("method") == name
+        )
+        for name in methods
+    }
+    workload = {key: value for key, value in probe["workload"].items() if key not in ("stragglers", "drop_outs")}
+    return Case(rate, straggler, probe["cluster"], workload, step_s)
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Markdown: measured and predicted milliseconds, and their ratio."""
+    lines = [
+        "| rate | stragglers | method | measured, ms | predicted, ms | predicted / measured |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for case in cases:
+        for method, step_s in case.step_s.items():
+            predicted_s = case.predict(method)
+            numbers = f"{1e3 * step_s:.1f} | {1e3 * predicted_s:.1f} | {predicted_s / step_s:.2f}"
+            lines.append(f"| {case.rate} | {case.straggler} | {method} | {numbers} |")
+    return "\n".join(lines)

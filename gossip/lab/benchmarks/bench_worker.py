@@ -1,0 +1,78 @@
+"""One rank of a benchmark: ``python -m gossip.lab.benchmarks.bench_worker SPECIFICATION.json``.
+
+Its life hangs on its standard input: when the controller ends, however that went, so does the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from gossip.lab.benchmarks import goodput
+from gossip.lab.benchmarks.bench_specification import WorkerSpecification
+from gossip.lab.benchmarks.step_measuring import Measurement, probe
+from gossip.lab.experiments.records import without_non_finite
+
+
+def main() -> int:
+    """Measure what the file says; return the exit status."""
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING")
+    told = WorkerSpecification.read(Path(sys.argv[1]))
+    threading.Thread(target=_leave_with_controller, name="controller-watch", daemon=True).start()
+    os.environ["GLOO_SOCKET_IFNAME"] = told.interface
+    torch.set_num_threads(told.num_threads)
+    timeout = timedelta(seconds=told.timeout_s)
+    store = dist.TCPStore(told.store_address, told.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=told.rank, world_size=told.world_size, timeout=timeout)
+    run(told)
+    dist.destroy_process_group()
+    return 0
+
+
+def run(told: WorkerSpecification) -> None:
+    """Measure the links, then every method in every repetition, and write a record of each. Collective."""
+    path = Path(told.records)
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+
+        def record(content: dict[str, Any]) -> None:
+            file.write(json.dumps(without_non_finite(content)) + "\n")
+
+        carried = goodput.measure(
+            address=told.address, interface=told.interface, shared=told.shared_interface, timeout_s=told.timeout_s
+        )
+        record({"goodput_bytes_per_s": carried})
+        if told.probe_bucket_cap_mb is not None:
+            record({"goodput_bytes_per_s": None, "probe": asdict(probe(told))})
+        measurement = Measurement(told, sign_of_life=lambda: os.utime(path))
+        for repetition in range(told.repetitions):
+            for method in told.methods[:: -1 if repetition % 2 else 1]:
+                record(measurement.measure(method, repetition))
+
+
+def _leave_with_controller() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # communication that cannot end any more must not hold the process

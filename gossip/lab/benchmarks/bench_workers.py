@@ -1,0 +1,150 @@
+"""Starts the ranks of a benchmark, waits for them, and ends them whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from gossip.errors import LaunchError
+from gossip.lab.benchmarks.bench_settings import Settings
+from gossip.lab.benchmarks.bench_specification import WorkerSpecification
+from gossip.lab.benchmarks.networks import Network
+from gossip.lab.experiments.records import read_jsonl
+
+Record = dict[str, Any]
+_POLL_S = 0.1
+_GRACE_S = 1.0  # for the rank whose failure was the cause
+_LAST_LINES = 12
+
+
+def measure(
+    settings: Settings, network: Network, folder: Path, on_record: Callable[[Record], None] = lambda _: None
+) -> list[list[Record]]:
+    """Run one process per rank until all have measured everything.
+
+    Parameters
+    ----------
+    settings : Settings
+    network : Network
+        Where the processes are.
+    folder : Path
+        For rank<i>.json (what it is told), rank<i>.jsonl (its records) and rank<i>.log (its words).
+    on_record : callable
+        Is given each of rank 0's records as it comes.
+
+    Returns
+    -------
+    list of list of dict
+        Each rank's records.
+
+    Raises
+    ------
+    LaunchError
+        A rank failed, or was silent for too long; none is left running.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    store = network.start_store(timedelta(seconds=settings.timeout_s))
+    specifications = [
+        _specification(settings, network, folder, rank, (store.host, store.port)) for rank in range(settings.world_size)
+    ]
+    with contextlib.ExitStack() as processes:
+        running = [
+            processes.enter_context(_started(specification, network, folder)) for specification in specifications
+        ]
+        _wait(running, specifications, settings.timeout_s, on_record)
+    del store
+    return [read_jsonl(Path(specification.records)) for specification in specifications]
+
+
+def _specification(
+    settings: Settings, network: Network, folder: Path, rank: int, store: tuple[str, int]
+) -> WorkerSpecification:
+    return WorkerSpecification(
+        rank=rank,
+        world_size=settings.world_size,
+        store_address=store[0],
+        store_port=store[1],
+        address=network.address(rank),
+        interface=network.interface,
+        shared_interface=network.shared,
+        methods=settings.methods,
+        model=settings.model,
+        straggler=settings.straggler,
+        repetitions=settings.repetitions,
+        warmup_steps=settings.warmup_steps,
+        steps=settings.steps,
+        seed=settings.seed,
+        num_threads=settings.num_threads,
+        timeout_s=settings.timeout_s,
+        records=str(folder / f"rank{rank}.jsonl"),
+        probe_bucket_cap_mb=settings.probe_bucket_cap_mb,
+    )
+
+
+@contextlib.contextmanager
+def _started(specification: WorkerSpecification, network: Network, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Within the block the worker runs; it does not outlive it."""
+    path = folder / f"rank{specification.rank}.json"
+    specification.write(path)
+    Path(specification.records).touch()
+    with _log(specification).open("wb") as log, network.entered(specification.rank):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gossip.lab.benchmarks.bench_worker", str(path)],
+            env={**os.environ, "OMP_NUM_THREADS": str(specification.num_threads)},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the controller
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _wait(
+    running: Sequence[subprocess.Popen[bytes]],
+    specifications: Sequence[WorkerSpecification],
+    timeout_s: float,
+    on_record: Callable[[Record], None],
+) -> None:
+    num_seen = 0
+    while True:
+        statuses = [process.poll() for process in running]
+        for record in read_jsonl(Path(specifications[0].records))[num_seen:]:
+            num_seen += 1
+            on_record(record)
+        if any(statuses):
+            time.sleep(_GRACE_S)
+            _fail(running, specifications)
+        if all(status == 0 for status in statuses):
+            return
+        newest = max(Path(specification.records).stat().st_mtime for specification in specifications)
+        if time.time() - newest > 2 * timeout_s:  # their own time-outs pass first, and say who is missing
+            raise LaunchError(f"no worker made a step within {2 * timeout_s:g} s; raise bench.timeout_s")
+        time.sleep(_POLL_S)
+
+
+def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[WorkerSpecification]) -> None:
+    """Raise the error of the rank that wrote its last words first."""
+    failed = [told for process, told in zip(running, specifications, strict=True) if process.poll()]
+    first = min(failed, key=lambda told: _log(told).stat().st_mtime)
+    words = _log(first).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    status = running[first.rank].returncode
+    how = words[-1] if words else f"it ended without a word, with status {status}"
+    tail = "".join(f"{line}\n" for line in words[-_LAST_LINES:])
+    raise LaunchError(f"rank {first.rank} failed: {how}", rank=first.rank, worker_traceback=tail)
+
+
+def _log(specification: WorkerSpecification) -> Path:
+    return Path(specification.records).with_suffix(".log")

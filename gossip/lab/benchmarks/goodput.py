@@ -1,0 +1,90 @@
+"""How many bytes the links really carry: plain TCP between pairs of ranks, both ways at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gossip.communication.plain_gathering import gather_plain
+from gossip.lab.benchmarks.counters import InterfaceBytes
+
+_WARM_UP_S = 0.4  # slow start, and what a token bucket had saved
+_WINDOW_S = 1.0
+_CHUNK_BYTES = 1 << 16
+
+
+def measure(*, address: str, interface: str, shared: bool, timeout_s: float) -> float | None:
+    """Bytes per second that this rank sends while it also receives as many, as the interface counts them. Collective.
+
+    Ranks 0 and 1 are a pair, 2 and 3, and so on; all pairs work at the same time.
+
+    Parameters
+    ----------
+    address : str
+        This rank's, for its peer.
+    interface : str
+        Whose counters are read.
+    shared : bool
+        Whether all ranks use that interface: then it is the mean over the ranks.
+    timeout_s : float
+        How long a wait may take.
+
+    Returns
+    -------
+    float or None
+        None for the rank that has no peer.
+
+    Raises
+    ------
+    OSError
+        The peer cannot be reached.
+    ExchangeError
+        A rank did not take part in time.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    peer = rank ^ 1
+    connection: socket.socket | None = None
+    with socket.create_server((address, 0)) as listener:
+        listener.settimeout(timeout_s)
+        patience = timedelta(seconds=timeout_s)
+        places = gather_plain(listener.getsockname(), "measuring what the links carry", patience)
+        if peer < world_size:
+            place = (str(places[peer][0]), int(places[peer][1]))
+            connection = listener.accept()[0] if rank < peer else socket.create_connection(place, timeout=timeout_s)
+    dist.barrier()
+    if connection is None:
+        return None
+    num_busy = world_size - world_size % 2 if shared else 1
+    with connection:
+        connection.settimeout(timeout_s)
+        return _exchange(connection, interface) / num_busy
+
+
+def _exchange(connection: socket.socket, interface: str) -> float:
+    """Bytes per second that the interface sends meanwhile."""
+    start = time.monotonic()
+    end = start + _WARM_UP_S + _WINDOW_S
+    receiver = threading.Thread(target=_drain, args=(connection,), name="goodput")
+    receiver.start()
+    chunk = bytes(_CHUNK_BYTES)
+    first: tuple[float, InterfaceBytes] | None = None
+    while (now := time.monotonic()) < end:
+        if first is None and now >= start + _WARM_UP_S:
+            first = now, InterfaceBytes.read(interface)
+        connection.sendall(chunk)
+    sent = InterfaceBytes.read(interface)
+    connection.shutdown(socket.SHUT_WR)
+    receiver.join()
+    if first is None:
+        raise OSError(f"the link did not carry {_CHUNK_BYTES} bytes within {_WARM_UP_S + _WINDOW_S} s")
+    return sent.since(first[1]).sent / (now - first[0])
+
+
+def _drain(connection: socket.socket) -> None:
+    buffer = bytearray(1 << 20)
+    while connection.recv_into(buffer):
+        pass

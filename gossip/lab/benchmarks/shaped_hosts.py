@@ -1,0 +1,162 @@
+"""A small network on one machine: one host per worker, on one bridge, by links with a rate. Linux, root.
+
+Hosts and bridge are network namespaces without names (:mod:`.namespaces`): the kernel removes them, their interfaces
+and their shaping with the last process that is in one, even if that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gossip.lab.benchmarks.namespaces import Namespace
+from gossip.lab.benchmarks.networks import store_at
+
+MAX_HOSTS = 200
+_NETWORK = "10.77.0"
+_BRIDGE_ADDRESS = f"{_NETWORK}.254"
+_COMMAND_TIMEOUT_S = 20
+_ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
+_NUM_ORPHAN_RETRIES = 3  # 3 seconds; by default it is 100
+_BURST = "512kb"
+_BURST_BYTES = 512 * 1024
+_QUEUE_S = 0.05  # what a link may hold back before it drops, as a time, but
+_MIN_QUEUE_BYTES = 1 << 20  # at least some of the 64 KiB packets that a veth hands over
+
+
+class LabUnavailable(Exception):
+    """This machine or this user cannot have a lab; the text is one line that says why."""
+
+
+class Lab:
+    """Hosts on a bridge; host i is 10.77.0.(i + 1), its interface is eth0.
+
+    Parameters
+    ----------
+    num_hosts : int
+
+    Raises
+    ------
+    LabUnavailable
+        It cannot be made here.
+    """
+
+    name = "lab"
+    interface = "eth0"
+    shared = False
+
+    def __init__(self, num_hosts: int) -> None:
+        if not 1 <= num_hosts <= MAX_HOSTS:
+            raise ValueError(f"num_hosts must be from 1 to {MAX_HOSTS}, got {num_hosts}")
+        missing = what_is_missing()
+        if missing is not None:
+            raise LabUnavailable(missing)
+        self._hosts: list[Namespace] = []
+        self._bridge: Namespace | None = None
+        try:
+            self._bridge = Namespace()
+            self._in_bridge("ip", "link", "set", "lo", "up")
+            self._in_bridge("ip", "link", "add", "bridge", "type", "bridge")
+            self._in_bridge("ip", "address", "add", f"{_BRIDGE_ADDRESS}/24", "dev", "bridge")
+            self._in_bridge("ip", "link", "set", "bridge", "up")
+            for rank in range(num_hosts):
+                self._add_host(rank)
+        except OSError as error:
+            self.close()
+            raise LabUnavailable(f"network namespaces are not permitted here ({error.strerror})") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_host(self, rank: int) -> None:
+        host = Namespace()
+        self._hosts.append(host)
+        with host.entered():
+            inside = f"/proc/{os.getpid()}/fd/{host.file}"
+            _run("ip", "link", "set", "lo", "up")
+            _let_go_of_dead_peers()
+        self._in_bridge(
+            *("ip", "link", "add", f"port{rank}", "type", "veth", "peer", "name", self.interface), "netns", inside
+        )
+        self._in_bridge("ip", "link", "set", f"port{rank}", "master", "bridge", "up")
+        with host.entered():
+            _run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+            _run("ip", "link", "set", self.interface, "up")
+
+    def address(self, rank: int) -> str:
+        """Of a host."""
+        return f"{_NETWORK}.{rank + 1}"
+
+    def start_store(self, timeout: timedelta) -> dist.TCPStore:
+        """On the bridge itself, by a link to every host."""
+        assert self._bridge is not None
+        with self._bridge.entered():
+            return store_at(_BRIDGE_ADDRESS, timeout)
+
+    @contextlib.contextmanager
+    def entered(self, rank: int) -> Iterator[None]:
+        """Within the block this thread, and what it starts, is on the host."""
+        with self._hosts[rank].entered():
+            yield
+
+    def shape(self, bits_per_second: int) -> None:
+        """Let every link carry so much, each way; takes effect at once, also while packets travel."""
+        queue_bytes = _BURST_BYTES + max(_MIN_QUEUE_BYTES, round(_QUEUE_S * bits_per_second / 8))
+        tbf = ("root", "tbf", "rate", f"{bits_per_second}bit", "burst", _BURST, "limit", str(queue_bytes))
+        for rank, host in enumerate(self._hosts):
+            self._in_bridge("tc", "qdisc", "replace", "dev", f"port{rank}", *tbf)
+            with host.entered():
+                _run("tc", "qdisc", "replace", "dev", self.interface, *tbf)
+
+    def links(self) -> list[str]:
+        """What tc says of the queues at the bridge, then of each host's."""
+        said = [self._in_bridge("tc", "-statistics", "qdisc", "show")]
+        for host in self._hosts:
+            with host.entered():
+                said.append(_run("tc", "-statistics", "qdisc", "show", "dev", self.interface))
+        return said
+
+    def close(self) -> None:
+        """Let go of the namespaces; they end with the processes in them."""
+        for namespace in [*self._hosts, self._bridge]:
+            if namespace is not None:
+                namespace.close()
+
+    def _in_bridge(self, *command: str) -> str:
+        assert self._bridge is not None
+        with self._bridge.entered():
+            return _run(*command)
+
+
+def _let_go_of_dead_peers() -> None:
+    """On a host: a connection whose process is gone, and whose peer's host too, must not keep the host for minutes."""
+    with contextlib.suppress(OSError):  # /proc may be read-only; then the kernel's own patience ends it
+        _ORPHAN_RETRIES.write_text(str(_NUM_ORPHAN_RETRIES))
+
+
+def what_is_missing() -> str | None:
+    """Why there can be no lab here, as far as that shows without trying; None if nothing does."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    return f"{' and '.join(absent)} not found: install iproute2" if absent else None
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
+    except subprocess.CalledProcessError as error:
+        raise LabUnavailable(f"`{' '.join(command)}` failed: {error.stderr.strip()}") from error
+    except subprocess.TimeoutExpired as error:
+        raise LabUnavailable(f"`{' '.join(command)}` did not end within {_COMMAND_TIMEOUT_S} s") from error
+    return done.stdout

@@ -1,0 +1,145 @@
+"""One method, measured on one rank."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip.lab.benchmarks import stragglers
+from gossip.lab.benchmarks.bench_methods import METHODS, make_optimizer
+from gossip.lab.benchmarks.bench_models import WORKLOADS, Batch, Workload, loss_of
+from gossip.lab.benchmarks.bench_specification import MethodSpecification, WorkerSpecification
+from gossip.lab.benchmarks.counters import InterfaceBytes, PeakMemory
+from gossip.lab.probe import Measured, measure
+
+_NUM_CALIBRATION_STEPS = 10
+
+
+class Measurement:
+    """Measures methods one after the other, from the same initial values on the same batches. Collective.
+
+    Parameters
+    ----------
+    specification : WorkerSpecification
+    sign_of_life : callable
+        Called after every step.
+    """
+
+    def __init__(self, specification: WorkerSpecification, sign_of_life: Callable[[], None]) -> None:
+        self._specification = specification
+        self._sign_of_life = sign_of_life
+        self._workload: Workload = WORKLOADS[specification.model]
+        self._batches = self._workload.batches(specification.seed, specification.rank)
+        self._compute_s = self._calibrate() if specification.straggler == "one_slow" else 0.0
+
+    def measure(self, method: MethodSpecification, repetition: int) -> dict[str, Any]:
+        """What it cost on this rank; ``start_s`` and ``end_s`` are of a clock that all processes of a machine share."""
+        told = self._specification
+        memory = PeakMemory()
+        module = self._workload.initial_module(told.seed)
+        timeout = timedelta(seconds=told.timeout_s)
+        running = METHODS[method.kind](module, self._workload.learning_rate, dict(method.options), timeout)
+        dist.barrier()
+        for step in range(told.warmup_steps):
+            running.step(self._batch(step))
+            self._sign_of_life()
+        # No barrier here: what is in flight would arrive meanwhile, and its bytes and waits would be missing.
+        before, start_s = InterfaceBytes.read(told.interface), time.monotonic()
+        step_s: list[float] = []
+        waits_s: list[float | None] = []
+        for step in range(told.steps):
+            batch, delay_s = self._batch(told.warmup_steps + step), self._delay_s(repetition, step)
+            step_start_s = time.perf_counter()
+            if delay_s > 0:
+                time.sleep(delay_s)
+            running.step(batch)
+            step_s.append(time.perf_counter() - step_start_s)
+            waits_s.append(running.exposed_wait_s())
+            self._sign_of_life()
+        end_s = time.monotonic()
+        carried = InterfaceBytes.read(told.interface).since(before)
+        peak_bytes = memory.bytes()
+        dist.barrier()
+        running.close()
+        del running
+        gc.collect()
+        num_sharing = told.world_size if told.shared_interface else 1
+        return {
+            "method": method.label,
+            "repetition": repetition,
+            "start_s": start_s,
+            "end_s": end_s,
+            "step_s": step_s,
+            "exposed_wait_s": waits_s,
+            "sent_bytes": carried.sent / num_sharing,
+            "received_bytes": carried.received / num_sharing,
+            "peak_memory_bytes": peak_bytes,
+            "final_loss": self._final_loss(module) if repetition == 0 else None,
+        }
+
+    def _batch(self, step: int) -> Batch:
+        return self._batches[step % len(self._batches)]
+
+    def _delay_s(self, repetition: int, step: int) -> float:
+        told = self._specification
+        return stragglers.delay_s(
+            told.straggler,
+            seed=told.seed,
+            repetition=repetition,
+            rank=told.rank,
+            step=step,
+            compute_s=self._compute_s,
+        )
+
+    def _calibrate(self) -> float:
+        """The median time of a step without communication, while all ranks compute."""
+        module = self._workload.initial_module(self._specification.seed)
+        local = METHODS["local"](module, self._workload.learning_rate, {}, timedelta(0))
+        dist.barrier()
+        times_s = []
+        for step in range(_NUM_CALIBRATION_STEPS):
+            start_s = time.perf_counter()
+            local.step(self._batch(step))
+            times_s.append(time.perf_counter() - start_s)
+        dist.barrier()
+        return sorted(times_s)[len(times_s) // 2]
+
+    @torch.no_grad()
+    def _final_loss(self, module: nn.Module) -> float:
+        """Of the replicas' mean on the held-out batch; ``module`` becomes that mean. Collective."""
+        average_(
+            [each.data for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()],
+            self._specification.world_size,
+        )
+        module.eval()
+        return float(loss_of(module, self._workload.held_out(self._specification.seed)))
+
+
+def probe(told: WorkerSpecification) -> Measured:
+    """What :func:`gossip.simulate_time` needs to know of these ranks. Collective."""
+    assert told.probe_bucket_cap_mb is not None
+    workload = WORKLOADS[told.model]
+    module, batches = workload.initial_module(told.seed), workload.batches(told.seed, told.rank)
+    return measure(
+        module,
+        lambda step: loss_of(module, batches[step % len(batches)]),
+        partial(make_optimizer, workload.learning_rate),
+        bucket_cap_mb=told.probe_bucket_cap_mb,
+    )
+
+
+def average_(tensors: Sequence[torch.Tensor], world_size: int) -> None:
+    """Replace tensors by their means over the ranks, in place. Collective."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= world_size
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view_as(tensor))

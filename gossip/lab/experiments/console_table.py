@@ -1,0 +1,95 @@
+"""Tables on the terminal: one run's results, and one line per run of a sweep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossip.lab.experiments.run_summary import percent, rows, seconds, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def print_run(summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the results of a completed run and where its folder is."""
+    from rich.table import Table
+
+    what = [summary["method"], summary["topology"], summary["data"]]
+    table = Table(title=f"{', '.join(filter(None, what))}: {_ranks(summary['world_size'])}, seed {summary['seed']}")
+    table.add_column("result")
+    table.add_column("value", justify="right")
+    for name, value in rows(summary):
+        table.add_row(name, value)
+    print_table(table)
+    print(f"run folder: {folder}")
+
+
+def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Print one line per run, then why those failed that did."""
+    from rich.table import Table
+
+    common = _common_overrides(summaries)
+    table = Table(title=" ".join([f"{len(summaries)} runs", *common]))
+    for column in ("job", "overrides", "status"):
+        table.add_column(column)
+    for column in (
+        "averaged\ntest accuracy",
+        "local\nmean",
+        "local\nworst",
+        "relative\nconsensus distance",
+        "steps",
+        "time\nin steps",
+        "exposed\nwait",
+        "sent per\nrank and step",
+    ):
+        table.add_column(column, justify="right")
+    for summary in summaries:
+        cells = _sweep_cells(summary) if summary["status"] == "completed" else ()
+        own = [override for override in summary["overrides"] if override not in common]
+        table.add_row(summary["job"], "\n".join(own), summary["status"], *cells)
+    print_table(table)
+    for summary in summaries:
+        if summary["status"] != "completed":
+            print(f"job {summary['job']} {summary['status']}: {summary['reason']}")
+    print(f"sweep folder: {folder}")
+
+
+def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
+    distance = summary["consensus_distance_before_relative"]
+    return [
+        percent(summary["averaged_test_accuracy"]),
+        percent(summary["local_test_accuracy_mean"]),
+        percent(summary["local_test_accuracy_worst"]),
+        "not finite" if distance is None else f"{distance:.2g}",
+        str(summary["steps"]),
+        seconds(summary["training_time_s"]),
+        seconds(summary["exposed_wait_s"]),
+        size(summary["bytes_sent_per_step"]),
+    ]
+
+
+def _common_overrides(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What all of several runs were told alike."""
+    if len(summaries) < 2:
+        return []
+    first, *others = (summary["overrides"] for summary in summaries)
+    return [override for override in first if all(override in other for other in others)]
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout, as wide as it is where that is no terminal."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console()
+    if not sys.stdout.isatty():  # in a file nothing needs to be squeezed into the width of a terminal
+        unlimited = console.options.update(max_width=10_000)
+        console.width = Measurement.get(console, unlimited, table).maximum
+    console.print(table)

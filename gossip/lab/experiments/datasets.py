@@ -1,0 +1,315 @@
+"""Data sets that need no download: scikit-learn's digits, Python's own source as text, CIFAR-10 from a local folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
+"""The characters of :func:`stdlib_text` in the order of their tokens; token 0 stands for every other character."""
+
+_CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
+_CIFAR10_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+_CIFAR10_TEST_FILE = "test_batch.bin"
+
+# Tests, tables that are no prose of a programmer, and packages that not every supported Python version ships.
+_LEFT_OUT_FOLDERS = frozenset(
+    (
+        *("test", "tests", "idlelib", "encodings", "pydoc_data", "distutils", "ensurepip", "lib2to3"),
+        *("__pycache__", "site-packages", "dist-packages", "lib-dynload"),
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A data set in memory, split into a training and a test part.
+
+    For images, inputs are float32 [N, C, H, W], standardised per channel with the training split's mean and standard
+    deviation, and targets int64 [N]. For text, inputs and targets are int64 [N, context_length], the target at each
+    position is the next character, and ``num_classes`` is the size of the vocabulary.
+
+    Attributes
+    ----------
+    name : str
+    train_inputs, train_targets : Tensor, [N, ...]
+    test_inputs, test_targets : Tensor, [M, ...]
+    num_classes : int
+    train_labels : Tensor, int64 [N]
+        What :func:`gossip.lab.experiments.partition.partition` divides by: the class of an image, the index of the
+        source module that a piece of text was cut from.
+    notes : str
+        What a reader of the results must know besides the name, such as the Python version of the text.
+    """
+
+    name: str
+    train_inputs: torch.Tensor
+    train_targets: torch.Tensor
+    test_inputs: torch.Tensor
+    test_targets: torch.Tensor
+    num_classes: int
+    train_labels: torch.Tensor
+    notes: str = ""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input: (C, H, W) for images, (context_length,) for text."""
+        return tuple(self.train_inputs.shape[1:])
+
+
+def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
+    """Scikit-learn's handwritten digits: 1,797 images, inputs [N, 1, 8, 8], ten classes.
+
+    Parameters
+    ----------
+    test_fraction : float
+        Part that is held out, between 0 and 1, in the proportions of the classes.
+    split_seed : int
+        Decides which images are held out; independent of the seed of the training.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        scikit-learn is not installed.
+    ValueError
+        ``test_fraction`` is not between 0 and 1.
+
+    Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
+    1998.
+    """
+    _check_test_fraction(test_fraction)
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the digits need scikit-learn ({error}); install it in a clone of the repository: pip install "
+            "'.[experiments]'",
+            name=error.name,
+        ) from error
+    bunch = load_digits()
+    train_images, test_images, train_targets, test_targets = train_test_split(
+        bunch.images, bunch.target, test_size=test_fraction, random_state=split_seed, stratify=bunch.target
+    )
+    return _image_data("digits", train_images[:, None], train_targets, test_images[:, None], test_targets)
+
+
+def stdlib_text(
+    context_length: int = 128, max_bytes: int = 2_000_000, test_fraction: float = 0.1, split_seed: int = 0
+) -> Data:
+    """The source of Python's standard library as text for a character language model.
+
+    The modules (files) are sorted by name, shuffled by ``split_seed``, and taken until ``max_bytes`` are reached: first
+    those of the test split, then those of the training split, so that no module is in both. Each one is cut into pieces
+    of ``context_length + 1`` characters that overlap by one; a remainder that does not fill a piece is left out.
+    Tests, tables (encodings, pydoc_data) and packages that newer versions of Python dropped are left out too.
+
+    Parameters
+    ----------
+    context_length : int
+        Characters per sample.
+    max_bytes : int
+        Size of both splits together; at the default about 14,000 training samples.
+    test_fraction : float
+        Part of the bytes that is held out, between 0 and 1.
+    split_seed : int
+        Decides which modules are read and which are held out.
+
+    Returns
+    -------
+    Data
+        The vocabulary is :data:`VOCABULARY` whatever the files hold. ``train_labels`` numbers the modules of the
+        training split in the order of their names, so that neighbouring labels are modules of one package. The text
+        depends on the Python version, which ``notes`` names.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or a split would hold no sample.
+    FileNotFoundError
+        This Python was installed without its source files.
+    """
+    if context_length < 1:
+        raise ValueError(f"context_length must be at least 1, got {context_length}")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+    _check_test_fraction(test_fraction)
+    sources = _stdlib_sources()
+    shuffled = [sources[i] for i in np.random.default_rng(split_seed).permutation(len(sources))]
+    max_bytes = min(max_bytes, sum(path.stat().st_size for path in shuffled))
+    test_bytes = int(max_bytes * test_fraction)
+    test_texts = _read_texts(shuffled, test_bytes)
+    train_texts = _read_texts(shuffled[len(test_texts) :], max_bytes - test_bytes)
+
+    test_pieces, _ = _cut(test_texts, context_length)
+    train_pieces, train_labels = _cut(sorted(train_texts), context_length)
+    for split, pieces in (("test", test_pieces), ("training", train_pieces)):
+        if len(pieces) == 0:
+            raise ValueError(
+                f"the {split} split would hold no sample of context_length={context_length}; "
+                f"raise max_bytes (now {max_bytes}) or change test_fraction (now {test_fraction})"
+            )
+    return Data(
+        name="stdlib_text",
+        train_inputs=train_pieces[:, :-1].contiguous(),
+        train_targets=train_pieces[:, 1:].contiguous(),
+        test_inputs=test_pieces[:, :-1].contiguous(),
+        test_targets=test_pieces[:, 1:].contiguous(),
+        num_classes=len(VOCABULARY),
+        train_labels=train_labels,
+        notes=f"standard library of Python {platform.python_version()}",
+    )
+
+
+def cifar10(folder: str | Path) -> Data:
+    """CIFAR-10 in its published binary format, read from ``folder``: inputs [N, 3, 32, 32], ten classes.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, itself or in a sub-folder cifar-10-batches-bin.
+        A record is one byte with the class and 3,072 bytes with the pixels: red, green, blue, each row by row.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder or one of the files is missing.
+    ValueError
+        A file does not consist of such records.
+
+    Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+    """
+    found = _cifar10_folder(Path(folder).expanduser())
+    batches = [_read_cifar10_batch(found / name) for name in _CIFAR10_TRAIN_FILES]
+    train_images = np.concatenate([images for images, _ in batches])
+    train_targets = np.concatenate([targets for _, targets in batches])
+    return _image_data("cifar10", train_images, train_targets, *_read_cifar10_batch(found / _CIFAR10_TEST_FILE))
+
+
+def _check_test_fraction(test_fraction: float) -> None:
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction must be between 0 and 1, both excluded, got {test_fraction}")
+
+
+def _image_data(
+    name: str,
+    train_images: npt.NDArray[np.generic],
+    train_targets: npt.NDArray[np.generic],
+    test_images: npt.NDArray[np.generic],
+    test_targets: npt.NDArray[np.generic],
+) -> Data:
+    """Standardise images [N, C, H, W] and put everything into tensors."""
+    train_inputs = torch.from_numpy(train_images.astype(np.float32))
+    test_inputs = torch.from_numpy(test_images.astype(np.float32))
+    std, mean = torch.std_mean(train_inputs, dim=(0, 2, 3), keepdim=True)
+    for inputs in (train_inputs, test_inputs):
+        inputs.sub_(mean).div_(std.clamp_min(1e-6))
+    targets = torch.from_numpy(train_targets.astype(np.int64))
+    return Data(
+        name=name,
+        train_inputs=train_inputs,
+        train_targets=targets,
+        test_inputs=test_inputs,
+        test_targets=torch.from_numpy(test_targets.astype(np.int64)),
+        num_classes=10,
+        train_labels=targets,
+    )
+
+
+def _stdlib_sources() -> list[Path]:
+    """The source files of the standard library, sorted by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    sources: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # _sysconfigdata* and config-* describe the machine on which Python was built.
+        subfolders[:] = [
+            name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
+        ]
+        sources += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    sources.sort()
+    if not sources:
+        raise FileNotFoundError(
+            f"no source file of the standard library in {root}: this Python was installed without them; "
+            "use another Python or other data (data=digits)"
+        )
+    return sources
+
+
+def _read_texts(paths: Sequence[Path], max_bytes: int) -> list[tuple[Path, bytes]]:
+    """The files' content up to ``max_bytes`` in all; the last one is cut off there."""
+    texts = []
+    for path in paths:
+        if max_bytes <= 0:
+            break
+        content = path.read_bytes()[:max_bytes]
+        max_bytes -= len(content)
+        texts.append((path, content))
+    return texts
+
+
+def _cut(texts: Sequence[tuple[Path, bytes]], context_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut every text into pieces, int64 [N, context_length + 1]; and the index of the text of each one, int64 [N]."""
+    pieces = [torch.empty(0, context_length + 1, dtype=torch.int64)]
+    labels = [torch.empty(0, dtype=torch.int64)]
+    num_used = 0
+    for _, content in texts:
+        tokens = _tokenize(content.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+        if len(tokens) > context_length:
+            windows = torch.from_numpy(tokens).unfold(0, context_length + 1, context_length)
+            pieces.append(windows)
+            labels.append(torch.full((len(windows),), num_used))
+            num_used += 1
+    return torch.cat(pieces), torch.cat(labels)
+
+
+def _tokenize(text: str) -> npt.NDArray[np.int64]:
+    table = np.zeros(128, dtype=np.int64)
+    for token, character in enumerate(VOCABULARY[1:], start=1):
+        table[ord(character)] = token
+    code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    tokens: npt.NDArray[np.int64] = table[np.minimum(code_points, 127)]  # 127, a control character, is not in it either
+    return tokens
+
+
+def _cifar10_folder(folder: Path) -> Path:
+    """Where under ``folder`` the files are."""
+    names = (*_CIFAR10_TRAIN_FILES, _CIFAR10_TEST_FILE)
+    nested = folder / "cifar-10-batches-bin"
+    found = nested if nested.is_dir() else folder
+    missing = [name for name in names if not (found / name).is_file()]
+    if missing:
+        what = f"has no {', '.join(missing)}" if found.is_dir() else "is not a folder"
+        raise FileNotFoundError(
+            f"CIFAR-10: {found} {what}. Put the binary version's files ({names[0]} to {names[-2]} and {names[-1]}) "
+            "there, or set data.folder=... to the folder that holds them; nothing is downloaded"
+        )
+    return found
+
+
+def _read_cifar10_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Images [N, 3, 32, 32] and classes [N] of one file."""
+    content = np.fromfile(path, dtype=np.uint8)
+    if content.size == 0 or content.size % _CIFAR10_RECORD_BYTES:
+        raise ValueError(
+            f"CIFAR-10: {path} has {content.size} bytes, which is not a positive multiple of {_CIFAR10_RECORD_BYTES} "
+            "(1 byte of class and 3,072 of pixels); it must be the binary version (not the Python or Matlab one) and "
+            "complete: copy it anew to the folder that data.folder=... names"
+        )
+    records = content.reshape(-1, _CIFAR10_RECORD_BYTES)
+    targets = records[:, 0]
+    if targets.max() > 9:
+        raise ValueError(
+            f"CIFAR-10: {path} holds the class {targets.max()}, allowed are 0 to 9; is it CIFAR-100 or a damaged file? "
+            "Copy CIFAR-10's binary version to the folder that data.folder=... names"
+        )
+    return records[:, 1:].reshape(-1, 3, 32, 32), targets

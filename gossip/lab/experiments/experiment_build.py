@@ -1,0 +1,290 @@
+"""From a resolved configuration to objects; the one place that calls hydra's ``instantiate``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import topologies
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.compression.codec import Compression
+from gossip.compression.compression_names import resolve_compression
+from gossip.lab.experiments.datasets import Data
+from gossip.lab.experiments.loggers import Logger
+from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
+from gossip.lab.experiments.partition import partition
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.sample_batches import Shards
+from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
+from topologies import Topology
+
+_NEEDED_AT_THE_END = ("matplotlib", "rich")  # too late to find out then
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that a rank needs to train.
+
+    Attributes
+    ----------
+    settings : Settings
+    data : Data
+    shards : Shards
+        Which samples each rank trains on.
+    topology : Topology or None
+        None for a method that has none.
+    algorithm : Algorithm
+        When the replicas are mixed; for the methods that mix.
+    compression : Compression
+        What goes on the wire; likewise.
+    make_module : callable
+        ``() -> Module``, with torch's present random state.
+    make_optimizer : callable
+        ``(named parameters) -> Optimizer``.
+    make_scheduler : callable
+        ``(optimizer, total_steps) -> LRScheduler``, stepped once per step.
+    make_logger : callable
+        ``(folder) -> Logger`` for the numbers of one rank besides its JSON lines, or None.
+    """
+
+    settings: Settings
+    data: Data
+    shards: Shards
+    topology: Topology | None
+    algorithm: Algorithm
+    compression: Compression
+    make_module: Callable[[], nn.Module]
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+    make_scheduler: Callable[[Optimizer, int], LRScheduler]
+    make_logger: Callable[[str], Logger] | None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, on as many ranks as there are."""
+        steps = self.settings.steps
+        return self.settings.epochs * self.shards.steps_per_epoch if steps is None else steps
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs the run begins."""
+        return -(-self.total_steps // self.shards.steps_per_epoch)
+
+
+def build(config: Mapping[str, Any]) -> Experiment:
+    """Build the experiment that ``config`` describes. Local; deterministic, so that every rank builds the same.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved: plain dictionaries, lists, strings and numbers.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError, ImportError
+        Something in it cannot be had; the text says what.
+    """
+    import_modules(config)
+    check_targets(config)
+    settings = Settings.from_config(config)
+    data: Data = _factory(config, "data", leaving_out=("partition",))()
+    shards = Shards(
+        _partition(config, data, settings),
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        repeats=settings.steps is not None,
+    )
+    model = _factory(config, "model")
+    return Experiment(
+        settings=settings,
+        data=data,
+        shards=shards,
+        topology=make_topology(config, settings),
+        algorithm=resolve_algorithm(_factory(config, "algorithm")()),
+        compression=make_compression(config),
+        make_module=lambda: model(data.input_shape, data.num_classes),
+        make_optimizer=_factory(config, "optimizer"),
+        make_scheduler=_factory(config, "scheduler"),
+        make_logger=_factory(config, "logger") if config["logger"].get("_target_") else None,
+    )
+
+
+def _partition(config: Mapping[str, Any], data: Data, settings: Settings) -> tuple[npt.NDArray[np.int64], ...]:
+    """Which samples each rank has."""
+    options = dict(config["data"].get("partition", {}))
+    check_options("data.partition", partition, options)
+    try:
+        return partition(data.train_labels, settings.world_size, seed=settings.seed, **options)
+    except FAULTS as error:
+        raise blaming("data.partition", options, error, lambda _: False) from error
+
+
+def make_compression(config: Mapping[str, Any]) -> Compression:
+    """What goes on the wire."""
+    return resolve_compression(_factory(config, "compression")())
+
+
+def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
+    """The topology for the ranks that there are; None for a method that has none.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It does not exist, cannot serve the world size, or would bias the averages.
+    """
+    if settings.method != "gossip":
+        return None
+    name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}
+    try:
+        topology = topologies.build(name, settings.world_size, **options).every(settings.exchange_every)
+        topology = topologies.build("complete", settings.world_size).then(topology, after=settings.warmup_rounds)
+    except FAULTS as error:
+        raise _blaming_topology(name, options, settings.world_size, error) from error
+    if topology.stochasticity != "doubly":
+        raise ConfigurationError(
+            f"topology {name} is only {topology.stochasticity}-stochastic: averages would be biased; choose doubly "
+            "stochastic weights (topology.options.weights=metropolis for an undirected graph)"
+        )
+    return topology
+
+
+def _blaming_topology(name: str, options: Mapping[str, Any], world_size: int, error: Exception) -> ConfigurationError:
+    """The option, or the number of ranks, that a family refuses."""
+    text = " ".join(str(error).split())
+    option = named_in(text, options)
+    if option is not None:
+        return ConfigurationError(f"topology.options.{option}={shown(options[option])}: {text}")
+    cause = f"launch.world_size={world_size}" if "world_size" in text else f"topology.name={name}"
+    return ConfigurationError(f"{cause}: {text}")
+
+
+def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = None) -> Experiment:
+    """Build everything once, so that what a user got wrong shows before any worker starts.
+
+    Parameters
+    ----------
+    config : mapping
+        As of :func:`build`.
+    meanwhile : callable, optional
+        Called when what is quickly checked has been: it may start what takes time elsewhere.
+
+    Raises
+    ------
+    ConfigurationError
+        Something cannot be built.
+    """
+    try:
+        import_modules(config)
+        check_targets(config)
+        settings = Settings.from_config(config)
+        make_topology(config, settings)
+        for package in _NEEDED_AT_THE_END:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigurationError(
+                    f"a run needs {package}; install it in a clone of the repository: pip install '.[experiments]'"
+                )
+        if meanwhile is not None:
+            meanwhile()
+        experiment = build(config)
+        if experiment.topology is not None:
+            experiment.compression.check(experiment.topology)
+        module = experiment.make_module()
+        optimizer = experiment.make_optimizer(list(module.named_parameters()))
+        experiment.make_scheduler(optimizer, experiment.total_steps)
+        _check_model_takes_data(module, experiment.data)
+    except ConfigurationError:
+        raise
+    except KeyError as error:
+        raise ConfigurationError(f"the configuration has no key {error}; do not remove it") from error
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise ConfigurationError(" ".join(str(error).split())) from error
+    return experiment
+
+
+def import_modules(config: Mapping[str, Any]) -> None:
+    """Import what the configuration says that must be imported first.
+
+    Raises
+    ------
+    ConfigurationError
+        A module cannot be imported.
+    """
+    names = config.get("imports") or ()
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigurationError(f"imports={names} is no list of modules; write imports=[module]")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"imports={name} cannot be imported: {error}; put its folder on the path, PYTHONPATH=folder"
+            ) from error
+
+
+def _check_model_takes_data(module: nn.Module, data: Data) -> None:
+    try:
+        with torch.no_grad():
+            logits = module.eval()(data.train_inputs[:2])
+    except (RuntimeError, ValueError, IndexError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigurationError(
+            f"{type(module).__name__} cannot take the inputs of {data.name} ({data.train_inputs.dtype}, "
+            f"{list(data.train_inputs.shape[1:])} a sample): {first_line}; choose another model=... or data=..."
+        ) from error
+    if logits.shape != (*data.train_targets[:2].shape, data.num_classes):
+        raise ConfigurationError(
+            f"{type(module).__name__} gives outputs of shape {list(logits.shape)} for 2 samples of {data.name}, but "
+            f"{[*data.train_targets[:2].shape, data.num_classes]} is needed; choose another model=... or data=..."
+        )
+
+
+def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
+    """What ``config[key]["_target_"]`` names, with the other entries as keyword arguments.
+
+    Calling it raises ConfigurationError, which names the option, where one is wrong.
+    """
+    section = {name: value for name, value in config[key].items() if name not in leaving_out}
+    if not section.get(TARGET):
+        raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
+    check_targets({key: section, OPTION: config.get(OPTION)})
+    check_options(key, locate(f"{key}.{TARGET}", section[TARGET]), section)
+    factory = _instantiated(key, section)
+
+    def make(*arguments: Any) -> Any:
+        def works_without(option: str) -> bool:
+            try:
+                _instantiated(key, {name: value for name, value in section.items() if name != option})(*arguments)
+            except FAULTS:
+                return False
+            return True
+
+        try:
+            return factory(*arguments)
+        except ConfigurationError:
+            raise
+        except FAULTS as error:
+            raise blaming(key, section, error, works_without) from error
+
+    return make
+
+
+def _instantiated(key: str, section: Mapping[str, Any]) -> Callable[..., Any]:
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        factory: Callable[..., Any] = instantiate({**section, "_partial_": True}, _convert_="all")
+    except InstantiationException as error:
+        raise ConfigurationError(
+            f"{key}.{TARGET}={section[TARGET]} cannot be made: {error.__cause__ or error}"
+        ) from error
+    return factory

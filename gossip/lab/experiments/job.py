@@ -1,0 +1,240 @@
+"""One run from a resolved configuration: check it, start the ranks or be one of them, leave a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from loguru import logger
+
+from gossip.communication.world import World
+from gossip.errors import LaunchError
+from gossip.lab.experiments import attempts, resuming, run_folder
+from gossip.lab.experiments.experiment_build import check
+from gossip.lab.experiments.new_folders import missing, remove_empty
+from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
+from gossip.lab.experiments.rank_training import train
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings
+from gossip.lab.experiments.stopping import signals_for_workers
+from gossip.lab.experiments.virtual_training import train_virtual
+from gossip.launching import fork_server
+from gossip.launching.joining import DEFAULT_TIMEOUT
+from gossip.launching.launcher import launch
+
+PRELOAD = (
+    "gossip.lab.experiments.rank_training",
+    "hydra.utils",
+    "safetensors.torch",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+)
+"""What workers need and the fork server imports for them."""
+
+
+def run_job(
+    config: Mapping[str, Any],
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    again: bool = False,
+    on_failure: Callable[[], str] = str,
+    keep_refused: bool = False,
+) -> dict[str, Any]:
+    """Run one configuration to its end.
+
+    With ``torch.distributed`` initialised (torchrun, srun) this process is one of the ranks, all of which call this,
+    and rank 0 writes what they share. Otherwise ``launch.world_size`` workers are started here.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved and plain. With ``resume`` the run in ``folder`` goes on, and ``config`` becomes its configuration.
+    folder : Path
+        Of this run alone; locked as long as it runs.
+    overrides : sequence of str
+        What the user set on the command line, for the summary.
+    again : bool
+        Whether the run begins in the folder of an attempt that left no checkpoint.
+    on_failure : callable
+        Called once the end of a run that began to train, or was about to, is recorded; on one rank, the first to fail.
+        Returns what is to be said last, for a rank that ends without the caller.
+    keep_refused : bool
+        Whether a run that is refused leaves its folder, with the reason: in a sweep, where it is a row.
+
+    Returns
+    -------
+    dict
+        The summary, as in ``summary.json``.
+
+    Raises
+    ------
+    ConfigurationError
+        The configuration cannot be run; no worker was started, and a run that would have begun leaves nothing.
+    LaunchError
+        The port is taken, or a worker failed.
+    """
+    started_at = time.perf_counter()
+    world = World(DEFAULT_TIMEOUT)
+    configure_logging(world.rank)
+    if dist.is_initialized() and config.get("engine") == "virtual":
+        raise ConfigurationError(
+            "engine=virtual runs all ranks in one process; start it with python, without torchrun or srun, or set "
+            "engine=processes"
+        )
+    with contextlib.ExitStack() as until_the_end:
+        begins = config.get("resume") is None
+        with _refused_by_all(world):
+            if world.rank == 0:
+                if begins and not keep_refused:
+                    until_the_end.callback(remove_empty, missing(folder))
+                until_the_end.enter_context(run_folder.lock(folder))
+                if again:
+                    run_folder.clear(folder)
+                if config.get("resume") is None:
+                    run_folder.claim(folder, config, overrides)
+                else:
+                    resuming.check_resumable(folder)
+                run_folder.sign(folder, attempts.identities())
+        if config.get("resume") is not None:
+            overrides = resuming.all_overrides(folder, overrides)
+        takes_back = begins and not keep_refused
+        return _run_in_folder(config, folder, overrides, world, started_at, takes_back, on_failure)
+
+
+def _run_in_folder(
+    config: Mapping[str, Any],
+    folder: Path,
+    overrides: Sequence[str],
+    world: World,
+    started_at: float,
+    takes_back: bool,
+    on_failure: Callable[[], str],
+) -> dict[str, Any]:
+    """``takes_back``: whether the folder is given up if the run is refused before it has begun."""
+    has_begun = False
+
+    def last_words(why: str) -> str:
+        is_first = run_folder.write_failure(folder, _failure(config, overrides, f"rank {world.rank} failed: {why}"))
+        return on_failure() if is_first else ""
+
+    try:
+        with _refused_by_all(world):
+            experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
+        world.close()
+        has_begun = True
+        if world.rank == 0:
+            logger.info("run folder: {}", folder)
+            if config.get("resume") is not None:
+                run_folder.update_config(folder, {**config, "resume": None})
+        if dist.is_initialized():
+            summary = train(config, str(folder), last_words)
+        elif experiment.settings.engine == "virtual":
+            summary = train_virtual(experiment, folder)
+        else:
+            summary = _launch(config, str(folder))
+        if "signal" in summary:
+            raise SystemExit(128 + summary["signal"])
+        summary["overrides"] = list(overrides)
+        summary["wall_time_s"] += time.perf_counter() - started_at
+        if world.rank == 0:
+            if not math.isfinite(summary["averaged_test_loss"]):
+                logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
+            if config["figures"]:
+                run_folder.draw_figures(folder, world_size=summary["world_size"], topology=experiment.topology)
+            run_folder.write_summary(folder, summary)
+    except BaseException as error:
+        is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)
+        if takes_back and is_refused:
+            if world.rank == 0:
+                run_folder.unclaim(folder)
+            raise
+        why = reason(error)
+        if dist.is_initialized() and isinstance(error, Exception) and not isinstance(error, ConfigurationError):
+            why = f"rank {world.rank} failed: {why}"
+        if run_folder.write_failure(folder, _failure(config, overrides, why)) and not is_refusal(error):
+            on_failure()
+        raise
+    finally:
+        if world.rank == 0:
+            restore_cursor()
+    return summary
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether what the user asked for cannot be run, and no rank has failed."""
+    return isinstance(error, ConfigurationError) or (isinstance(error, LaunchError) and error.rank is None)
+
+
+def _failure(config: Mapping[str, Any], overrides: Sequence[str], why: str) -> dict[str, Any]:
+    """The summary of a run that did not end well."""
+    return {
+        "status": "failed",
+        "reason": why,
+        "method": config.get("method"),
+        "topology": config.get("topology", {}).get("name") if config.get("method") == "gossip" else None,
+        "seed": config.get("seed"),
+        "overrides": list(overrides),
+    }
+
+
+def reason(error: BaseException) -> str:
+    """Why a run ended, in one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
+    if isinstance(error, SystemExit):
+        return f"ended from outside, with exit status {error.code}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigurationError | LaunchError) else f"{type(error).__name__}: {text}"
+
+
+def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    settings = Settings.from_config(config)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(signals_for_workers()) if settings.checkpoint_every else []
+        try:
+            summaries = launch(
+                train,
+                config,
+                folder,
+                world_size=settings.world_size,
+                port=settings.port,
+                timeout=settings.timeout,
+                num_threads=settings.num_threads,
+                preload=PRELOAD,
+            )
+        except LaunchError:
+            if signals:  # which ended workers that did not train yet, or could not agree in time
+                raise SystemExit(128 + signals[0]) from None
+            raise
+    summary: dict[str, Any] = summaries[0]
+    return summary
+
+
+def _is_in_one_process(config: Mapping[str, Any]) -> bool:
+    return dist.is_initialized() or config.get("engine") == "virtual"
+
+
+def _start_fork_server() -> None:
+    fork_server.start(PRELOAD)
+
+
+@contextlib.contextmanager
+def _refused_by_all(world: World) -> Iterator[None]:
+    """A ConfigurationError of one rank within the block is raised on all of them, so that none waits for it in vain."""
+    own: ConfigurationError | None = None
+    try:
+        yield
+    except ConfigurationError as error:
+        own = error
+    findings = world.gather_bytes(json.dumps(str(own or "")).encode(), "comparing what the ranks found wrong")
+    if own is not None:
+        raise own
+    for rank, finding in enumerate(findings):
+        if text := json.loads(finding):
+            raise ConfigurationError(f"rank {rank}: {text}")

@@ -1,0 +1,239 @@
+"""Small models for experiments on a CPU: an MLP, a convolutional network with batch norm, a character transformer.
+
+All take the data's facts first, ``Model(data.input_shape, data.num_classes, ...)``, and give logits [..., num_classes],
+so that one loss serves them all: ``cross_entropy(logits.flatten(0, -2), targets.flatten())``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class MLP(nn.Module):
+    """Fully connected layers with ReLU on flattened inputs.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        Shape of one input.
+    num_classes : int
+    hidden : sequence of int
+        Widths of the hidden layers; empty: a linear model.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1.
+
+    Examples
+    --------
+    >>> MLP((1, 8, 8), 10)(torch.zeros(5, 1, 8, 8)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)) -> None:
+        super().__init__()
+        _check_sizes(input_shape=input_shape, num_classes=(num_classes,), hidden=hidden)
+        widths = [math.prod(input_shape), *hidden]
+        layers: list[nn.Module] = []
+        for num_in, num_out in itertools.pairwise(widths):
+            layers += [nn.Linear(num_in, num_out), nn.ReLU()]
+        self.layers = nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits [N, num_classes] of inputs [N, *input_shape]."""
+        logits: torch.Tensor = self.layers(inputs)
+        return logits
+
+
+class SmallCNN(nn.Module):
+    """Stages of convolution 3x3, batch norm, ReLU and pooling 2x2, then the mean over the image and a linear layer.
+
+    Its batch norm has buffers (running mean and variance), which gossip does not mix but a global average does.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        (C, H, W); every stage halves H and W.
+    num_classes : int
+    channels : sequence of int
+        Channels of each stage.
+
+    Raises
+    ------
+    ValueError
+        ``input_shape`` is not (C, H, W), too small for the stages, or a size is less than 1.
+
+    Examples
+    --------
+    >>> SmallCNN((3, 32, 32), 10)(torch.zeros(5, 3, 32, 32)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, *, channels: Sequence[int] = (32, 64)) -> None:
+        super().__init__()
+        if len(input_shape) != 3:
+            raise ValueError(
+                f"input_shape must be (C, H, W), got {tuple(input_shape)}; SmallCNN is for images, "
+                "use CharTransformer for text and MLP for anything"
+            )
+        if not channels:
+            raise ValueError("channels must name at least one stage, got none; use MLP for a model without convolution")
+        _check_sizes(input_shape=input_shape, num_classes=(num_classes,), channels=channels)
+        if min(input_shape[1:]) < 2 ** len(channels):
+            raise ValueError(
+                f"channels={tuple(channels)} are {len(channels)} stages that halve the image, which needs H and W of "
+                f"at least {2 ** len(channels)}, got input_shape={tuple(input_shape)}; use fewer stages"
+            )
+        stages: list[nn.Module] = []
+        for num_in, num_out in itertools.pairwise([input_shape[0], *channels]):
+            stages += [
+                nn.Conv2d(num_in, num_out, kernel_size=3, padding=1, bias=False),
+                nn.BatchNorm2d(num_out),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(channels[-1], num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits [N, num_classes] of images [N, C, H, W]."""
+        logits: torch.Tensor = self.head(self.stages(inputs).mean(dim=(2, 3)))
+        return logits
+
+
+class CharTransformer(nn.Module):
+    """A decoder-only transformer: learned positions, pre-norm blocks of causal attention and a GELU layer.
+
+    With the defaults and :func:`gossip.lab.experiments.datasets.stdlib_text` 0.44 million parameters.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        (context_length,), the longest text that it reads.
+    num_classes : int
+        Size of the vocabulary.
+    width : int
+        Of the residual stream; a multiple of ``num_heads``.
+    depth : int
+        Number of blocks.
+    num_heads : int
+    dropout : float
+        Probability, on the embedding and on what each block adds.
+    tied_head : bool
+        The output layer is the embedding's own Parameter.
+
+    Raises
+    ------
+    ValueError
+        ``input_shape`` is not (context_length,), ``width`` is not a multiple of ``num_heads``, or a value is out of
+        range.
+
+    Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2: block and initial
+    values).
+
+    Examples
+    --------
+    >>> CharTransformer((128,), 98)(torch.zeros(5, 128, dtype=torch.int64)).shape
+    torch.Size([5, 128, 98])
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        *,
+        width: int = 128,
+        depth: int = 2,
+        num_heads: int = 4,
+        dropout: float = 0.0,
+        tied_head: bool = False,
+    ) -> None:
+        super().__init__()
+        if len(input_shape) != 1:
+            raise ValueError(
+                f"input_shape must be (context_length,), got {tuple(input_shape)}; CharTransformer is for text, "
+                "use SmallCNN or MLP for images"
+            )
+        _check_sizes(
+            input_shape=input_shape,
+            num_classes=(num_classes,),
+            width=(width,),
+            depth=(depth,),
+            num_heads=(num_heads,),
+        )
+        if width % num_heads:
+            raise ValueError(f"width must be a multiple of num_heads={num_heads}, got {width}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be a probability below 1, got {dropout}")
+        self.context_length = input_shape[0]
+        self.embedding = nn.Embedding(num_classes, width)
+        self.positions = nn.Parameter(torch.empty(self.context_length, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*[_Block(width, num_heads, dropout) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes, bias=False)
+        self._initialise(depth)
+        if tied_head:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits [N, T, num_classes] of the next character, from inputs int64 [N, T] with T <= context_length."""
+        length = inputs.shape[-1]
+        if length > self.context_length:
+            raise ValueError(
+                f"inputs have {length} characters, allowed are {self.context_length} (context_length); cut them, or "
+                "build the model with a larger input_shape"
+            )
+        hidden = self.dropout(self.embedding(inputs) + self.positions[:length])
+        logits: torch.Tensor = self.head(self.norm(self.blocks(hidden)))
+        return logits
+
+    def _initialise(self, depth: int) -> None:
+        nn.init.normal_(self.positions, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            assert isinstance(block, _Block)
+            for layer in (block.attention_out, block.contract):  # 2 * depth additions keep the stream's variance
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
+
+
+class _Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, T, width] to the same shape."""
+        heads = self.attention_in(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.dropout(self.attention_out(mixed.transpose(1, 2).flatten(2)))
+        expanded = functional.gelu(self.expand(self.feed_forward_norm(hidden)))
+        result: torch.Tensor = hidden + self.dropout(self.contract(expanded))
+        return result
+
+
+def _check_sizes(**sizes: Sequence[int]) -> None:
+    for argument, values in sizes.items():
+        if any(value < 1 for value in values):
+            raise ValueError(f"{argument} must be at least 1, got {values[0] if len(values) == 1 else tuple(values)}")

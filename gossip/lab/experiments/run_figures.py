@@ -1,0 +1,236 @@
+"""Figures of one run from its records: loss and accuracy, and how far the replicas are apart.
+
+Drawn without pyplot (no global state, no window), and the same records give the same bytes: no date, fixed ids in SVG.
+The format follows the file's ending (.svg, .png, .pdf).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Records = Sequence[Sequence[Mapping[str, Any]]]
+"""For each rank its records, as :func:`gossip.lab.experiments.records.read_jsonl` reads them."""
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
+_GREY = "#555555"
+_MAX_POINTS = 120
+_WIDTH_INCHES = 7.2
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.edgecolor": _GREY,
+    "axes.labelcolor": _GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    "savefig.dpi": 200,
+    "svg.hashsalt": "gossip",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Curve:
+    """One quantity over steps, float64 [P] each: mean, lowest and highest over the ranks."""
+
+    steps: npt.NDArray[np.float64]
+    mean: npt.NDArray[np.float64]
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+    window: int  # records of a rank that were averaged into one point
+
+
+def training_figure(records: Records, path: str | Path) -> Path:
+    """Loss and accuracy over steps: lines are means over the ranks, bands reach from the lowest to the highest rank.
+
+    With more than 120 recorded steps, each rank's curve is first averaged over windows of records; the figure says so.
+
+    Parameters
+    ----------
+    records : sequence over ranks of sequences of mappings
+        Reads ``loss`` and, where present, ``accuracy``, ``test_accuracy`` and ``averaged_test_accuracy``; a null
+        (not finite) on all ranks is a gap.
+    path : str or Path
+        Of the file to write; missing folders are made.
+
+    Returns
+    -------
+    Path
+        ``path``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        matplotlib is not installed.
+    ValueError
+        No record holds a loss.
+    """
+    loss = _curve(records, "loss")
+    if loss is None:
+        raise ValueError(f"records hold no number under 'loss', so {path} would be empty; pass each rank's records")
+    accuracies = (
+        (_curve(records, "accuracy"), _BLUE, "training batch", ""),
+        (_curve(records, "test_accuracy"), _ORANGE, "test, each replica", "o"),
+        (_curve(records, "averaged_test_accuracy"), _GREEN, "test, averaged model", "s"),
+    )
+    shown = [(curve, color, label, marker) for curve, color, label, marker in accuracies if curve is not None]
+    matplotlib = _import_matplotlib()
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _panels(2 if shown else 1)
+        _draw(axes[0], loss, _BLUE, "training batch")
+        _label(axes[0], "Training loss", _spread(records), loss.window)
+        for curve, color, label, marker in shown:
+            averaged = f" (windows of {curve.window})" if curve.window > 1 else ""
+            _draw(axes[1], curve, color, label + averaged, marker)
+        if shown:
+            _label(axes[1], "Accuracy", _spread(records))
+            axes[1].yaxis.set_major_formatter("{x:.0%}")
+            axes[1].legend(loc="lower right")
+        return _save(figure, path)
+
+
+def consensus_figure(records: Records, path: str | Path) -> Path:
+    """The consensus distance over steps, on a logarithmic scale; a distance of 0 (equal replicas) is a gap there.
+
+    Parameters
+    ----------
+    records : sequence over ranks of sequences of mappings
+        Reads ``consensus_distance`` of the records that hold it; the ranks agree on it.
+    path : str or Path
+        Of the file to write; missing folders are made.
+
+    Returns
+    -------
+    Path
+        ``path``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        matplotlib is not installed.
+    ValueError
+        No record holds a consensus distance.
+    """
+    curve = _curve(records, "consensus_distance")
+    if curve is None:
+        raise ValueError(
+            f"records hold no number under 'consensus_distance', so {path} would be empty; measure it at some steps of "
+            "the run, or leave this figure out"
+        )
+    matplotlib = _import_matplotlib()
+    with matplotlib.rc_context(_STYLE):
+        figure, (axes,) = _panels(1)
+        if (curve.mean > 0).any():
+            axes.set_yscale("log", nonpositive="mask")
+            axes.grid(which="minor", axis="y", linewidth=0.5)
+        marker = "o" if len(curve.steps) <= 40 else ""
+        _draw(axes, curve, _BLUE, "consensus distance", marker)
+        _label(axes, "Consensus distance", _count(records), curve.window)
+        axes.set_ylabel(r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$")
+        return _save(figure, path)
+
+
+def _curve(records: Records, key: str) -> _Curve | None:
+    """Collect ``key`` from all ranks; None where no record holds a number for it. A null becomes a NaN."""
+    by_rank = [
+        {record["step"]: math.nan if record[key] is None else record[key] for record in rank_records if key in record}
+        for rank_records in records
+    ]
+    if all(math.isnan(value) for values_by_step in by_rank for value in values_by_step.values()):
+        return None
+    steps = sorted(set().union(*by_rank))
+    window = -(-len(steps) // _MAX_POINTS)
+    num_points = -(-len(steps) // window)
+    shape = (len(by_rank), num_points * window)
+    values = np.full(shape, np.nan)
+    values[:, : len(steps)] = [[values_by_step.get(step, np.nan) for step in steps] for values_by_step in by_rank]
+    padded_steps = np.full(shape[1], np.nan)
+    padded_steps[: len(steps)] = steps
+    rank_curves = _mean_of_present(values.reshape(len(by_rank), num_points, window), axis=2)
+    return _Curve(
+        steps=_mean_of_present(padded_steps.reshape(num_points, window), axis=1),
+        mean=_mean_of_present(rank_curves, axis=0),
+        low=np.fmin.reduce(rank_curves, axis=0),
+        high=np.fmax.reduce(rank_curves, axis=0),
+        window=window,
+    )
+
+
+def _mean_of_present(values: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
+    """The mean without the NaNs; NaN where there is nothing else (np.nanmean warns about that)."""
+    present = ~np.isnan(values)
+    count = present.sum(axis=axis)
+    total = np.where(present, values, 0.0).sum(axis=axis)
+    mean: npt.NDArray[np.float64] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return mean
+
+
+def _panels(num_panels: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_INCHES, 2.9), layout="constrained", facecolor="white")
+    return figure, [figure.add_subplot(1, num_panels, i + 1) for i in range(num_panels)]
+
+
+def _draw(axes: Axes, curve: _Curve, color: str, label: str, marker: str = "") -> None:
+    marker = marker or ("o" if len(curve.steps) == 1 else "")  # a line through one point is invisible
+    axes.plot(curve.steps, curve.mean, color=color, label=label, marker=marker, markersize=4, markeredgecolor="white")
+    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
+
+
+def _label(axes: Axes, title: str, note: str, window: int = 1) -> None:
+    axes.set_title(title)
+    axes.set_title(note, loc="right", fontsize=8.5, fontweight="normal", color=_GREY)
+    axes.set_xlabel("Step" if window == 1 else f"Step (means over windows of {window} records)")
+    axes.locator_params(axis="x", integer=True)
+    axes.margins(x=0.02)
+
+
+def _count(records: Records) -> str:
+    return "1 rank" if len(records) == 1 else f"{len(records)} ranks"
+
+
+def _spread(records: Records) -> str:
+    return _count(records) if len(records) == 1 else f"mean and range of {_count(records)}"
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+    figure.savefig(path, metadata=metadata)
+    return path
+
+
+def _import_matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"figures need matplotlib ({error}); install it in a clone of the repository: pip install '.[plot]'",
+            name=error.name,
+        ) from error
+    return matplotlib

@@ -1,0 +1,237 @@
+"""The folder of a run: locked while it runs, taken once, filled by the launching side."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+import topologies
+from gossip.lab.experiments import records, run_figures
+from gossip.lab.experiments.run_settings import ConfigurationError
+from topologies import Topology
+
+CONFIG_FILE = "config.yaml"
+OVERRIDES_FILE = "overrides.yaml"
+SUMMARY_FILE = "summary.json"
+VERSIONS_FILE = "versions.json"
+STARTED_BY_FILE = "started_by.json"
+LOCK_FILE = "run.lock"
+_PACKAGES = (
+    "gossip-training",
+    "torch",
+    "numpy",
+    "networkx",
+    "loguru",
+    "hydra-core",
+    "omegaconf",
+    "scikit-learn",
+    "safetensors",
+    "matplotlib",
+)
+
+
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FolderError(ConfigurationError):
+    """The run folder holds another run or is in use by one, or cannot be written."""
+
+
+def new_name() -> str:
+    """A name that no other run has: the time, and the process id for those that start in the same second."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.getpid()}"
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Within the block no other process can lock ``folder``, which is made if it is not there. Local.
+
+    The lock is the kernel's, on a file that names this process. It goes with its owner, however that ends; a file that
+    a killed run left behind locks nothing. No other process inherits the lock: what ``launch`` starts is spawned.
+
+    Raises
+    ------
+    FolderError
+        A run that goes on holds the lock, which the text names; or the folder cannot be written.
+    """
+    path = folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _open_locked(path)
+    except OSError as error:
+        raise _cannot_be_written(folder, error) from error
+    try:
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "started_at": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        os.ftruncate(file, 0)
+        os.write(file, json.dumps(owner).encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the user may have removed the folder
+            path.unlink()  # while it is locked: whoever has opened it by now finds that it is gone, and opens anew
+        os.close(file)
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.stat(path)):
+                    return file
+        except BlockingIOError:
+            owner = _owner(os.pread(file, 4096, 0))
+            os.close(file)
+            raise FolderError(
+                f"{path.parent} is in use by {owner}; wait for it, or choose another folder with hydra.run.dir=..."
+            ) from None
+        except OSError as error:
+            if error.errno in _CANNOT_LOCK:
+                logger.warning("{} is on a file system without locks: nothing keeps another run out of it", path.parent)
+                return file
+            os.close(file)
+            raise
+        os.close(file)  # its owner removed it in the meantime
+
+
+def _owner(content: bytes) -> str:
+    try:
+        owner = json.loads(content)
+        return f"the run with process id {owner['pid']} on {owner['host']}, started at {owner['started_at']}"
+    except (ValueError, KeyError, TypeError):
+        return "another run, which has only just begun"  # it has locked the file, but not written it yet
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> FolderError:
+    return FolderError(f"the run folder {folder} cannot be written: {error.strerror}")
+
+
+def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """Make ``folder`` this run's: write the resolved configuration, what the user set of it, and the versions.
+
+    Raises
+    ------
+    FolderError
+        It holds a run already, or cannot be written.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / CONFIG_FILE).open("x", encoding="utf-8") as file:
+            file.write(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        (folder / OVERRIDES_FILE).write_text(OmegaConf.to_yaml(list(overrides)), encoding="utf-8")
+    except FileExistsError:
+        raise FolderError(
+            f"{folder} already holds a run ({CONFIG_FILE}); remove it, or choose another folder with hydra.run.dir=..."
+        ) from None
+    except OSError as error:
+        raise _cannot_be_written(folder, error) from error
+    _write_json(folder / VERSIONS_FILE, versions())
+
+
+def clear(folder: Path) -> None:
+    """Forget a run that has left nothing to go on from, so that :func:`claim` can begin it again. Locked."""
+    for path in (folder / CONFIG_FILE, folder / SUMMARY_FILE, *folder.glob("rank*.jsonl")):
+        path.unlink(missing_ok=True)
+
+
+def unclaim(folder: Path) -> None:
+    """Take back what :func:`claim` wrote for a run that was refused before it began. Locked."""
+    for name in (CONFIG_FILE, OVERRIDES_FILE, VERSIONS_FILE, STARTED_BY_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def sign(folder: Path, identities: Mapping[str, str]) -> None:
+    """Write down who would start this run again, and what they call it; nothing where nobody would."""
+    if identities:
+        _write_json(folder / STARTED_BY_FILE, identities)
+
+
+def update_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the configuration with which a run goes on, in one stroke."""
+    from omegaconf import OmegaConf
+
+    partial = folder / f"{CONFIG_FILE}.partial"
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
+    partial.replace(folder / CONFIG_FILE)
+
+
+def read_overrides(folder: Path) -> list[str]:
+    """What the user set of the configuration; nothing if that was not recorded."""
+    from omegaconf import OmegaConf
+
+    path = folder / OVERRIDES_FILE
+    if not path.exists():
+        return []
+    overrides = OmegaConf.to_container(OmegaConf.load(path))  # as they are, not resolved
+    return [str(override) for override in overrides] if isinstance(overrides, list) else []
+
+
+def changed_versions(folder: Path) -> list[str]:
+    """What the run in ``folder`` began with that is of another version now, in words."""
+    try:
+        began = json.loads((folder / VERSIONS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [f"{VERSIONS_FILE} cannot be read"]
+    return [f"{name} was {began.get(name)} and is {now}" for name, now in versions().items() if began.get(name) != now]
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary of a run that ended well, in one stroke."""
+    partial = folder / f"{SUMMARY_FILE}.partial"
+    _write_json(partial, summary)
+    partial.replace(folder / SUMMARY_FILE)
+
+
+def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
+    """Write the summary of a run that failed, unless another rank has done so: the first reason is the cause.
+
+    Returns whether this process has written it.
+    """
+    try:
+        with (folder / SUMMARY_FILE).open("x", encoding="utf-8") as file:
+            json.dump(summary, file, indent=2)
+    except FileExistsError:
+        return False
+    return True
+
+
+def draw_figures(folder: Path, world_size: int, topology: Topology | None) -> None:
+    """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG."""
+    by_rank = [records.read_jsonl(path) for path in records.record_files(folder, world_size)]
+    for draw, name in ((run_figures.training_figure, "training.svg"), (run_figures.consensus_figure, "consensus.svg")):
+        try:
+            draw(by_rank, folder / name)
+        except ValueError as error:  # a run that diverged has no numbers to draw, but has a result
+            logger.warning("{} is left out: {}", name, error)
+    if topology is not None:
+        topologies.draw(topology, folder / "topology.svg")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the platform and the packages that results depend on."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(records.without_non_finite(content), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,197 @@
+"""What is left of a run in one small dictionary, and how it is shown."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossip.lab.experiments.evaluation import Evaluation
+from gossip.lab.experiments.experiment_build import Experiment
+from gossip.lab.experiments.run_settings import Settings
+
+_TOTALS = {
+    "step_time_s": "training_time_s",
+    "exposed_wait_s": "exposed_wait_s",
+    "overlapped_s": "overlapped_s",
+    "forward_s": "forward_s",
+    "backward_s": "backward_s",
+    "update_s": "update_s",
+    "bytes_sent": "bytes_sent",
+    "num_refused": "num_refused",
+    "num_skipped": "num_skipped",
+}
+"""What of a record is added up, and under which name."""
+_PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
+
+
+class RankReport:
+    """Collects what one rank contributes to the summary."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._totals: dict[str, float] = {}
+        self._wait_by_peer_s: dict[str, float] = {}
+        self._evaluation = Evaluation(float("nan"), float("nan"))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one step, with those costs that its method measures."""
+        self._steps += 1
+        for key, name in _TOTALS.items():
+            if key in record:
+                self._totals[name] = self._totals.get(name, 0) + record[key]
+        for peer, wait_s in record.get("wait_by_peer_s", {}).items():
+            self._wait_by_peer_s[peer] = self._wait_by_peer_s.get(peer, 0.0) + wait_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted, for a checkpoint."""
+        return {"steps": self._steps, "totals": dict(self._totals), "wait_by_peer_s": dict(self._wait_by_peer_s)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count on from there."""
+        self._steps = state_dict["steps"]
+        self._totals = dict(state_dict["totals"])
+        self._wait_by_peer_s = dict(state_dict["wait_by_peer_s"])
+
+    def finish(self, evaluation: Evaluation) -> None:
+        """Note how good this rank's replica is at the end."""
+        self._evaluation = evaluation
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for the other ranks."""
+        return {
+            "steps": self._steps,
+            **self._totals,
+            "wait_by_peer_s": self._wait_by_peer_s,
+            "test_loss": self._evaluation.loss,
+            "test_accuracy": self._evaluation.accuracy,
+        }
+
+
+def summarise(
+    experiment: Experiment,
+    reports: Sequence[Mapping[str, Any]],
+    average: Evaluation,
+    consensus_before: tuple[float, float],
+    consensus_after: tuple[float, float],
+    parameter_bytes: int,
+) -> dict[str, Any]:
+    """The summary of a run that went well.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    reports : sequence of mapping
+        Each rank's :meth:`RankReport.as_dict`.
+    average : Evaluation
+        Of the global average.
+    consensus_before, consensus_after : (float, float)
+        Absolute and relative consensus distance before and after the global average.
+    parameter_bytes : int
+        Of one replica.
+    """
+    settings = experiment.settings
+    accuracies = [report["test_accuracy"] for report in reports]
+    losses = [report["test_loss"] for report in reports]
+    steps = reports[0]["steps"]
+    return {
+        "status": "completed",
+        "reason": "",
+        "method": settings.method,
+        "engine": settings.engine,
+        "topology": experiment.topology.name if experiment.topology is not None else None,
+        "algorithm": None if settings.method == "ddp" else experiment.algorithm.describe(),
+        "compression": None if settings.method == "ddp" else experiment.compression.describe(),
+        "clipping": None if settings.clip_grad_norm is None else _clipping(settings),
+        "data": experiment.data.name,
+        "data_notes": experiment.data.notes,
+        "seed": settings.seed,
+        "world_size": settings.world_size,
+        "local_test_accuracy_mean": statistics.fmean(accuracies),
+        "local_test_accuracy_worst": min(accuracies),
+        "local_test_accuracy_best": max(accuracies),
+        "local_test_loss_mean": statistics.fmean(losses),
+        "local_test_loss_worst": max(losses, key=lambda loss: (math.isnan(loss), loss)),
+        "averaged_test_accuracy": average.accuracy,
+        "averaged_test_loss": average.loss,
+        "consensus_distance_before": consensus_before[0],
+        "consensus_distance_before_relative": consensus_before[1],
+        "consensus_distance_after": consensus_after[0],
+        "consensus_distance_after_relative": consensus_after[1],
+        "epochs": experiment.num_epochs,
+        "steps": steps,
+        "training_time_s": max(report["training_time_s"] for report in reports),
+        **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
+        "wait_by_peer_s": _wait_by_peer(reports),
+        "parameter_bytes": parameter_bytes,
+        "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] for report in reports) / steps,
+        **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
+    }
+
+
+def _clipping(settings: Settings) -> str:
+    which = "global" if settings.method == "ddp" else settings.clip
+    return f"{settings.clip_grad_norm:g} ({which})"
+
+
+def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Over the ranks; None if the method does not measure it."""
+    values = [report[name] for report in reports if name in report]
+    return statistics.fmean(values) if values else None
+
+
+def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How long a rank that gets messages from a peer stood still for it: the mean over those ranks."""
+    peers = sorted({peer for report in reports for peer in report["wait_by_peer_s"]}, key=int)
+    waits = ([report["wait_by_peer_s"].get(peer) for report in reports] for peer in peers)
+    return {
+        peer: statistics.fmean(wait for wait in of_peer if wait is not None)
+        for peer, of_peer in zip(peers, waits, strict=True)
+    }
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The summary of a completed run as lines of a table: what it is, and the value with its unit."""
+    return [
+        ("test accuracy, local replicas: mean", percent(summary["local_test_accuracy_mean"])),
+        ("test accuracy, local replicas: worst", percent(summary["local_test_accuracy_worst"])),
+        ("test accuracy, local replicas: best", percent(summary["local_test_accuracy_best"])),
+        ("test accuracy, global average", percent(summary["averaged_test_accuracy"])),
+        ("test loss, global average", f"{summary['averaged_test_loss']:.4f}"),
+        ("consensus distance before the average", _distance(summary, "consensus_distance_before")),
+        ("consensus distance after", _distance(summary, "consensus_distance_after")),
+        ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
+        ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
+        *_measured(summary, "exposed_wait_s", "exposed wait, mean of the ranks"),
+        *_measured(summary, "overlapped_s", "exchanges beside computation, over buckets"),
+        ("sent per rank and step", size(summary["bytes_sent_per_step"])),
+    ]
+
+
+def _measured(summary: Mapping[str, Any], key: str, text: str) -> list[tuple[str, str]]:
+    """Nothing, where the method or the engine has no such time."""
+    return [] if summary[key] is None else [(text, seconds(summary[key]))]
+
+
+def seconds(duration_s: float | None) -> str:
+    """A time in seconds; "-" if it was not measured."""
+    return "-" if duration_s is None else f"{duration_s:.2f} s"
+
+
+def percent(accuracy: float) -> str:
+    """An accuracy as a percentage."""
+    return f"{accuracy:.2%}"
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes with a readable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def _distance(summary: Mapping[str, Any], key: str) -> str:
+    return f"{summary[key]:.3g} (relative {summary[f'{key}_relative']:.2g})"

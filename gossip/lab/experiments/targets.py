@@ -1,0 +1,218 @@
+"""What a configuration may name in ``_target_``: classes and functions that do no harm whatever they are given.
+
+Such a name is imported and called, and a configuration may come from elsewhere: with ``resume=FOLDER`` it does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gossip.lab.experiments.run_settings import ConfigurationError
+
+OPTION = "trusted_targets"
+"""The option by which a user trusts more. Only that of the command counts, not that of a folder which goes on."""
+
+TARGET = "_target_"
+
+
+@dataclass(frozen=True)
+class _Package:
+    """Definitions that may be named.
+
+    Attributes
+    ----------
+    written : str
+        What the name begins with; only what is below it is imported.
+    defined : str
+        The module, or the package of modules, in which the object must be defined: a name can lead to anything that a
+        module has imported, as ``torch.optim.adam.torch.load`` does.
+    functions : bool
+        Whether public functions are among them; if not, only classes.
+    """
+
+    written: str
+    defined: str
+    functions: bool = False
+
+
+_OPTIMIZERS = _Package("torch.optim", "torch.optim")
+_MODULES = _Package("torch.nn", "torch.nn.modules")
+
+
+def _own(module: str, *, functions: bool = False) -> _Package:
+    return _Package("gossip", module, functions)
+
+
+ALLOWED: Mapping[str, tuple[_Package, ...]] = {
+    "data": (_own("gossip.lab.experiments.datasets", functions=True),),
+    "model": (_own("gossip.lab.experiments.models"), _MODULES),
+    "algorithm": (_own("gossip.algorithms"),),
+    "compression": (_own("gossip.compression"),),
+    "optimizer": (_OPTIMIZERS,),
+    "scheduler": (_own("gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
+    "logger": (_own("gossip.lab.experiments.loggers"),),
+}
+"""By the section of the configuration, nested targets included; elsewhere there are none."""
+
+
+def check_targets(config: Mapping[str, Any]) -> None:
+    """Refuse every ``_target_`` that is neither allowed where it stands nor trusted. Local.
+
+    Nothing is called. Names are checked before anything is imported, and only what is allowed or trusted is imported;
+    then it is checked what the names stand for. Interpolations, which hydra would resolve into more, are refused.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved and plain. ``trusted_targets`` lists packages, modules, classes and functions that may be named too.
+
+    Raises
+    ------
+    ConfigurationError
+        The text names the target, where it stands, what is allowed there and how to trust it.
+    """
+    trusted = trusted_names(config)
+    found = list(_targets(config))
+    for place, name in found:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigurationError(f"{place}={name!r} is no name of a class or function, as package.module.Name is")
+        if not any(_is_within(name, each.written) for each in _allowed_at(place)) and not _is_trusted(name, trusted):
+            raise _refusal(place, name, name)
+    for place, name in found:
+        if name not in trusted:
+            _check_definition(place, name, trusted)
+    for section in ALLOWED:
+        for place, value in _leaves(config.get(section), section):
+            if "${" in str(value):
+                raise ConfigurationError(f"{place}={value}: a run's configuration has no ${{...}}; put the value there")
+
+
+def check_imports(names: Sequence[str], asked: Mapping[str, Any], path: str) -> None:
+    """Refuse what a run that goes on would import unless this command names it too. Local.
+
+    Parameters
+    ----------
+    names : sequence of str
+        ``imports`` of the folder's configuration.
+    asked : mapping
+        What this command amounts to.
+    path : str
+        Of that configuration, for the error.
+
+    Raises
+    ------
+    ConfigurationError
+        A module is not among this command's ``imports`` or ``trusted_targets``.
+    """
+    trusted = trusted_names(asked)
+    for name in names:
+        if name not in (asked.get("imports") or ()) and not _is_trusted(str(name), trusted):
+            raise ConfigurationError(
+                f"{path} has imports=[{name}], which would run that module here; if you trust it, add {OPTION}=[{name}]"
+            )
+
+
+def locate(place: str, name: str) -> Any:
+    """What a target names.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such thing.
+    """
+    first, *others = name.split(".")
+    found: Any = None
+    path = first
+    try:
+        found = importlib.import_module(first)
+        for part in others:
+            path = f"{path}.{part}"
+            if inspect.ismodule(found) and not hasattr(found, part):
+                found = importlib.import_module(path)
+            else:
+                found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        near = difflib.get_close_matches(path.rpartition(".")[2], dir(found), n=1) if inspect.ismodule(found) else []
+        hint = f"; did you mean {path.rpartition('.')[0]}.{near[0]}?" if near else ""
+        raise ConfigurationError(f"{place}={name} cannot be imported: {error}{hint}") from error
+    return found
+
+
+def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the user trusts besides.
+
+    Raises
+    ------
+    ConfigurationError
+        It is no list of names.
+    """
+    names = config.get(OPTION) or ()
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"{OPTION}={names!r} is no list of packages; write {OPTION}=[package]")
+    return tuple(names)
+
+
+def _targets(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Where targets stand, as on the command line, and their names."""
+    for place, value in _leaves(config):
+        if place.rpartition(".")[2] == TARGET and value is not None:
+            yield place, value
+
+
+def _leaves(content: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and all that is not a mapping or a list. The value of ``_target_`` is a leaf whatever it is."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            below = f"{place}.{key}" if place else str(key)
+            if key == TARGET:
+                yield below, value
+            else:
+                yield from _leaves(value, below)
+    elif isinstance(content, list | tuple):
+        for index, value in enumerate(content):
+            yield from _leaves(value, f"{place}[{index}]")
+    else:
+        yield place, content
+
+
+def _allowed_at(place: str) -> tuple[_Package, ...]:
+    return ALLOWED.get(place.partition(".")[0].partition("[")[0], ())
+
+
+def _is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _is_trusted(name: str, trusted: Sequence[str]) -> bool:
+    return any(_is_within(name, each) for each in trusted)
+
+
+def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
+    """Refuse a name that leads to something else than what may be named."""
+    target = locate(place, name)
+    if not inspect.isclass(target) and not inspect.isroutine(target):
+        raise ConfigurationError(f"{place}={name} is no class or function, but {target!r}")
+    module, qualified_name = str(getattr(target, "__module__", None)), str(target.__qualname__)
+    defined = f"{module}.{qualified_name}"
+    if _is_trusted(defined, trusted):
+        return
+    is_public = "." not in qualified_name and not qualified_name.startswith("_")
+    for package in _allowed_at(place):
+        if _is_within(module, package.defined) and is_public and (package.functions or inspect.isclass(target)):
+            return
+    raise _refusal(place, name, defined)
+
+
+def _refusal(place: str, name: str, defined: str) -> ConfigurationError:
+    allowed = [f"{'functions' if each.functions else 'classes'} of {each.defined}" for each in _allowed_at(place)]
+    section = place.partition(".")[0]
+    what = f"{place}={name}" + (f" is {defined}, which" if defined != name else "")
+    return ConfigurationError(
+        f"{what} is not among the targets that a configuration may name: below {section} these are "
+        f"{' and '.join(allowed) or 'none'}. If you trust that code with what it is given, add {OPTION}=[{defined}]"
+    )

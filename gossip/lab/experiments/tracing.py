@@ -1,0 +1,155 @@
+"""A few steps of a run under torch.profiler, one Chrome trace per rank, with every exchange from launch to arrival."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import profile
+
+from gossip.communication.transports import DistributedExchange, DistributedTransport
+from gossip.communication.world import World
+from gossip.compression.codec import Codec, Messages
+from topologies import Round, Topology
+
+FORWARD = "forward"
+BACKWARD = "backward"
+_FIRST_STEP, _NUM_STEPS = 5, 5  # the first steps allocate and warm up
+_FIRST_ROW = 1_000_000_000  # above any thread's id
+
+
+@dataclass(frozen=True)
+class TracedExchange:
+    """One exchange: where it belongs to, and a question for ``time.perf_counter()`` at its end, None before."""
+
+    step: int
+    bucket: int
+    bytes_sent: int
+    started_at: float
+    finished_at: Callable[[], float | None]
+
+
+class Tracer:
+    """Profiles steps 5 to 9 of a run, or its last five if it is shorter, and writes a trace that Perfetto opens.
+
+    Each bucket has a row of its own for its exchanges: they run in threads that torch.profiler does not see.
+
+    Parameters
+    ----------
+    path : Path
+        Written once the last exchange of the window has arrived.
+    total_steps : int
+        Of the run.
+    """
+
+    def __init__(self, path: Path, total_steps: int) -> None:
+        self._path = path
+        self._end = min(_FIRST_STEP + _NUM_STEPS, total_steps)
+        self._begin = max(0, self._end - _NUM_STEPS)
+        self._profiler: profile | None = None
+        self._is_active = False
+        self._exchanges: list[TracedExchange] = []
+        self._forward_started_at: list[float] = []
+
+    def step_begins(self, step: int) -> None:
+        """Call before each step's forward pass."""
+        if step == self._begin:
+            self._profiler = profile()
+            self._profiler.start()
+            self._is_active = True
+        if self._is_active:
+            self._forward_started_at.append(time.perf_counter())
+
+    def step_ended(self, step: int) -> None:
+        """Call after each step."""
+        if self._is_active and step == self._end - 1:
+            assert self._profiler is not None
+            self._profiler.stop()
+            self._is_active = False
+        elif step >= self._end and all(exchange.finished_at() is not None for exchange in self._exchanges):
+            self._write()
+
+    def exchange_started(
+        self, step: int, bucket: int, bytes_sent: int, started_at: float, finished_at: Callable[[], float | None]
+    ) -> None:
+        """Note an exchange, if it is one of the window's."""
+        if self._is_active:
+            self._exchanges.append(TracedExchange(step, bucket, bytes_sent, started_at, finished_at))
+
+    def close(self) -> None:
+        """Write what there is, without exchanges that have not arrived."""
+        if self._is_active and self._profiler is not None:
+            self._profiler.stop()
+            self._is_active = False
+        self._write()
+
+    def _write(self) -> None:
+        if self._profiler is None:
+            return
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        self._profiler.export_chrome_trace(str(partial))
+        self._profiler = None
+        trace = json.loads(partial.read_text(encoding="utf-8"))
+        trace["traceEvents"] += self._exchange_events(trace["traceEvents"])
+        partial.write_text(json.dumps(trace), encoding="utf-8")
+        partial.replace(self._path)
+
+    def _exchange_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """As complete events, with the names of their rows."""
+        forwards = sorted(event["ts"] for event in events if event.get("name") == FORWARD and event["ph"] == "X")
+        if not forwards:
+            return []
+        # Both clocks saw the forward passes begin, the profiler's a little later.
+        offset_us = min(
+            ts - 1e6 * started_at for ts, started_at in zip(forwards, self._forward_started_at, strict=False)
+        )
+        process = os.getpid()
+        rows: dict[int, str] = {}
+        complete: list[dict[str, Any]] = []
+        for exchange in self._exchanges:
+            finished_at = exchange.finished_at()
+            if finished_at is None:
+                continue
+            row = _FIRST_ROW + exchange.bucket
+            rows[row] = f"exchanges of bucket {exchange.bucket}"
+            complete.append(
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": f"exchange of bucket {exchange.bucket}",
+                    "pid": process,
+                    "tid": row,
+                    "ts": 1e6 * exchange.started_at + offset_us,
+                    "dur": 1e6 * (finished_at - exchange.started_at),
+                    "args": {"step": exchange.step, "bucket": exchange.bucket, "bytes_sent": exchange.bytes_sent},
+                }
+            )
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
+            for row, name in rows.items()
+        ]
+        return names + complete
+
+
+class TracedTransport(DistributedTransport):
+    """Tells a tracer of each exchange; else as its base."""
+
+    def __init__(self, world: World, topology: Topology, tracer: Tracer, *, sums_on_wire: bool = True) -> None:
+        super().__init__(world, topology, sums_on_wire=sums_on_wire)
+        self._tracer = tracer
+
+    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+        started_at = time.perf_counter()
+        exchange = super().start(codec, sent, round_, step=step, bucket=bucket)
+        pending, num_bytes = exchange.pending, sum(exchange.bytes_by_peer.values())
+
+        def finished_at() -> float | None:
+            return max(pending.finished_at.values()) if pending.done and pending.finished_at else None
+
+        self._tracer.exchange_started(step, bucket, num_bytes, started_at, finished_at)
+        return exchange

@@ -1,0 +1,329 @@
+"""The command line over hydra: a run, a sweep, or a rank that others started; and what a user's mistakes look like."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from loguru import logger
+
+from gossip.communication.world import World
+from gossip.errors import ExchangeError, LaunchError
+from gossip.lab.experiments import attempts, new_folders, resuming, run_folder
+from gossip.lab.experiments.attempts import State
+from gossip.lab.experiments.config_errors import check_flags, explain
+from gossip.lab.experiments.console_table import print_run
+from gossip.lab.experiments.job import reason, run_job
+from gossip.lab.experiments.option_help import FLAGS, help_text
+from gossip.lab.experiments.progress_bar import configure_logging
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.run_summary import percent
+from gossip.lab.experiments.stopping import SIGNALS
+from gossip.launching import fork_server
+from gossip.launching.joining import DEFAULT_TIMEOUT, Placement, find_placement, joined_process_group
+
+NAME_VARIABLE = "GOSSIP_RUN_NAME"
+"""The environment variable from which the configuration takes the last part of the run folder's name."""
+
+SWEEP = "sweep"
+"""The primary configuration of many runs."""
+
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+
+
+def main(config_folder: Path, config_name: str) -> int:
+    """Run what ``sys.argv`` says.
+
+    Parameters
+    ----------
+    config_folder : Path
+        Absolute.
+    config_name : str
+        Of the primary configuration in it.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 1 if a run failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
+        raises ``SystemExit(143)`` and USR1 ``SystemExit(138)``, after a checkpoint where checkpoints are on.
+    """
+    if set(FLAGS).intersection(sys.argv[1:]):
+        print(help_text(sys.argv[0], config_folder, config_name))
+        return 0
+    for each in SIGNALS:
+        signal.signal(each, _terminate)
+    try:
+        placement = find_placement()
+    except ValueError as error:  # of SLURM's variables
+        return report(ConfigurationError(str(error)), config_folder, config_name)
+    if placement is not None:
+        return _main_of_one_rank(config_folder, config_name, placement)
+    os.environ[NAME_VARIABLE] = run_folder.new_name()
+    last_words: list[str] = []
+    try:
+        if config_name == SWEEP:
+            _prepare_sweep()
+        _run_hydra(config_folder, config_name, last_words)
+    except BrokenPipeError:
+        raise  # whether standard output's reader has gone is seen to above
+    except (Exception, KeyboardInterrupt) as error:
+        status = report(error, config_folder, config_name)
+        if status == REFUSED:
+            new_folders.remove_new()
+        return status
+    finally:
+        fork_server.stop()
+        print(*last_words, sep="", end="", file=sys.stderr)
+    return 0
+
+
+def _prepare_sweep() -> None:
+    """Let hydra sweep whatever the arguments are: where it cannot compose them, it would take them for one run's."""
+    arguments = sys.argv[1:]
+    if not any(argument.startswith("-") for argument in arguments):
+        sys.argv.append("--multirun")
+    chosen = any(argument.startswith("hydra/launcher=") for argument in arguments)
+    if not chosen and importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+        raise ConfigurationError(
+            "the runs of a sweep are shared among the cores by hydra-joblib-launcher, which is not installed; install "
+            "it in a clone of the repository, pip install '.[sweeps]', or set hydra/launcher=basic"
+        )
+
+
+def report(error: BaseException, config_folder: Path, config_name: str) -> int:
+    """Tell the user on stderr what went wrong, and return the exit status that belongs to it."""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    if isinstance(error, LaunchError) and error.rank is not None:
+        sys.stderr.write(error.worker_traceback)
+        print(reason(error), file=sys.stderr)
+        return FAILED
+    if isinstance(error, ConfigurationError | LaunchError):
+        print(f"error: {reason(error)}", file=sys.stderr)
+        return REFUSED
+    refusal = _refusal_within(error)
+    explanation = explain(error, config_folder, config_name) if refusal is None else str(refusal)
+    if explanation is not None:
+        print(f"error: {explanation}", file=sys.stderr)
+        return REFUSED
+    traceback.print_exception(error)
+    return FAILED
+
+
+def _refusal_within(error: BaseException) -> ConfigurationError | None:
+    """What was refused while omegaconf resolved the configuration, which wraps it."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, ConfigurationError):
+        inner = inner.__cause__ or inner.__context__
+    return inner
+
+
+def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> None:
+    """Compose and run; every error is raised, none is printed. What is to be said after it is left in the list."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    from gossip.lab.sweeps import sweeper
+
+    check_flags(sys.argv[1:])
+    errors: list[Exception] = []
+
+    def task(config: Any) -> None:
+        try:
+            _task(config, config_folder, config_name, last_words)
+        except Exception as error:  # hydra would print lines of its own about it
+            errors.append(error)
+
+    sweeper.register()
+    OmegaConf.register_new_resolver("gossip.run_folder", _FolderChoice(), replace=True)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
+    hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
+    if errors:
+        raise errors[0]
+
+
+def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: list[str]) -> None:
+    """One run of hydra's: in a sweep a failure is recorded and reported, and the next run comes."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
+    written: Any = OmegaConf.to_container(settings.overrides.task)  # as they are, not resolved
+    overrides = list(map(str, written))
+    in_sweep = settings.mode == RunMode.MULTIRUN
+
+    def on_failure() -> str:
+        last_words.append("" if in_sweep else f"{resuming.advice(folder, config)}\n")
+        return last_words[-1]
+
+    try:
+        if in_sweep and find_placement() is not None:
+            raise ConfigurationError(
+                "a run of a sweep starts its ranks itself, but SLURM has started several tasks for it; set "
+                "hydra.launcher.tasks_per_node=1"
+            )
+        config = _plain(hydra_config)
+        if dist.is_initialized():
+            config["launch"]["world_size"] = dist.get_world_size()
+        state = State.BEGIN
+        if config.get("resume") is not None and in_sweep:
+            raise ConfigurationError("resume=... goes on with one run; leave out -m")
+        resume = config.get("resume")
+        if not in_sweep and _is_to_go_on_if_it_can(resume):
+            state = State[
+                _said_by_rank_0(lambda: attempts.state_of(folder, resume).name, "looking into the run folder")
+            ]
+            config["resume"] = str(folder) if state is State.GO_ON else None
+        if state is State.ENDED:
+            configure_logging(dist.get_rank() if dist.is_initialized() else 0)
+            logger.info("the run in {} has ended: there is nothing left to do", folder)
+            return
+        if config.get("resume") is not None:
+            config = _resumed(config, folder, overrides, str(settings.job.config_name))
+        overrides = [override for override in overrides if not override.startswith("resume=")]
+        summary = run_job(
+            config,
+            folder,
+            overrides,
+            again=state is State.BEGIN_AGAIN,
+            keep_refused=in_sweep,
+            on_failure=on_failure,
+        )
+    except Exception as error:
+        if not in_sweep:
+            raise
+        status = report(error, config_folder, config_name)
+        if isinstance(error, run_folder.FolderError):
+            raise SystemExit(status) from error  # nothing can be recorded in a sweep's folder that is another's
+        why = explain(error, config_folder, config_name) or reason(error)
+        run_folder.write_failure(folder, {"status": "failed", "reason": why, "overrides": overrides})
+        return
+    if in_sweep:
+        accuracy, time_s = percent(summary["averaged_test_accuracy"]), summary["wall_time_s"]
+        logger.info("job {}: test accuracy of the average {} after {:.1f} s", folder.name, accuracy, time_s)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        print_run(summary, folder)
+
+
+def _is_to_go_on_if_it_can(resume: str | None) -> bool:
+    """Whether the run may have begun already, in an attempt that did not end well."""
+    return resume == attempts.AUTO or (resume is None and attempts.restarter() is not None)
+
+
+class _FolderChoice:
+    """The folder of the run, for the configuration to ask for: chosen once, by rank 0. The first call is collective."""
+
+    def __init__(self) -> None:
+        self._found: str | None = None
+
+    def __call__(self, output_root: str, name: str, resume: str | None, *, _root_: Any) -> str:
+        if not _is_to_go_on_if_it_can(resume):
+            return resuming.folder_to_use(output_root, name, resume)
+        if self._found is None:
+            asked = {str(key): _plain_value(_root_[key]) for key in _root_ if key != "hydra"}
+            self._found = _said_by_rank_0(
+                lambda: str(attempts.find(Path(output_root), asked) or f"{output_root}/{name}"), "choosing a run folder"
+            )
+        return self._found
+
+
+def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_name: str) -> dict[str, Any]:
+    """The configuration of the run that goes on in ``folder``."""
+    from hydra import compose
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if folder.resolve() != Path(asked["resume"]).resolve():
+        raise ConfigurationError(f"resume={asked['resume']} goes on in that folder; leave out hydra.run.dir={folder}")
+    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
+    if dist.is_initialized():
+        keys.append("launch.world_size")  # whoever started the ranks has set it
+    defaults = _plain(compose(config_name), complete=False)
+    return resuming.continued_configuration(folder, asked, defaults, keys)
+
+
+def _plain_value(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _main_of_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
+    """Under torchrun or srun: every rank runs this, with one run folder for all."""
+    try:
+        with joined_process_group():
+            return _run_one_rank(config_folder, config_name, placement)
+    except LaunchError as error:
+        return report(error, config_folder, config_name)
+
+
+def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    rank = dist.get_rank()
+    last_words: list[str] = []
+    try:
+        os.environ[NAME_VARIABLE] = _said_by_rank_0(run_folder.new_name, "agreeing on a run folder")
+        if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
+            raise ConfigurationError(
+                f"a sweep (-m) cannot run under {placement.starter}, which starts the ranks of one run; start the "
+                f"sweep with python, or each run with {placement.starter}"
+            )
+        _run_hydra(config_folder, config_name, last_words)
+    except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
+        # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
+        status = report(error, config_folder, config_name) if rank == 0 else REFUSED
+        dist.barrier()
+        new_folders.remove_new()
+        return status
+    except BaseException as error:
+        status = _report_rank(error, rank)
+        print(*last_words, sep="", end="", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # communication that cannot end any more must not hold the process
+    return 0
+
+
+def _report_rank(error: BaseException, rank: int) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if not isinstance(error, ExchangeError | dist.DistError):  # those are the echo of another rank's failure
+        traceback.print_exception(error)
+    print(f"rank {rank} failed: {reason(error)}", file=sys.stderr)
+    return FAILED
+
+
+def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
+    """What ``text`` returns on rank 0. Collective."""
+    world = World(DEFAULT_TIMEOUT)
+    texts = world.gather_bytes(text().encode() if world.rank == 0 else b"", what)
+    world.close()
+    return texts[0].decode()
+
+
+def _terminate(signal_number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)

@@ -1,0 +1,271 @@
+"""Gossip, all-reduce (torch's DDP) and no exchange at all, behind one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gossip.algorithms import AdaptWhileCommunicating
+from gossip.communication.waiting import is_lost_connection
+from gossip.communication.world import World
+from gossip.compression.value_codecs import Uncompressed
+from gossip.lab.experiments.experiment_build import Experiment
+from gossip.lab.experiments.tracing import TracedTransport, Tracer
+from gossip.parameters.frozen_parameters import FrozenParameters
+from gossip.parameters.global_average import average_module_, saved_state
+from gossip.wrapper import GossipDataParallel
+from topologies import Round, Topology
+
+
+class Method(Protocol):
+    """How the replicas on the ranks learn from each other.
+
+    Attributes
+    ----------
+    module : Module
+        This rank's bare replica.
+    optimizer : Optimizer
+        For a scheduler; a method steps it itself.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The replica's output, for training. Local, or collective where buffers are shared."""
+
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
+        """Make one step. Every rank makes as many.
+
+        Returns
+        -------
+        dict
+            What it cost: of :class:`gossip.StepStats` what this method measures, with strings for keys.
+        """
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block ``module`` holds the mean of the replicas. Collective."""
+
+    def global_avg(self) -> None:
+        """Replace every replica by the mean. Collective."""
+
+    def close(self) -> None:
+        """End communication. Local."""
+
+
+def make_method(experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> Method:
+    """The method that the settings name, over this rank's ``module``; it tells ``tracer`` of exchanges. Collective."""
+    if experiment.settings.method == "ddp":
+        if world.rank == 0:
+            _say_what_is_ignored(experiment)
+        return AllReduceMethod(experiment, module, world, tracer)
+    topology = experiment.topology
+    if topology is None:
+        topology = Topology.from_rounds([Round.identity(world.world_size)], name="no exchange")
+    return GossipMethod(experiment, module, topology, world, tracer)
+
+
+def _say_what_is_ignored(experiment: Experiment) -> None:
+    """Options that mean something to other methods only, if the user has changed them."""
+    settings = experiment.settings
+    changed = {
+        f"algorithm {experiment.algorithm.describe()}": experiment.algorithm.describe()
+        != AdaptWhileCommunicating().describe(),
+        f"clip={settings.clip}": settings.clip != "global",
+        f"buffers={settings.buffers}": settings.buffers != "local",
+        f"compression {experiment.compression.describe()}": not isinstance(experiment.compression, Uncompressed),
+        "step_in_backward=false": not settings.step_in_backward,
+        f"debug={settings.debug}": settings.debug is not None,
+    }
+    ignored = [option for option, is_changed in changed.items() if is_changed]
+    if ignored:
+        logger.info("without meaning for method=ddp, and ignored: {}", ", ".join(ignored))
+
+
+class GossipMethod:
+    """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
+
+    def __init__(
+        self, experiment: Experiment, module: nn.Module, topology: Topology, world: World, tracer: Tracer | None
+    ) -> None:
+        settings = experiment.settings
+        transport = None  # the wrapper's own
+        if tracer is not None and world.world_size > 1:
+            sums_on_wire = isinstance(experiment.compression, Uncompressed)
+            transport = TracedTransport(world, topology, tracer, sums_on_wire=sums_on_wire)
+        self.model = GossipDataParallel(
+            module,
+            experiment.make_optimizer,
+            topology,
+            algorithm=experiment.algorithm,
+            compression=experiment.compression,
+            step_in_backward=settings.step_in_backward,
+            clip_grad_norm=settings.clip_grad_norm if settings.step_in_backward else None,
+            clip="bucket" if settings.clip == "bucket" else "global",
+            buffers="average" if settings.buffers == "average" else "local",
+            bucket_cap_mb=settings.bucket_cap_mb,
+            timeout=settings.timeout,
+            transport=transport,
+            debug=settings.debug,
+        )
+        self._settings = settings
+        assert self.model.optimizer is not None
+        self.module = module
+        self.optimizer = self.model.optimizer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The replica's output. Local."""
+        output: torch.Tensor = self.model(inputs)
+        return output
+
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
+        """Update and exchange inside the backward pass, or after it."""
+        loss.backward()
+        if not self._settings.step_in_backward:
+            if self._settings.clip_grad_norm is not None:
+                self.model.clip_grad_norm_(self._settings.clip_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        stats = self.model.stats()
+        assert stats is not None
+        costs = stats.to_dict()
+        for key, value in costs.items():
+            if isinstance(value, Mapping):
+                costs[key] = {str(peer): each for peer, each in sorted(value.items())}
+        del costs["step"]
+        return costs
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """As :meth:`gossip.GossipDataParallel.consensus_distance`."""
+        return self.model.consensus_distance()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """As :meth:`gossip.GossipDataParallel.averaged`."""
+        return self.model.averaged()
+
+    def global_avg(self) -> None:
+        """As :meth:`gossip.GossipDataParallel.global_avg`."""
+        self.model.global_avg()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.model.close()
+
+
+class AllReduceMethod:
+    """torch's DistributedDataParallel: gradients are averaged, the replicas stay equal.
+
+    Buffers (batch norm's running statistics) are rank 0's at the beginning of each forward pass and drift apart in it,
+    so that only they are averaged.
+
+    Notes
+    -----
+    The exposed wait is the time from the moment in which the last bucket of gradients is ready on this rank to the end
+    of the backward pass. A ring all-reduce sends 2 (n - 1) / n times the gradients' bytes.
+    """
+
+    def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
+        self._world = world
+        self._tracer = tracer
+        group = world.new_group(range(world.world_size))
+        self._model = DistributedDataParallel(
+            module, bucket_cap_mb=experiment.settings.bucket_cap_mb, process_group=group
+        )
+        # A lambda: torch compares annotations, which are strings here, with its own types.
+        self._model.register_comm_hook(group, lambda group, bucket: self._all_reduce(group, bucket))
+        self.module = module
+        self.optimizer = experiment.make_optimizer(list(module.named_parameters()))
+        gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        self._bytes_per_step = round(2 * (world.world_size - 1) / world.world_size * gradient_bytes)
+        self._max_norm = experiment.settings.clip_grad_norm
+        self._ready_at = self._forward_s = 0.0
+        self._step = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The replica's output. Collective if there are buffers."""
+        start = time.perf_counter()
+        with self._exchange("sharing rank 0's buffers"):
+            output: torch.Tensor = self._model(inputs)
+        self._forward_s = time.perf_counter() - start
+        return output
+
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
+        """Average the gradients inside the backward pass, then update."""
+        start = time.perf_counter()
+        with self._exchange("the all-reduce of the gradients"):
+            loss.backward()
+        backward_ended = time.perf_counter()
+        costs: dict[str, Any] = {
+            "exposed_wait_s": backward_ended - self._ready_at,
+            "bytes_sent": self._bytes_per_step,
+            "forward_s": self._forward_s,
+            "backward_s": backward_ended - start,
+        }
+        if self._max_norm is not None:
+            costs["gradient_norm"] = float(nn.utils.clip_grad_norm_(self.module.parameters(), self._max_norm))
+        update_began = time.perf_counter()
+        self.optimizer.step()
+        costs["update_s"] = time.perf_counter() - update_began
+        self.optimizer.zero_grad()
+        self._step += 1
+        return costs
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """Measured, not assumed: 0 as long as the replicas are equal."""
+        values = nn.utils.parameters_to_vector(self.module.parameters()).detach().double()
+        mean = values.clone()
+        self._world.average_(mean, "consensus distance")
+        square = torch.linalg.vector_norm(values - mean).square()
+        self._world.sum_(square, "consensus distance")
+        distance = float((square / self._world.world_size).sqrt())
+        norm = float(torch.linalg.vector_norm(mean))
+        return distance, distance / norm if norm else 0.0
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the buffers are the ranks' mean; the parameters are equal anyway."""
+        with saved_state(self.module, ()):
+            self.global_avg()
+            yield
+
+    def global_avg(self) -> None:
+        """Average the buffers; the parameters are equal anyway."""
+        average_module_(self.module, (), FrozenParameters((), self._world), self._world)
+
+    def close(self) -> None:
+        """Nothing is left to do: the group ends with its process."""
+
+    @contextlib.contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        """Tell a failure of the exchange, which is another rank's fault, from one of this rank's model."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise self._world.lost_by(error, f"step {self._step}: {what} failed") from error
+
+    def _all_reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        started_at = self._ready_at = time.perf_counter()
+        future = allreduce_hook(group, bucket)
+        if self._tracer is not None:
+            ends: list[float] = []
+            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+            bytes_sent = round(2 * (self._world.world_size - 1) / self._world.world_size * bucket.buffer().nbytes)
+            self._tracer.exchange_started(
+                self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None
+            )
+        return future

@@ -1,0 +1,8 @@
+"""What a cluster is really like: compute per step, jitter, latency and bandwidth, and what follows from them."""
+
+from gossip.lab.probe.cluster_measuring import Measured as Measured
+from gossip.lab.probe.cluster_measuring import measure as measure
+from gossip.lab.probe.probe_advice import Advice as Advice
+from gossip.lab.probe.probe_advice import advise as advise
+
+__all__ = ["Advice", "Measured", "advise", "measure"]

@@ -1,0 +1,165 @@
+"""A workload and a cluster for :func:`gossip.simulate_time`, as they are measured on the ranks themselves."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.communication.plain_gathering import gather_plain
+from gossip.communication.shared_memory import machine
+from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
+from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
+from gossip.launching.joining import DEFAULT_TIMEOUT
+from gossip.simulation import Cluster, SlowRank, Workload
+
+_SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this is a straggler
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured; the same on every rank.
+
+    Attributes
+    ----------
+    cluster : Cluster
+    workload : Workload
+    is_regular : bool
+        Whether nodes hold equally many ranks, in order. If not, each rank is taken for a node of its own.
+    num_pairs : int
+        Pairs of ranks whose link was measured.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    is_regular: bool
+    num_pairs: int
+
+
+def measure(
+    module: nn.Module,
+    loss: Callable[[int], torch.Tensor],
+    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+    *,
+    num_steps: int = 20,
+    bucket_cap_mb: float = 25.0,
+    message_bytes: int = 8_000_000,
+) -> Measured:
+    """Measure compute, jitter, latency and bandwidth. Collective; without a process group, a world of one.
+
+    Parameters
+    ----------
+    module : Module
+        What is to be trained. It is trained for a few steps, and its parameters become views of buckets.
+    loss : callable
+        ``(step) -> Tensor``: the forward pass of a step.
+    optimizer : callable
+        Makes one over a list of parameters.
+    num_steps : int
+        Steps that are measured, at least 2.
+    bucket_cap_mb : float
+        As the wrapper's.
+    message_bytes : int
+        Of the messages that the bandwidth is measured with.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+    plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
+    measured = gather_plain(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
+    steps = [StepTimes(**{**each, "bucket_bytes": tuple(each["bucket_bytes"])}) for each in measured]
+    workload = workload_of(steps)
+    device = next(module.parameters()).device
+    links: list[Link] = []
+    if len(steps) > 1:
+        links = measure_links(message_bytes, device)
+        step_s = workload.compute_s + workload.mix_s
+        contention = measure_contention(plain.make, step_s, message_bytes, device)
+        workload = replace(workload, contention=contention)
+    machines = gather_plain(str(machine()), "telling which rank is on which machine", DEFAULT_TIMEOUT)
+    local_size = local_size_of(machines)
+    cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
+    return Measured(cluster, workload, local_size is not None, len(links) // 2)
+
+
+def workload_of(steps: Sequence[StepTimes]) -> Workload:
+    """Return the mean step of the ranks that are not much slower than others, and how it varies.
+
+    Parameters
+    ----------
+    steps : sequence of StepTimes
+        By rank.
+    """
+    computing = [np.add(each.forward_s, each.backward_s) for each in steps]
+    means = [float(each.mean()) for each in computing]
+    usual_s = statistics.median(means)
+    slow = tuple(
+        SlowRank(rank, mean / usual_s) for rank, mean in enumerate(means) if usual_s and mean > _SLOW_FACTOR * usual_s
+    )
+    usual = [each for rank, each in enumerate(steps) if rank not in {straggler.rank for straggler in slow}]
+    variances = [float(np.var(each / each.mean())) for each in computing if each.mean() > 0]
+    return Workload(
+        forward_s=_mean([each.forward_s for each in usual]),
+        backward_s=_mean([each.backward_s for each in usual]),
+        bucket_bytes=steps[0].bucket_bytes,
+        update_s=_mean([each.update_s for each in usual]),
+        mix_s=_mean([each.mix_s for each in usual]),
+        jitter=float(np.sqrt(np.mean(variances))) if variances else 0.0,
+        stragglers=slow,
+    )
+
+
+def _mean(times: Sequence[Sequence[float]]) -> float:
+    return statistics.fmean(itertools.chain.from_iterable(times))
+
+
+def local_size_of(machines: Sequence[str]) -> int | None:
+    """Return the ranks per node; None unless all nodes hold as many, one after the other.
+
+    Parameters
+    ----------
+    machines : sequence of str
+        By rank.
+
+    Examples
+    --------
+    >>> local_size_of("aabb"), local_size_of("abab"), local_size_of("aab")
+    (2, None, None)
+    """
+    sizes = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
+    in_order = len(sizes) == len(set(machines))
+    return sizes[0] if in_order and len(set(sizes)) == 1 else None
+
+
+def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cpu: bool) -> Cluster:
+    """Return the medians over links. A node's bandwidth is what all its ranks together sent at the same time.
+
+    Parameters
+    ----------
+    links : sequence of Link
+        As every rank measured them.
+    world_size, local_size : int
+    on_cpu : bool
+        Whether parameters are on the CPU, where ranks of a node read each other's memory.
+    """
+    across = [link for link in links if link.rank // local_size != link.peer // local_size]
+    inside = [link for link in links if link.rank // local_size == link.peer // local_size]
+    by_node: dict[tuple[int, int], float] = {}
+    for link in across:
+        key = link.matching, link.rank // local_size
+        by_node[key] = by_node.get(key, 0.0) + link.bytes_per_s
+    given: dict[str, Any] = {}
+    if across:
+        given["latency_us"] = 1e6 * statistics.median(link.latency_s for link in across)
+        given["bandwidth_gbps"] = 8e-9 * statistics.median(by_node.values())
+    if inside:
+        given["local_latency_us"] = 1e6 * statistics.median(link.latency_s for link in inside)
+        given["local_bandwidth_gbps"] = 8e-9 * statistics.median(link.bytes_per_s for link in inside)
+    return Cluster(world_size // local_size, local_size, shares_memory=on_cpu and local_size > 1, **given)

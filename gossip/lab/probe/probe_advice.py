@@ -1,0 +1,258 @@
+"""What a measured cluster and workload mean for the choice between all-reduce and gossip, with the arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gossip.lab.probe.cluster_measuring import Measured
+from gossip.simulation import Cluster, SimulatedRun, SlowRank, Workload, simulate_time
+from topologies import Topology, analysis
+from topologies.reports.comparing import chosen_topologies
+from topologies.reports.disguises import without_disguises
+from topologies.reports.samples import title_of
+from topologies.reports.units import bytes_text, seconds_text
+
+TOLERANCE = 0.01
+#: A topology whose replicas agree later than in so many times ceil(log2 n) rounds is not recommended: it buys short
+#: steps with steps that learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
+_MOST_ROUNDS_FACTOR = 4
+_SAME = 1.02  # predictions this close are no reason to prefer one
+_BUSY_PERCENT = 40  # a jitter of so much is not that of a machine which does nothing else
+_HELPS = 1.05  # all-reduce must take so many times as long before it is given up for a mean that is not exact
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One method's row.
+
+    Attributes
+    ----------
+    title : str
+    topology : Topology or None
+        None: all-reduce, which agrees in every step.
+    run : SimulatedRun
+    messages : float
+        Messages of the model's size that leave or enter the busiest node per step, or, on a single node, the busiest
+        rank: the mean over rounds.
+    rounds : int or None
+        Until 1 % is left of the worst disagreement; None: never.
+    rate : float
+        By which a disagreement shrinks per round in the long run.
+    """
+
+    title: str
+    topology: Topology | None
+    run: SimulatedRun
+    messages: float
+    rounds: int | None
+    rate: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predictions, the shortest step first; ``str()`` is the report, whose last line is the recommendation."""
+
+    measured: Measured
+    rows: tuple[Predicted, ...]
+    all_reduce: Predicted
+    best: Predicted | None
+
+    @property
+    def helps(self) -> bool:
+        """Whether gossip's steps are shorter than all-reduce's by more than 5 %."""
+        return self.best is not None and self._ratio > _HELPS
+
+    @property
+    def _ratio(self) -> float:
+        assert self.best is not None
+        return self.all_reduce.run.step_time_s / self.best.run.step_time_s if self.best.run.step_time_s else 1.0
+
+    @property
+    def sentence(self) -> str:
+        """Whether gossip helps here, which topology to take, and whether the machine was too busy to say so."""
+        return self._choice + self._doubt
+
+    @property
+    def _doubt(self) -> str:
+        jitter_percent = round(100 * self.measured.workload.jitter)
+        if jitter_percent < _BUSY_PERCENT or self.measured.cluster.world_size == 1:
+            return ""
+        return (
+            f" The machine is busy (the same step's computation varies by {jitter_percent} %), so this answer is weak: "
+            f"measure again when nothing else runs."
+        )
+
+    @property
+    def _choice(self) -> str:
+        n = self.measured.cluster.world_size
+        if n == 1:
+            return "Gossip does not help here: there is one rank, which has nobody to exchange with."
+        ddp_s = seconds_text(self.all_reduce.run.step_time_s)
+        if self.best is None:
+            return f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
+        title, best_s = self.best.title, seconds_text(self.best.run.step_time_s)
+        if self.helps:
+            return (
+                f"Gossip helps here: take {title}, whose step is predicted to take {best_s}, where all-reduce's takes "
+                f"{ddp_s}, {self._ratio:.2f} times as long."
+            )
+        return (
+            f"Gossip does not help here: the best topology, {title}, is predicted to take {best_s} per step and "
+            f"all-reduce, whose mean is exact in every step, {ddp_s}; take all-reduce."
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*self._what_was_measured(), "", *self._table(), "", *self._arithmetic(), "", self.sentence])
+
+    def _what_was_measured(self) -> list[str]:
+        cluster, workload = self.measured.cluster, self.measured.workload
+        slow = [straggler for straggler in workload.stragglers if isinstance(straggler, SlowRank)]
+        lines = [
+            f"Measured on {_count(cluster.world_size, 'rank')}, {_count(cluster.num_nodes, 'node')}: a step computes "
+            f"{seconds_text(workload.compute_s)} (forward {seconds_text(workload.forward_s)}, backward "
+            f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}) with a jitter of "
+            f"{100 * workload.jitter:.0f} %; gossip mixes for {seconds_text(workload.mix_s)};",
+            f"{bytes_text(workload.model_bytes)} of parameters in {_count(len(workload.bucket_bytes), 'bucket')}; "
+            f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",
+        ]
+        if cluster.num_nodes > 1:
+            lines.append(
+                f"Between nodes: {cluster.latency_us:.0f} us, {cluster.bandwidth_gbps:.3g} Gbit/s of a node each way."
+            )
+        if cluster.local_size > 1:
+            lines.append(
+                f"Between ranks of a node: {cluster.local_latency_us:.0f} us, {cluster.local_bandwidth_gbps:.3g} "
+                f"Gbit/s{'; gossip reads parameters in memory' * cluster.shares_memory}."
+            )
+        lines += [f"Rank {each.rank} computes {each.factor:.2f} times as long as the others." for each in slow]
+        if not self.measured.is_regular:
+            lines.append("Nodes hold different numbers of ranks, or not in order: each rank counts as a node.")
+        return lines
+
+    def _table(self) -> list[str]:
+        header = (
+            "method",
+            "step, ms",
+            "waiting, ms",
+            "of ddp's step",
+            "messages",
+            "rounds to 1 %",
+            "time to 1 %",
+            "rate",
+        )
+        ddp_s = self.all_reduce.run.step_time_s
+        cells = [header, *(_cells(row, ddp_s) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return [
+            "  ".join(
+                cell.ljust(width) if place == 0 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in cells
+        ]
+
+    def _arithmetic(self) -> list[str]:
+        cluster, workload = self.measured.cluster, self.measured.workload
+        lines = [
+            "step: simulated by gossip.simulate_time, messages hidden beside computation as far as they fit.",
+            "messages: of the model's size, through the busiest link per step; rounds to 1 %: until so much is left of "
+            "the worst disagreement;",
+            "time to 1 %: so many steps; rate: by which a disagreement shrinks per round in the long run. A short step "
+            "is no convergence:",
+            f"recommended is the shortest step among those with at most {_most_rounds(cluster.world_size)} rounds to "
+            f"1 % ({_MOST_ROUNDS_FACTOR} log2 n); of steps within 2 %, the fewest rounds.",
+        ]
+        for row in (self.all_reduce, self.best):
+            if row is not None:
+                lines.append(_arithmetic_of(row, cluster, workload))
+        return lines
+
+
+def advise(measured: Measured, *, topologies: Iterable[str | Topology] | None = None, num_steps: int = 200) -> Advice:
+    """Predict a step of all-reduce and of topologies, and choose. Local.
+
+    Parameters
+    ----------
+    measured : Measured
+    topologies : iterable of str or Topology, optional
+        By default every registered one that serves the world size, without those whose exchanges are another's.
+    num_steps : int
+        Of each simulated run.
+    """
+    cluster, workload = measured.cluster, measured.workload
+    n = cluster.world_size
+    run = simulate_time("ddp", cluster, workload, num_steps)
+    all_reduce = Predicted("ddp", None, run, 2.0 * (n - 1) / n, 1, 0.0)
+    chosen = list(chosen_topologies(topologies, n, cluster.local_size)) if n > 1 else []
+    if topologies is None:
+        chosen = without_disguises(chosen)
+    rows = [_predict(topology, cluster, workload, num_steps) for topology in chosen if topology.doubly_stochastic]
+    good = [row for row in rows if row.rounds is not None and row.rounds <= _most_rounds(n)]
+    best = None
+    if good:
+        shortest = min(row.run.step_time_s for row in good)
+        best = min(
+            (row for row in good if row.run.step_time_s <= _SAME * shortest),
+            key=lambda row: (row.rounds, row.messages, row.title),
+        )
+    ranked = sorted([all_reduce, *rows], key=lambda row: (row.run.step_time_s, row.rounds or math.inf, row.title))
+    return Advice(measured, tuple(ranked), all_reduce, best)
+
+
+def _predict(topology: Topology, cluster: Cluster, workload: Workload, num_steps: int) -> Predicted:
+    traffic = analysis.traffic(topology, local_size=cluster.local_size if cluster.num_nodes > 1 else 1)
+    return Predicted(
+        title=title_of(topology),
+        topology=topology,
+        run=simulate_time(topology, cluster, workload, num_steps),
+        messages=sum(round_.busiest_node for round_ in traffic.rounds) / len(traffic.rounds) / traffic.every,
+        rounds=analysis.rounds_to(topology, TOLERANCE),
+        rate=analysis.consensus_rate(topology),
+    )
+
+
+def _most_rounds(world_size: int) -> int:
+    return _MOST_ROUNDS_FACTOR * max(1, math.ceil(math.log2(world_size)))
+
+
+def _cells(row: Predicted, ddp_s: float) -> tuple[str, ...]:
+    run = row.run
+    return (
+        row.title,
+        f"{1e3 * run.step_time_s:.2f}",
+        f"{1e3 * run.exposed_wait_s:.2f}",
+        f"{run.step_time_s / ddp_s:.2f}" if ddp_s else "-",
+        f"{row.messages:.3g}",
+        "never" if row.rounds is None else str(row.rounds),
+        "never" if row.rounds is None else seconds_text(row.rounds * run.step_time_s),
+        f"{row.rate:.4f}",
+    )
+
+
+def _arithmetic_of(row: Predicted, cluster: Cluster, workload: Workload) -> str:
+    """One line: the time on the wire, and beside what it can hide."""
+    between = cluster.num_nodes > 1
+    seconds_per_byte = cluster.seconds_per_byte if between else cluster.local_seconds_per_byte
+    bandwidth_gbps = cluster.bandwidth_gbps if between else cluster.local_bandwidth_gbps
+    wire_s = row.messages * workload.model_bytes * seconds_per_byte
+    on_wire = (
+        f"{row.messages:.3g} x {bytes_text(workload.model_bytes)} / {bandwidth_gbps:.3g} Gbit/s = "
+        f"{seconds_text(wire_s)} on the link of a {'node' if between else 'rank'}"
+    )
+    if row.topology is not None and cluster.shares_memory and not between:
+        on_wire = "read in memory, nothing is sent"
+    hidden_s, beside, computing_s = workload.backward_s, "backward", workload.compute_s
+    if row.topology is not None:
+        computing_s += workload.mix_s
+        hidden_s, beside = computing_s, "a whole step"
+    late = " (for late ranks too)" * bool(workload.jitter or workload.stragglers)
+    return (
+        f"{row.title}: {on_wire}, beside {beside} of {seconds_text(hidden_s)}; computing {seconds_text(computing_s)} + "
+        f"waiting {seconds_text(row.run.exposed_wait_s)}{late}: {seconds_text(row.run.step_time_s)} per step."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

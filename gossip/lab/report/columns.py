@@ -1,0 +1,99 @@
+"""The values of a row as columns of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
+from gossip.lab.report.report_document import Metric, Row
+from gossip.lab.report.series import setting
+
+_FACETS = ("world_size", "partition")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A value.
+
+    Attributes
+    ----------
+    name
+        In the document.
+    title, explanation
+        For people.
+    quantity
+        Its units.
+    better
+        Whether "higher" or "lower" values are better; None: neither.
+    among
+        The methods that are compared for the best; without communication nothing is sent, and that is no merit.
+    """
+
+    name: str
+    title: str
+    explanation: str
+    quantity: Quantity
+    better: str | None = None
+    among: tuple[str, ...] = ("gossip", "ddp")
+
+
+_COLUMNS = (
+    Column("averaged_accuracy", "Accuracy", "of the averaged model", FRACTION, "higher"),
+    Column("averaged_loss", "Loss", "of the averaged model", NUMBER, "lower"),
+    Column("local_accuracy_mean", "Local accuracy, mean", "over the ranks", FRACTION, "higher"),
+    Column("local_accuracy_worst", "Local accuracy, worst", "of the ranks", FRACTION, "higher"),
+    Column(
+        "consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower",
+        ("gossip",),
+    ),
+    Column("bytes_per_step", "Sent per step", "by one rank", BYTES, "lower"),
+    Column("bytes_to_target", "Sent to target", "by one rank", BYTES, "lower"),
+    Column("rounds_to_target", "Rounds to target", "steps", NUMBER, "lower"),
+    Column("predicted_step_time_s", "Step time", "predicted", SECONDS, "lower"),
+    Column("predicted_time_to_target_s", "Time to target", "predicted", SECONDS, "lower"),
+    Column("predicted_total_time_s", "Total time", "predicted", SECONDS, "lower"),
+    Column("steps", "Steps", "local updates", NUMBER),
+    Column("training_time_s", "Run time", "of the experiment itself", SECONDS),
+)  # fmt: skip
+
+VALUE_NAMES = tuple(column.name for column in _COLUMNS)
+
+
+def value_names(rows: Sequence[Row]) -> list[str]:
+    """Every name that a value has: the known ones in order, then others as they come."""
+    return list(dict.fromkeys([*VALUE_NAMES, *(name for row in rows for name in row.values)]))
+
+
+def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
+    """The columns in which any row has a value, that of the metric first; a name that is not known is its own title."""
+    known = {column.name: column for column in _COLUMNS}
+    present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
+    if same_steps(rows) is not None:
+        present.remove("steps")
+    present.sort(key=lambda name: name != f"averaged_{metric.name}")
+    return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
+
+
+def same_steps(rows: Sequence[Row]) -> str | None:
+    """The number of steps, if it is one for all rows that have any: no column then."""
+    means = {mean for row in rows if (mean := row.mean("steps")) is not None}
+    return NUMBER.text(means.pop()) if len(means) == 1 else None
+
+
+def best(rows: Sequence[Row], column: Column) -> set[int]:
+    """Indices of the rows that are best among those of as many ranks and the same partition.
+
+    Where all are equal, or there is only one, none is best.
+    """
+    groups: dict[tuple[str | None, ...], dict[int, float]] = {}
+    for index, row in enumerate(rows):
+        mean = row.mean(column.name)
+        if column.better is not None and mean is not None and row.method in column.among:
+            groups.setdefault(tuple(setting(row, name) for name in _FACETS), {})[index] = mean
+    found: set[int] = set()
+    for means in groups.values():
+        if len(set(means.values())) > 1:
+            extreme = max(means.values()) if column.better == "higher" else min(means.values())
+            found.update(index for index, mean in means.items() if mean == extreme)
+    return found

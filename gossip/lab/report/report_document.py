@@ -1,0 +1,159 @@
+"""The result document of a sweep, checked and with types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gossip.lab.report.report_fields import Field
+
+METHODS = ("gossip", "ddp", "local")
+STATUSES = ("completed", "partly failed", "failed")
+METRICS = ("accuracy", "loss")
+#: The name under which a cluster is described in a sentence.
+DESCRIPTION = "description"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A result over the seeds: its mean, its sample standard deviation (None for one seed), and of how many."""
+
+    mean: float
+    spread: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What was measured during training, as means over the seeds; all of one length.
+
+    Attributes
+    ----------
+    step
+        Local updates so far.
+    bytes, time_s
+        Sent per rank, and predicted, so far.
+    metric
+        Of the averaged model on held-out data.
+    consensus
+        Relative consensus distance.
+    """
+
+    step: tuple[float | None, ...]
+    bytes: tuple[float | None, ...]
+    time_s: tuple[float | None, ...]
+    metric: tuple[float | None, ...]
+    consensus: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of the sweep, over its seeds. What a method does not have is None."""
+
+    label: str
+    method: str
+    topology: str | None
+    world_size: int
+    partition: str | None
+    algorithm: str | None
+    compression: str | None
+    engine: str | None
+    seeds: tuple[int, ...]
+    num_failed: int
+    status: str
+    reasons: tuple[str, ...]
+    commands: tuple[str, ...]
+    values: Mapping[str, Value | None]
+    curves: Curves | None
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a value, None where there is none."""
+        value = self.values.get(name)
+        return None if value is None else value.mean
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is compared: ``accuracy`` or ``loss`` of the averaged model, and the target that counts as reached."""
+
+    name: str
+    higher_is_better: bool
+    target: float | None
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole sweep. ``settings``, ``cluster`` and ``environment`` are text by name, ``drawings`` SVG by title."""
+
+    title: str
+    description: str
+    settings: Mapping[str, str]
+    metric: Metric
+    cluster: Mapping[str, str]
+    environment: Mapping[str, str]
+    rows: tuple[Row, ...]
+    drawings: Mapping[str, str]
+
+
+def read_document(document: Mapping[str, Any]) -> Document:
+    """Check a document as it stands in results.json.
+
+    Raises
+    ------
+    ValueError
+        If something is missing or is not what it must be; the message names the place and what stands there.
+    """
+    whole = Field(document, "document")
+    metric = whole["metric"]
+    return Document(
+        title=whole["title"].text(),
+        description=whole.get("description").optional_text() or "",
+        settings=whole.get("settings").texts(),
+        metric=Metric(
+            metric["name"].one_of(METRICS), metric["higher_is_better"].boolean(), metric.get("target").optional_number()
+        ),
+        cluster=whole.get("cluster").texts(),
+        environment=whole.get("environment").texts(),
+        rows=tuple(_row(row) for row in whole["rows"].items()),
+        drawings={title: drawing.svg() for title, drawing in whole.get("drawings").named()},
+    )
+
+
+def _row(row: Field) -> Row:
+    return Row(
+        label=row["label"].text(),
+        method=row["method"].one_of(METHODS),
+        topology=row.get("topology").optional_text(),
+        world_size=row["world_size"].integer(minimum=1),
+        partition=row.get("partition").optional_text(),
+        algorithm=row.get("algorithm").optional_text(),
+        compression=row.get("compression").optional_text(),
+        engine=row.get("engine").optional_text(),
+        seeds=tuple(seed.integer() for seed in row["seeds"].items()),
+        num_failed=row["num_failed"].integer(minimum=0),
+        status=row["status"].one_of(STATUSES),
+        reasons=tuple(reason.text() for reason in row.get("reasons").items()),
+        commands=tuple(command.text() for command in row.get("commands").items()),
+        values={name: _value(value) for name, value in row["values"].named()},
+        curves=_curves(row.get("curves")),
+    )
+
+
+def _value(value: Field) -> Value | None:
+    if value.is_null:
+        return None
+    return Value(
+        value["mean"].number(), value.get("spread").optional_number(minimum=0.0), value["count"].integer(minimum=1)
+    )
+
+
+def _curves(curves: Field) -> Curves | None:
+    if curves.is_null:
+        return None
+    names = ("step", "bytes", "time_s", "metric", "consensus")
+    lists = {name: tuple(entry.optional_number() for entry in curves[name].items()) for name in names}
+    lengths = {name: len(entries) for name, entries in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{curves.place} must hold lists of one length, got {lengths}; use null for what is missing")
+    return Curves(**lists)

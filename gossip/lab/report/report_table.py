@@ -1,0 +1,154 @@
+"""The table of the page: one body per row, that holds its line and what is folded away below it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gossip.lab.report.columns import Column, best, columns
+from gossip.lab.report.markup import Element, element, extend
+from gossip.lab.report.report_document import Document, Row
+from gossip.lab.report.series import setting, varying
+
+SETTINGS = {
+    "topology": "Topology",
+    "world_size": "Ranks",
+    "partition": "Partition",
+    "algorithm": "Algorithm",
+    "compression": "Compression",
+    "engine": "Engine",
+}
+#: The first column has it already, with its options.
+_IN_LABEL = "topology"
+_NOTHING = "–"  # noqa: RUF001
+_LONGEST_REASON = 160
+
+
+def make_filters(document: Document) -> Element:
+    """What chooses rows: words, and one choice for each setting in which the rows differ."""
+    controls = [
+        element(
+            "label", element("span", "Search"), element("input", type="search", id="filter-text", autocomplete="off")
+        )
+    ]
+    for name in [*varying(document.rows, list(SETTINGS)), "status"]:
+        texts = list(dict.fromkeys(setting_text(row, name) for row in document.rows))
+        if len(texts) > 1:
+            title = SETTINGS.get(name, "Status")
+            choices = [element("option", "all", value=""), *(element("option", text, value=text) for text in texts)]
+            select = element("select", *choices, data_setting=name.replace("_", "-"))
+            controls.append(element("label", element("span", title), select))
+    return element(
+        "form", *controls, element("button", "Show all", type="reset"), class_="filters", id="filters", role="search",
+        aria_label="Filter the rows",
+    )  # fmt: skip
+
+
+def make_table(document: Document) -> Element:
+    """The table with its container, in which it scrolls."""
+    rows = document.rows
+    settings = [name for name in varying(rows, list(SETTINGS)) if name != _IN_LABEL]
+    values = columns(rows, document.metric)
+    stars = [best(rows, column) for column in values]
+    head = element("tr", _header("Setting", "", is_number=False))
+    extend(head, *(_header(SETTINGS[name], "", is_number=name == "world_size") for name in settings))
+    extend(head, *(_header(column.title, column.explanation, is_number=True) for column in values))
+    table = element(
+        "table", element("caption", "Results; the headings sort", class_="hidden-text"), element("thead", head),
+        id="results-table",
+    )  # fmt: skip
+    for index, row in enumerate(rows):
+        table.append(_body(index, row, settings, values, stars))
+    return element(
+        "div", table, class_="scroller", tabindex="0", role="region", aria_label="Table of results, scrolls sideways"
+    )
+
+
+def setting_text(row: Row, name: str) -> str:
+    """A setting as the table and the filters show it."""
+    return setting(row, name) or _NOTHING
+
+
+def _header(title: str, explanation: str, *, is_number: bool) -> Element:
+    button = element("button", element("span", title), type="button", data_sort="number" if is_number else "text")
+    if explanation:
+        button.append(element("small", explanation))
+    return element("th", button, scope="col", aria_sort="none", class_="number" if is_number else None)
+
+
+def _body(
+    index: int, row: Row, settings: Sequence[str], values: Sequence[Column], stars: Sequence[set[int]]
+) -> Element:
+    identifier = f"details-{index}"
+    line = element("tr", _label_cell(row, identifier))
+    for name in settings:
+        text = setting_text(row, name)
+        is_number = name == "world_size"
+        line.append(element("td", text, class_="number" if is_number else None, data_value=text))
+    for column, starred in zip(values, stars, strict=True):
+        line.append(_value_cell(row, column, index in starred))
+    details = element("tr", element("td", _details(row), colspan=str(len(line))), id=identifier, hidden=True)
+    chosen = {f"data_{name}": setting_text(row, name) for name in (*SETTINGS, "status")}
+    return element("tbody", line, details, data_row=str(index), data_text=_searched(row), **chosen)
+
+
+def _label_cell(row: Row, details: str) -> Element:
+    toggle = element(
+        "button", type="button", class_="toggle", aria_expanded="false", aria_controls=details,
+        aria_label=f"Commands of {row.label}", title="Commands",
+    )  # fmt: skip
+    label = element("span", *_breakable(row.label), class_="label")
+    cell = element("th", element("div", toggle, label, class_="name"), scope="row", data_value=row.label)
+    if row.status != "completed":
+        cell.append(element("span", row.status, class_="status"))
+        if row.reasons:
+            reason, *others = row.reasons
+            short = reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"
+            more = f" (and {len(others)} more)" if others else ""
+            cell.append(element("span", short + more, class_="reason"))
+    return cell
+
+
+def _breakable(label: str) -> list[Element | str]:
+    """A label that may go on in a new line after an underscore and before a bracket."""
+    first, *others = re.split(r"(?<=_)|(?=\()", label)
+    return [first, *(part for other in others for part in (element("wbr"), other))]
+
+
+def _value_cell(row: Row, column: Column, is_best: bool) -> Element:
+    value = row.values.get(column.name)
+    if value is None:
+        return element("td", element("span", _NOTHING, aria_hidden="true"), _hidden("no value"), class_="number")
+    cell = element("td", class_="number", data_value=repr(value.mean), title=_counted(row, value.count))
+    if is_best:
+        extend(cell, element("span", "★ ", class_="best", aria_hidden="true"), _hidden("best: "))
+    return extend(cell, column.quantity.value_text(value))
+
+
+def _counted(row: Row, count: int) -> str | None:
+    """A word where not all seeds are in a mean."""
+    return None if count == len(row.seeds) else f"mean of {count} of {len(row.seeds)} seeds"
+
+
+def _details(row: Row) -> Element:
+    details = element("div", class_="details")
+    seeds = ", ".join(map(str, row.seeds))
+    facts = [f"seeds {seeds}" if len(row.seeds) != 1 else f"seed {seeds}"] if row.seeds else []
+    if row.num_failed:
+        facts.append(f"{row.num_failed} failed")
+    extend(details, element("p", "; ".join([row.label, *facts])))
+    for reason in row.reasons:
+        extend(details, element("p", reason, class_="reason"))
+    if not row.commands:
+        return extend(details, element("p", "No command was recorded."))
+    commands = element("pre", *(element("code", command) for command in row.commands), tabindex="0")
+    copy = element("button", "Copy", type="button", class_="copy")
+    return extend(details, commands, copy, element("span", class_="copied", role="status"))
+
+
+def _searched(row: Row) -> str:
+    return " ".join([row.label, *(setting_text(row, name) for name in (*SETTINGS, "status")), *row.reasons]).lower()
+
+
+def _hidden(text: str) -> Element:
+    return element("span", text, class_="hidden-text")

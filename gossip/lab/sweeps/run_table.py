@@ -1,0 +1,98 @@
+"""What a sweep (``-m``) leaves besides its runs: one table over them, as sweep.csv and on the terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gossip.lab.experiments.console_table import print_sweep
+from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE
+
+SWEEP_FILE = "sweep.csv"
+_COLUMNS = (
+    "job",
+    "overrides",
+    "status",
+    "reason",
+    "method",
+    "engine",
+    "topology",
+    "algorithm",
+    "compression",
+    "clipping",
+    "data",
+    "seed",
+    "world_size",
+    "averaged_test_accuracy",
+    "averaged_test_loss",
+    "local_test_accuracy_mean",
+    "local_test_accuracy_worst",
+    "local_test_accuracy_best",
+    "consensus_distance_before",
+    "consensus_distance_before_relative",
+    "consensus_distance_after",
+    "steps",
+    "wall_time_s",
+    "training_time_s",
+    "exposed_wait_s",
+    "overlapped_s",
+    "bytes_sent_per_step",
+)
+
+
+def table_callback() -> Any:
+    """The hydra callback (``hydra.callbacks`` in the configuration) that ends a sweep with its table.
+
+    It leaves with exit status 1 if a run failed: hydra itself sees only tasks that returned.
+    """
+    from hydra.experimental.callback import Callback
+
+    class TableCallback(Callback):
+        """Gathers the runs at the end of a sweep."""
+
+        def on_multirun_end(self, config: Any, **_: Any) -> None:
+            summaries = finish_sweep(Path(config.hydra.sweep.dir))
+            if any(summary["status"] != "completed" for summary in summaries):
+                raise SystemExit(1)
+
+    return TableCallback()
+
+
+def finish_sweep(folder: Path) -> list[dict[str, Any]]:
+    """Gather the runs under ``folder``, write sweep.csv and print the table.
+
+    Returns
+    -------
+    list of dict
+        Each run's summary, with its place under ``folder`` as ``job``.
+    """
+    found = {path.parent for name in (CONFIG_FILE, SUMMARY_FILE) for path in folder.rglob(name)}
+    jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))
+    summaries = [_read(job, folder) for job in jobs]
+    write_csv(summaries, folder / SWEEP_FILE)
+    print_sweep(summaries, folder)
+    return summaries
+
+
+def write_csv(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write one row per run; what a run does not have is left empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _COLUMNS, restval="", extrasaction="ignore")
+        writer.writeheader()
+        for summary in summaries:
+            writer.writerow({**summary, "overrides": " ".join(summary["overrides"])})
+
+
+def _read(job: Path, folder: Path) -> dict[str, Any]:
+    nothing = {"status": "failed", "reason": f"its process ended without leaving {SUMMARY_FILE}", "overrides": []}
+    path = job / SUMMARY_FILE
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else nothing
+    return {**nothing, **summary, "job": str(job.relative_to(folder))}
+
+
+def _natural(path: Path) -> tuple[tuple[int, str], ...]:
+    """So that 10 comes after 9."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in path.parts)

@@ -1,0 +1,129 @@
+"""How a run went, from its records: the averaged model and the replicas' distance over steps and bytes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossip.lab.experiments.records import read_jsonl, record_files
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What runs are compared by.
+
+    Attributes
+    ----------
+    name : str
+        "accuracy" or "loss", of the averaged model on the test split.
+    target : float or None
+        At which rounds, bytes and time are read off.
+    """
+
+    name: str
+    target: float | None
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Of two values."""
+        return self.name == "accuracy"
+
+    def is_reached(self, value: float) -> bool:
+        """Whether ``value`` is as good as the target."""
+        assert self.target is not None
+        return value >= self.target if self.higher_is_better else value <= self.target
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is known after ``step`` steps; None: not measured then, or not finite.
+
+    Attributes
+    ----------
+    step : int
+        Number of steps made.
+    bytes_sent : float
+        So far, mean over the ranks.
+    accuracy, loss : float or None
+        Of the averaged model.
+    consensus : float or None
+        Relative consensus distance.
+    """
+
+    step: int
+    bytes_sent: float
+    accuracy: float | None
+    loss: float | None
+    consensus: float | None
+
+    def metric(self, metric: Metric) -> float | None:
+        """The value of the metric."""
+        return self.accuracy if metric.name == "accuracy" else self.loss
+
+
+def read_curve(folder: Path, world_size: int) -> list[Point]:
+    """The points of a run, in order, from the records in its folder."""
+    by_rank = [read_jsonl(path) for path in record_files(folder, world_size)]
+    points: list[Point] = []
+    sent = 0.0
+    for records in zip(*by_rank, strict=True):
+        sent += statistics.fmean(record.get("bytes_sent", 0) for record in records)
+        first = records[0]
+        if "averaged_test_loss" in first or "consensus_distance_relative" in first:
+            points.append(_point(first, sent))
+    return points
+
+
+def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
+    """The first measured point at which the metric's target is reached; None: never, or there is no target."""
+    if metric.target is None:
+        return None
+    for point in points:
+        value = point.metric(metric)
+        if value is not None and metric.is_reached(value):
+            return point
+    return None
+
+
+def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float | None) -> dict[str, Any] | None:
+    """Means over runs at the steps that all of them have, as lists of equal length; None if there are none.
+
+    Parameters
+    ----------
+    curves : sequence of sequence of Point
+        Of runs that differ in their seed.
+    metric : Metric
+    step_time_s : float or None
+        Predicted.
+    """
+    by_step = [{point.step: point for point in curve} for curve in curves]
+    if not by_step:
+        return None
+    steps = sorted(set.intersection(*(set(points) for points in by_step)))
+    columns = [[points[step] for points in by_step] for step in steps]
+    return {
+        "step": steps,
+        "bytes": [_mean([point.bytes_sent for point in column]) for column in columns],
+        "time_s": [None if step_time_s is None else step * step_time_s for step in steps],
+        "metric": [_mean([point.metric(metric) for point in column]) for column in columns],
+        "consensus": [_mean([point.consensus for point in column]) for column in columns],
+    }
+
+
+def _point(record: dict[str, Any], sent: float) -> Point:
+    return Point(
+        step=record["step"] + 1,
+        bytes_sent=sent,
+        accuracy=record.get("averaged_test_accuracy"),
+        loss=record.get("averaged_test_loss"),
+        consensus=record.get("consensus_distance_relative"),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None if a value is missing: a mean over fewer runs would jump."""
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if len(present) == len(values) else None

@@ -1,0 +1,154 @@
+"""All that a sweep shows, as one document of plain JSON: rows, curves, what is common to all, and drawings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.experiment_build import make_topology
+from gossip.lab.experiments.records import without_non_finite
+from gossip.lab.experiments.run_settings import METRICS, ConfigurationError, Settings, nearest, value_of
+from gossip.lab.sweeps.sweep_curves import Metric, read_curve
+from gossip.lab.sweeps.sweep_jobs import Job, Setting
+from gossip.lab.sweeps.sweep_plan import Plan
+from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
+from gossip.lab.sweeps.sweep_rows import Result, make_rows
+
+_MAX_DRAWN_WORLD_SIZE = 64
+
+
+def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
+    """Gather what the runs of a sweep have left.
+
+    Parameters
+    ----------
+    plan : Plan
+        With at least one run.
+    folder : Path
+        Of the sweep.
+    title : str
+
+    Returns
+    -------
+    dict
+        As :func:`gossip.lab.report.write_report` takes it.
+    """
+    config = plan.jobs[0].config
+    metric = make_metric(config)
+    document = {
+        "title": title,
+        "description": " ".join([str(value_of(config, "sweep.description")), *(f"{line}." for line in plan.left_out)]),
+        "settings": _common_settings([job.config for job in plan.jobs]),
+        "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better, "target": metric.target},
+        "cluster": _cluster(plan.jobs),
+        "environment": run_folder.versions(),
+        "rows": make_rows(_results(plan.jobs, folder), metric),
+        "drawings": _drawings(plan.jobs),
+    }
+    plain: dict[str, Any] = without_non_finite(document)
+    return plain
+
+
+def check_described(plan: Plan) -> None:
+    """Raise for what would be found wrong only when all runs have ended.
+
+    Raises
+    ------
+    ConfigurationError
+        The metric, its target or the cluster is none.
+    """
+    make_metric(plan.jobs[0].config)
+    for job in plan.jobs:
+        make_cluster(job.config, job.setting.world_size)
+
+
+def make_metric(config: Mapping[str, Any]) -> Metric:
+    """What the configuration says that runs are compared by.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such metric, or the target is no number.
+    """
+    name, target = value_of(config, "sweep.metric"), value_of(config, "sweep.target")
+    if name not in METRICS:
+        raise ConfigurationError(
+            f"there is no sweep.metric={name}{nearest(str(name), METRICS)} Available: {', '.join(METRICS)}"
+        )
+    if target is not None and (not isinstance(target, int | float) or isinstance(target, bool)):
+        raise ConfigurationError(f"sweep.target must be a number or null, got {target!r}")
+    return Metric(str(name), None if target is None else float(target))
+
+
+def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
+    step_times_s: dict[Setting, float] = {}
+    results = []
+    for job in jobs:
+        summary = job.summary(folder)
+        if summary["status"] != "completed":
+            results.append(Result(job, summary, [], None))
+            continue
+        if job.setting not in step_times_s:  # the same for every seed
+            step_times_s[job.setting] = predict_step_time_s(job.config, summary)
+        curve = read_curve(folder / job.name, job.setting.world_size)
+        results.append(Result(job, summary, curve, step_times_s[job.setting]))
+    return results
+
+
+def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a reader must know besides the rows: those settings in which no two runs differ."""
+    texts = [_settings(config) for config in configs]
+    first = texts[0]
+    return {name: text for name, text in first.items() if all(each.get(name) == text for each in texts)}
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+    settings = Settings.from_config(config)
+    total = value_of(config, "training.total_batch_size")
+    return {
+        **{part: _text(config[part]) for part in ("model", "data", "optimizer", "scheduler")},
+        "samples per rank and step": str(settings.batch_size),
+        "samples per step": str(settings.batch_size * settings.world_size if total is None else total),
+        "length": f"{settings.epochs} epochs" if settings.steps is None else f"{settings.steps} steps",
+        "engine": settings.engine,
+    }
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    """A part of the configuration as a call."""
+    name = str(part["_target_"]).rpartition(".")[2]
+    options = [f"{key}={value}" for key, value in part.items() if key not in ("_target_", "partition")]
+    return f"{name}({', '.join(options)})"
+
+
+def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
+    config = jobs[0].config
+    described = dict(config["cluster"])
+    sizes = sorted({make_cluster(job.config, job.setting.world_size).num_nodes for job in jobs})
+    ranks = "rank" if described["local_size"] == 1 else "ranks"
+    return {
+        **described,
+        "num_nodes": sizes[0] if len(sizes) == 1 else None,
+        "description": f"{', '.join(map(str, sizes))} nodes of {described['local_size']} {ranks}, links of "
+        f"{described['bandwidth_gbps']:g} Gb/s and {described['latency_us']:g} us; a rank computes "
+        f"{described['compute_us_per_sample']:g} us per sample, more or less {described['jitter']:.0%}",
+    }
+
+
+def _drawings(jobs: Sequence[Job]) -> dict[str, str]:
+    """Each topology's rounds, at its smallest number of ranks; of many ranks nothing could be seen."""
+    from topologies.drawing import draw_compact
+
+    smallest: dict[str, Job] = {}
+    for job in sorted(jobs, key=lambda job: job.setting.world_size):
+        if job.setting.topology is not None and job.setting.world_size <= _MAX_DRAWN_WORLD_SIZE:
+            smallest.setdefault(job.setting.label, job)
+    drawings = {}
+    for label, job in smallest.items():
+        topology = make_topology(job.config, Settings.from_config(job.config))
+        assert topology is not None
+        svg = draw_compact(topology)
+        drawings[f"{label}, {job.setting.world_size} ranks"] = svg[svg.index("<svg") :]
+    return drawings

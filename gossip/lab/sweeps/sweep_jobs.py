@@ -1,0 +1,202 @@
+"""One run of a sweep: what it is called, where its folder is, and whether it has been run already."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import topologies
+from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.run_settings import ConfigurationError, value_of
+
+_NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "cluster")
+"""Parts of a configuration that change nothing of what a run computes."""
+
+_NOT_SHOWN = ("seed",)
+"""Options of a topology that its label leaves out."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row of the result stands for: a run but for its seed. The fields are text and numbers for a reader."""
+
+    label: str
+    method: str
+    topology: str | None
+    world_size: int
+    partition: str
+    algorithm: str | None
+    compression: str | None
+    engine: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep.
+
+    Attributes
+    ----------
+    overrides : sequence of str
+        That make the run's configuration of the primary one.
+    config : mapping
+        The resolved configuration.
+    setting : Setting
+        The row that it belongs to.
+    """
+
+    overrides: tuple[str, ...]
+    config: Mapping[str, Any]
+    setting: Setting
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.config["seed"])
+
+    @property
+    def name(self) -> str:
+        """Of its folder: readable, and another one for every configuration."""
+        parts = [self.setting.label, f"n{self.setting.world_size}", self.setting.partition, f"s{self.seed}"]
+        slug = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
+        return f"{slug[:80]}_{fingerprint(self.config)}"
+
+    @property
+    def command(self) -> str:
+        """That makes the same run by itself."""
+        return f"python scripts/train.py {shlex.join(self.overrides)}"
+
+    def summary(self, sweep_folder: Path) -> dict[str, Any]:
+        """What the run has left, or why it has left nothing."""
+        nothing = {
+            "status": "failed",
+            "reason": f"its process ended without leaving {run_folder.SUMMARY_FILE}",
+            "overrides": list(self.overrides),
+        }
+        try:
+            summary = json.loads((sweep_folder / self.name / run_folder.SUMMARY_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            summary = {}
+        return {**nothing, **summary, "job": self.name}
+
+    def is_finished(self, sweep_folder: Path) -> bool:
+        """Whether it has been run to its end with this very configuration."""
+        return bool(self.summary(sweep_folder)["status"] == "completed")
+
+    def has_begun(self, sweep_folder: Path) -> bool:
+        """Whether anything of it is there."""
+        return (sweep_folder / self.name / run_folder.CONFIG_FILE).exists()
+
+    def forget(self, sweep_folder: Path) -> None:
+        """Remove what a run that did not end well has left.
+
+        Raises
+        ------
+        FolderError
+            It goes on in another process.
+        """
+        if (sweep_folder / self.name).exists():
+            with run_folder.lock(sweep_folder / self.name):
+                shutil.rmtree(sweep_folder / self.name)
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """Eight hexadecimal digits that differ where a run would."""
+    content = {key: value for key, value in config.items() if key not in _NOT_OF_THE_RUN}
+    content["launch"] = {"world_size": value_of(config, "launch.world_size")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def make_job(
+    overrides: Sequence[str], config: Mapping[str, Any], choices: Mapping[str, str], other: Sequence[str]
+) -> Job:
+    """Describe a run.
+
+    Parameters
+    ----------
+    overrides : sequence of str
+    config : mapping
+        Resolved and plain.
+    choices : mapping
+        The file that was chosen of each group.
+    other : sequence of str
+        Keys of axes that a row is told apart by, besides those that it has fields for.
+    """
+    method = str(value_of(config, "method"))
+    is_gossip = method == "gossip"
+    setting = Setting(
+        label=_label(config, method, [each for each in overrides if each.partition("=")[0] in other]),
+        method=method,
+        topology=str(value_of(config, "topology.name")) if is_gossip else None,
+        world_size=int(value_of(config, "launch.world_size")),
+        partition=_partition(config["data"].get("partition") or {}),
+        algorithm=choices["algorithm"] if is_gossip else None,
+        compression=choices["compression"] if is_gossip else None,
+        engine=str(value_of(config, "engine")),
+    )
+    return Job(tuple(overrides), config, setting)
+
+
+def check_distinct(jobs: Sequence[Job]) -> None:
+    """Raise if two runs would do the same.
+
+    Raises
+    ------
+    ConfigurationError
+        Two runs have the same configuration.
+    """
+    seen: dict[str, Job] = {}
+    for job in jobs:
+        other = seen.setdefault(fingerprint(job.config), job)
+        if other is not job:
+            raise ConfigurationError(
+                f"two runs of the sweep are the same: {' '.join(other.overrides)} and {' '.join(job.overrides)}; leave "
+                "out one of the values"
+            )
+
+
+def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
+    if method == "gossip":
+        options = config["topology"].get("options") or {}
+        defaults = _defaults(str(value_of(config, "topology.name")))
+        shown = [
+            f"{key}={value}" for key, value in options.items() if value != defaults.get(key) and key not in _NOT_SHOWN
+        ]
+        name = config["topology"]["name"] + (f"({', '.join(shown)})" if shown else "")
+        if config["topology"]["every"] > 1:
+            name += f", every {config['topology']['every']} steps"
+        if config["topology"]["warmup_rounds"]:
+            name += f", after {config['topology']['warmup_rounds']} all-reduces"
+    else:
+        name = {"ddp": "all-reduce", "local": "no communication"}[method]
+    return ", ".join([name, *other])
+
+
+def _defaults(topology: str) -> dict[str, Any]:
+    """The options of a family that need not be told."""
+    try:
+        parameters = inspect.signature(topologies.family(topology)).parameters
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _partition(partition: Mapping[str, Any]) -> str:
+    from gossip.lab.experiments.partition import DEFAULT_ALPHA, DEFAULT_SHARDS_PER_RANK
+
+    scheme = str(partition.get("scheme", "iid"))
+    values = {
+        "dirichlet": (partition.get("alpha"), DEFAULT_ALPHA),
+        "by_class": (partition.get("shards_per_rank"), DEFAULT_SHARDS_PER_RANK),
+    }
+    if scheme not in values:
+        return scheme
+    value, default = values[scheme]
+    return f"{scheme}({default if value is None else value:g})"

@@ -1,0 +1,93 @@
+"""How long a run's steps would take on the cluster that the configuration describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import gossip
+from gossip.lab.experiments.experiment_build import make_topology
+from gossip.lab.experiments.options import blaming
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from topologies import Topology
+
+_NUM_STEPS = 64
+"""Simulated; longer runs take as much longer."""
+
+_FORWARD_SHARE = 1 / 3
+"""Of a step's computation: a backward pass costs about two forward passes."""
+
+
+def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
+    """The cluster of so many ranks.
+
+    Raises
+    ------
+    ConfigurationError
+        The ranks do not fill its nodes, or a number is out of range.
+    """
+    described = dict(value_of(config, "cluster"))
+    local_size = described.pop("local_size")
+    if not isinstance(local_size, int) or isinstance(local_size, bool) or local_size < 1:
+        raise ConfigurationError(f"cluster.local_size must be an integer of at least 1, got {local_size!r}")
+    for of_the_workload in ("compute_us_per_sample", "jitter"):
+        value = described.pop(of_the_workload)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ConfigurationError(f"cluster.{of_the_workload} must be a finite number of at least 0, got {value!r}")
+    if world_size % local_size:
+        raise ConfigurationError(
+            f"launch.world_size={world_size} ranks do not fill nodes of cluster.local_size={local_size}; choose a "
+            "multiple of it"
+        )
+    try:
+        return gossip.Cluster(world_size // local_size, local_size, **described)
+    except (ValueError, TypeError) as error:
+        raise blaming("cluster", described, error, lambda _: False) from error
+
+
+def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
+    """Seconds per step, mean over the first steps of the run.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved.
+    summary : mapping
+        Of the completed run: how large the model is, and how many bytes a rank sends per step.
+    """
+    settings = Settings.from_config(config)
+    topology = make_topology(config, settings)
+    compute_s = 1e-6 * float(value_of(config, "cluster.compute_us_per_sample")) * settings.batch_size
+    num_buckets = math.ceil(summary["parameter_bytes"] / (settings.bucket_cap_mb * 2**20))
+    workload = gossip.Workload(
+        forward_s=_FORWARD_SHARE * compute_s,
+        backward_s=(1 - _FORWARD_SHARE) * compute_s,
+        bucket_bytes=(math.ceil(summary["parameter_bytes"] / num_buckets),) * num_buckets,
+        jitter=float(value_of(config, "cluster.jitter")),
+    )
+    method: Topology | str = topology or {"ddp": "ddp", "local": "none"}[settings.method]
+    run = gossip.simulate_time(
+        method,
+        make_cluster(config, settings.world_size),
+        workload,
+        min(_NUM_STEPS, summary["steps"]),
+        algorithm=_algorithm(config),
+        compression_ratio=_compression_ratio(summary, topology),
+    )
+    return run.step_time_s
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    name = str(value_of(config, "algorithm._target_"))
+    return "adapt_then_combine" if name.endswith("AdaptThenCombine") else "adapt_while_communicating"
+
+
+def _compression_ratio(summary: Mapping[str, Any], topology: Topology | None) -> float:
+    """How many times smaller the messages were than the parameters: as sent, so that every compression is served."""
+    if topology is None or summary["compression"] == gossip.Uncompressed().describe():
+        return 1.0
+    rounds = [topology.round(step) for step in range(min(_NUM_STEPS, summary["steps"]))]
+    ranks = range(topology.world_size)
+    messages_per_step = sum(len(each.targets(rank)) for each in rounds for rank in ranks) / len(ranks) / len(rounds)
+    return float(messages_per_step * summary["parameter_bytes"] / summary["bytes_sent_per_step"])

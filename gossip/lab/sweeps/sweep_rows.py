@@ -1,0 +1,99 @@
+"""The rows of a sweep's result: runs that differ in their seed become one, with mean and spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gossip.lab.sweeps.sweep_curves import Metric, Point, mean_curve, steps_to_target
+from gossip.lab.sweeps.sweep_jobs import Job, Setting
+
+_FROM_SUMMARY = {
+    "averaged_accuracy": "averaged_test_accuracy",
+    "averaged_loss": "averaged_test_loss",
+    "local_accuracy_mean": "local_test_accuracy_mean",
+    "local_accuracy_worst": "local_test_accuracy_worst",
+    "local_loss_mean": "local_test_loss_mean",
+    "local_loss_worst": "local_test_loss_worst",
+    "consensus_distance_relative": "consensus_distance_before_relative",
+    "bytes_per_step": "bytes_sent_per_step",
+    "steps": "steps",
+    "training_time_s": "training_time_s",
+}
+"""The values of a row, and where a run's summary has them."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run and what it has left.
+
+    Attributes
+    ----------
+    job : Job
+    summary : mapping
+        With its ``status``, and the ``reason`` if it failed.
+    curve : sequence of Point
+        Empty if it failed.
+    step_time_s : float or None
+        Predicted for the cluster, mean over the steps of the run.
+    """
+
+    job: Job
+    summary: Mapping[str, Any]
+    curve: Sequence[Point]
+    step_time_s: float | None
+
+
+def make_rows(results: Sequence[Result], metric: Metric) -> list[dict[str, Any]]:
+    """One row per setting, in the order in which the settings come; the seeds of a setting are aggregated."""
+    by_setting: dict[Setting, list[Result]] = {}
+    for result in results:
+        by_setting.setdefault(result.job.setting, []).append(result)
+    return [_row(setting, of_setting, metric) for setting, of_setting in by_setting.items()]
+
+
+def aggregate(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Mean, sample standard deviation (None for one value) and count; None if a value is missing.
+
+    A mean over those seeds alone that reached the target would make a bad setting look good.
+    """
+    present = [value for value in values if value is not None]
+    if not present or len(present) < len(values):
+        return None
+    spread = statistics.stdev(present) if len(present) > 1 else None
+    return {"mean": statistics.fmean(present), "spread": spread, "count": len(present)}
+
+
+def _row(setting: Setting, results: Sequence[Result], metric: Metric) -> dict[str, Any]:
+    completed = [result for result in results if result.summary["status"] == "completed"]
+    failed = [result for result in results if result.summary["status"] != "completed"]
+    values = [_values(result, metric) for result in completed]
+    step_times = [result.step_time_s for result in completed]
+    step_time_s = None if None in step_times or not step_times else step_times[0]
+    return {
+        **asdict(setting),
+        "seeds": [result.job.seed for result in results],
+        "num_failed": len(failed),
+        "status": "completed" if not failed else "partly failed" if completed else "failed",
+        "reasons": [f"seed {result.job.seed}: {result.summary['reason']}" for result in failed],
+        "commands": [result.job.command for result in results],
+        "values": {name: aggregate([each[name] for each in values]) for name in values[0]} if values else {},
+        "curves": mean_curve([result.curve for result in completed], metric, step_time_s),
+    }
+
+
+def _values(result: Result, metric: Metric) -> dict[str, float | None]:
+    """What one run contributes."""
+    values: dict[str, float | None] = {name: result.summary.get(key) for name, key in _FROM_SUMMARY.items()}
+    reached = steps_to_target(result.curve, metric)
+    step_time_s = result.step_time_s
+    values["rounds_to_target"] = None if reached is None else reached.step
+    values["bytes_to_target"] = None if reached is None else reached.bytes_sent
+    values["predicted_step_time_s"] = step_time_s
+    values["predicted_time_to_target_s"] = (
+        None if reached is None or step_time_s is None else reached.step * step_time_s
+    )
+    values["predicted_total_time_s"] = None if step_time_s is None else result.summary["steps"] * step_time_s
+    return values

@@ -1,0 +1,162 @@
+"""Hydra's part of a sweep: from the command line to runs for its launchers, and the report over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.progress_bar import configure_logging
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.sweeps.result_table import print_rows
+from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
+from gossip.lab.sweeps.sweep_document import check_described, make_document
+from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.sweeps.sweep_plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from hydra.plugins.launcher import Launcher
+    from hydra.types import HydraContext, TaskFunction
+    from omegaconf import DictConfig
+
+
+class GridSweeper:
+    """Runs what has not been run, and writes the report over all.
+
+    The axes are hydra's: ``params`` and the command line, ``topology=ring,torus``. What they amount to is in
+    :func:`gossip.lab.sweeps.sweep_grid.expand`. Each run has a folder whose name follows from its configuration.
+
+    Parameters
+    ----------
+    params : mapping or None
+        From keys to values separated by commas; the command line has the last word.
+    """
+
+    def __init__(self, params: Mapping[str, str]) -> None:
+        self._params = dict(params)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Hydra calls this once."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.core.plugins import Plugins
+
+        self._context, self._config = hydra_context, config
+        HydraConfig.instance().set_config(config)  # for ${hydra:...} in the sweep's folder
+        self._launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the sweep; leaves with exit status 1 if a run failed.
+
+        Raises
+        ------
+        ConfigurationError
+            What the command line says cannot be run, or the sweep's folder is in use.
+        """
+        configure_logging(rank=0)
+        folder = Path(self._config.hydra.sweep.dir)
+        plan = make_plan(self._axes(arguments), self._compose)
+        check_described(plan)
+        for line in plan.left_out:
+            logger.info("{}", line)
+        with run_folder.lock(folder):
+            waiting = [job for job in plan.jobs if not job.is_finished(folder)]
+            num_finished = len(plan.jobs) - len(waiting)
+            logger.info("{} runs, {} of them finished before; sweep folder: {}", len(plan.jobs), num_finished, folder)
+            for job in waiting:
+                job.forget(folder)
+            try:
+                self._run(waiting, folder)
+            except Exception:  # the launcher's own: what has been run is worth a report
+                finish(plan, folder)
+                raise
+            summaries = finish(plan, folder)
+        if any(summary["status"] != "completed" for summary in summaries):
+            raise SystemExit(1)
+
+    def _run(self, jobs: Sequence[Job], folder: Path) -> None:
+        """Launch the jobs. One whose process is killed takes joblib's other processes with it: these run again."""
+        waiting = list(jobs)
+        while waiting:
+            try:
+                self._launch(waiting)
+                return
+            except BrokenProcessPool:
+                ended = {job.name for job in waiting if (folder / job.name / run_folder.SUMMARY_FILE).exists()}
+                interrupted = [job for job in waiting if job.name not in ended and job.has_begun(folder)]
+                if not ended and not interrupted:
+                    raise  # processes end before they begin a run
+                logger.error("a process was killed; {} runs begin again, one by one", len(interrupted))
+                for job in interrupted:
+                    job.forget(folder)
+                    self._run_alone(job)
+                waiting = [job for job in waiting if job.name not in ended and job not in interrupted]
+
+    def _run_alone(self, job: Job) -> None:
+        try:
+            self._launch([job])
+        except BrokenProcessPool:
+            logger.error("{}: its process was killed", job.name)
+
+    def _launch(self, jobs: Sequence[Job]) -> None:
+        self._launcher.launch([[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs], initial_job_idx=0)
+
+    def _axes(self, arguments: Sequence[str]) -> dict[str, list[str]]:
+        """For each key its overrides, one by one."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        parser = OverridesParser.create(config_loader=self._context.config_loader)
+        axes: dict[str, list[str]] = {}
+        params = [f"{key}={value}" for key, value in self._params.items()]
+        for override in parser.parse_overrides([*params, *arguments]):
+            key = override.get_key_element()
+            if override.is_discrete_sweep():
+                axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            elif override.is_sweep_override():
+                raise ConfigurationError(f"{override.input_line} is no list of values; write {key}=value,value")
+            else:
+                axes[key] = [str(override.input_line)]
+        return axes
+
+    def _compose(self, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        from omegaconf import OmegaConf
+
+        config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
+        choices = dict(config.hydra.runtime.choices)
+        del config.hydra
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        return {str(key): value for key, value in plain.items()}, choices
+
+
+def finish(plan: Plan, folder: Path) -> list[dict[str, Any]]:
+    """Write the report and the tables over the runs of a sweep, and print the result; returns the runs' summaries."""
+    from gossip.lab.report import write_report
+
+    summaries = [job.summary(folder) for job in plan.jobs]
+    write_csv(summaries, folder / SWEEP_FILE)
+    document = make_document(plan, folder, title=folder.name)
+    write_report(document, folder)
+    print_rows(document, folder)
+    return summaries
+
+
+def register() -> None:
+    """Make the sweeper known to hydra, as ``hydra/sweeper=grid``.
+
+    Hydra makes only plugins whose name is of its package ``hydra_plugins``, which a repository cannot add modules to.
+    """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.sweeper import Sweeper
+
+    Sweeper.register(GridSweeper)  # it is one, without hydra's class at import
+    name = "hydra_plugins.gossip_training.GridSweeper"
+    known: dict[str, Any] = Plugins.instance().class_name_to_class
+    known[name] = GridSweeper
+    ConfigStore.instance().store(group="hydra/sweeper", name="grid", node={"_target_": name, "params": {}})

@@ -1,0 +1,1 @@
+"""Ranks: started on this machine, or by torchrun or SLURM."""

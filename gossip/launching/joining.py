@@ -1,0 +1,207 @@
+"""Processes that somebody else started, torchrun or SLURM's srun: who they are, and how they become one group."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gossip.errors import LaunchError
+from gossip.launching import slurm
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+_PAUSE_S = 0.05
+_STRANGER_PATIENCE_S = 10.0  # between the beginning of a store and its first key
+
+_joins = itertools.count()  # of this process; all ranks join equally often
+_stores: dict[tuple[str, int], dist.Store] = {}
+"""Of steps, by host and port: a process that joins again goes on with the one that it has; peers may not have left."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This process's place among the ranks that somebody else started.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    starter : str
+        "torchrun" (or whatever else sets ``RANK``) or "srun".
+    remedy : str
+        What of the starter's decides on the number of ranks.
+    step : Step or None
+        Of SLURM's, if srun started it.
+    """
+
+    rank: int
+    world_size: int
+    starter: str
+    remedy: str
+    step: slurm.Step | None
+
+
+def find_placement(environment: Mapping[str, str] | None = None) -> Placement | None:
+    """Where this process stands, if it is a rank that somebody else started; None if it starts ranks itself.
+
+    It is one if ``RANK`` and ``WORLD_SIZE`` are set, or in a step of SLURM's of several tasks:
+    :func:`gossip.launching.slurm.step_of`. ``environment`` is this process's by default.
+
+    Raises
+    ------
+    ValueError
+        A variable makes no sense.
+    """
+    environment = os.environ if environment is None else environment
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Placement(rank, world_size, "torchrun", "torchrun's --nproc-per-node", None)
+    step = slurm.step_of(environment)
+    if step is None:
+        return None
+    return Placement(step.task, step.num_tasks, "srun", "srun's --ntasks", step)
+
+
+@contextlib.contextmanager
+def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
+    """Within the block this process is a member of the group of all ranks that somebody else started. Collective.
+
+    After SLURM's srun the environment holds what torchrun's ranks find there (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) within the block, and torch uses the CPUs of one task.
+
+    The store's keys carry the number of the attempt: the keys of an attempt that died would otherwise be taken for this
+    one's (pytorch #135712).
+
+    Raises
+    ------
+    LaunchError
+        The first host of a step is unknown, or the port for its store is taken.
+    """
+    placement = find_placement()
+    with contextlib.ExitStack() as stack:
+        if placement is None or placement.step is None:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        else:
+            rank, world_size, step = placement.rank, placement.world_size, placement.step
+            stack.enter_context(_variables_of_torchrun(step))
+            store, attempt = _store_of(step, _address_of(step), timeout), f"{step.job}.{step.step}.{step.restarts}"
+        store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+        if placement is not None and placement.step is not None:
+            _leave(store, placement, timeout)
+
+
+def _address_of(step: slurm.Step) -> tuple[str, int]:
+    """Host and port of the store; what the user has set is taken."""
+    host = os.environ.get("MASTER_ADDR", step.first_host)
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise LaunchError(
+            f"the address of {host}, the first host of step {step.job}.{step.step}, is not known ({error.strerror}); "
+            "set MASTER_ADDR to one that all nodes know"
+        ) from error
+    return host, int(os.environ.get("MASTER_PORT", step.port))
+
+
+def _store_of(step: slurm.Step, address: tuple[str, int], timeout: timedelta) -> dist.Store:
+    """The store of a step: the first task keeps it and puts the step's name into it, and all connect to it."""
+    if address not in _stores:
+        listener = _listener(step, *address) if step.keeps_store else None
+        store = dist.TCPStore(
+            *address,
+            is_master=step.keeps_store,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        name = f"step {step.job}.{step.step}.{step.restarts}"
+        if step.keeps_store:
+            store.set(name, "")
+        deadline = time.monotonic() + _STRANGER_PATIENCE_S
+        while not store.check([name]):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"port {address[1]} on {address[0]} is another program's key-value store, not that of step "
+                    f"{step.job}.{step.step}; set MASTER_PORT to another one before srun"
+                )
+            time.sleep(_PAUSE_S)
+        _stores[address] = store
+    return _stores[address]
+
+
+def _listener(step: slurm.Step, host: str, port: int) -> socket.socket:
+    """For tasks on one node, at the address by which they know it only."""
+    try:
+        if step.num_nodes == 1:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address[:2], family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise LaunchError(
+            f"port {port} on {host}, where step {step.job}.{step.step} would keep its key-value store, cannot be used: "
+            f"{error.strerror}; set MASTER_PORT to another one before srun"
+        ) from error
+
+
+@contextlib.contextmanager
+def _variables_of_torchrun(step: slurm.Step) -> Iterator[None]:
+    """Within the block environment and threads are as torchrun and :func:`gossip.launch` give them to ranks."""
+    host, port = _address_of(step)
+    variables = {
+        "RANK": step.task,
+        "LOCAL_RANK": step.local_task,
+        "WORLD_SIZE": step.num_tasks,
+        "LOCAL_WORLD_SIZE": step.num_local_tasks,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    if step.num_nodes == 1 and os.path.exists("/sys/class/net/lo"):
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before = {name: os.environ.get(name) for name in variables}
+    num_threads = torch.get_num_threads()
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(num_threads, _cpus_of_one_task(step)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _cpus_of_one_task(step: slurm.Step) -> int:
+    per_task, on_node = (os.environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
+    if per_task.isdecimal():
+        return max(1, int(per_task))
+    on_node_count = int(on_node) if on_node.isdecimal() else os.cpu_count() or 1
+    return max(1, on_node_count // step.num_local_tasks)
+
+
+def _leave(store: dist.Store, placement: Placement, timeout: timedelta) -> None:
+    """The rank that keeps the store leaves as the last one: others may still ask it something."""
+    assert placement.step is not None
+    with contextlib.suppress(RuntimeError):  # a rank that died never comes, and a store that is gone is not needed
+        num_left = store.add("left", 1)
+        deadline = time.monotonic() + timeout.total_seconds()
+        while placement.step.keeps_store and num_left < placement.world_size and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+            num_left = store.add("left", 0)

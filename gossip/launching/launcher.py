@@ -1,0 +1,419 @@
+"""Workers on this machine, started from a preloaded fork server; or this process as one that somebody else started.
+
+The launching process keeps the key-value store, so that the store outlives every rank, and the workers' life hangs on
+the launcher's: a worker leaves when its launcher is gone, however that went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from gossip.communication.process_states import is_suspended
+from gossip.errors import ExchangeError, LaunchError
+from gossip.launching import fork_server
+from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, joined_process_group
+
+_SIBLING_GRACE_S = 0.5
+_TERMINATE_GRACE_S = 1.0
+_EXIT_GRACE_S = 5.0
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+_is_worker = False  # set in the processes that launch() starts
+_worker_pids: list[int] = []  # of the launch that is under way
+
+
+@dataclass(frozen=True)
+class _Rendezvous:
+    """What a worker needs to join its siblings."""
+
+    world_size: int
+    port: int
+    backend: str
+    timeout: timedelta
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows."""
+
+    summary: str
+    traceback: str
+    secondary: bool
+    blames: tuple[int, ...] = ()
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    backend: str = "gloo",
+    port: int | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    num_threads: int | None = None,
+    preload: Sequence[str] = ("gossip",),
+) -> list[Any]:
+    """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
+
+    Where somebody else has started the ranks nothing is started: this process joins them, runs the function as that one
+    rank, and the list holds its one result; an exception is printed and ends the process. So it is under torchrun
+    (``RANK`` and ``WORLD_SIZE`` are set), and in a step of SLURM's of several tasks (``srun -n 4 python ...``), where
+    the function finds the variables that torchrun sets. ``MASTER_ADDR`` is the step's first host, unless it is set, and
+    ``MASTER_PORT`` follows from the ids of job and step. In a batch script without srun, in an allocation's shell and
+    in a step of one task the workers are started here.
+
+    Parameters
+    ----------
+    function : callable
+        An importable function (pickled by name); it runs with ``torch.distributed`` initialised.
+    *args
+        Its arguments, pickled.
+    world_size : int
+        Number of workers, all on this machine.
+    backend : str
+        torch.distributed's backend, or one per type of device ("cpu:gloo,cuda:nccl"). A third party's must be
+        registered by what a worker imports for ``function``.
+    port : int, optional
+        Port of the store on 127.0.0.1; a free one by default.
+    timeout : timedelta
+        Of the process group.
+    num_threads : int, optional
+        torch's threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
+    preload : sequence of str
+        Modules that the fork server imports before the first worker: see :func:`gossip.launching.fork_server.start`.
+
+    Returns
+    -------
+    list
+        What the ranks returned, by rank.
+
+    Raises
+    ------
+    ValueError
+        ``world_size``, ``port`` or ``num_threads`` is out of range, ``world_size`` is not that of the ranks that
+        somebody else started, or torch was built without ``backend``.
+    TypeError
+        ``function`` or ``args`` cannot be pickled.
+    RuntimeError
+        Called inside a worker, or while a worker imports the calling script, for want of
+        ``if __name__ == "__main__":``.
+    LaunchError
+        The port is taken, a step's first host is not known, or a worker failed; the others have been ended by then.
+    """
+    if _is_worker:
+        raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
+    placement = find_placement()
+    if placement is not None:
+        if placement.world_size != world_size:
+            raise ValueError(
+                f"world_size is {world_size}, but {placement.starter} started {placement.world_size} processes; "
+                f"pass world_size={placement.world_size} or change {placement.remedy}"
+            )
+        with joined_process_group(backend=backend, timeout=timeout):
+            try:
+                return [function(*args)]
+            except (Exception, KeyboardInterrupt) as error:
+                traceback.print_exc()
+                _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
+    _check_arguments(function, args, world_size, port, num_threads)
+    _check_backend(backend)
+
+    listener = _listen(port)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    rendezvous = _Rendezvous(
+        world_size=world_size,
+        port=port,
+        backend=backend,
+        timeout=timeout,
+        num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
+    )
+    context = multiprocessing.get_context("forkserver")
+    fork_server.start(preload)
+    workers: list[ForkServerProcess] = []
+    channels: list[Connection] = []
+    try:
+        for rank in range(world_size):
+            process, channel = _start(context, rank, rendezvous, function, args)
+            workers.append(process)
+            assert process.pid is not None
+            _worker_pids.append(process.pid)
+            channels.append(channel)
+        results = _collect(workers, channels)
+        for channel in channels:
+            with contextlib.suppress(OSError):  # it has reported: its work is done, however it went since
+                channel.send_bytes(b"leave")
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        _worker_pids.clear()
+        for channel in channels:
+            channel.close()  # who is still at work leaves, whatever it does about signals
+        _end(workers)
+        del store
+    return results
+
+
+def signal_workers(signal_number: int) -> bool:
+    """Send a signal to all workers of the :func:`launch` that is under way; whether there is one. Local."""
+    for pid in _worker_pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+    return bool(_worker_pids)
+
+
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int | None, num_threads: int | None
+) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if port is not None and not 0 <= port < 2**16:
+        raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out and a free one is found")
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "gossip.launch was reached while a worker imported the script that calls it; put the call under "
+            'if __name__ == "__main__":'
+        )
+    try:
+        pickle.dumps((function, args))
+    except Exception as error:
+        raise TypeError(
+            f"function {getattr(function, '__qualname__', function)!r} or its arguments cannot be pickled ({error}); "
+            "define the function at the top level of a module or script, and pass plain data"
+        ) from error
+    main = sys.modules["__main__"]
+    if getattr(function, "__module__", None) == "__main__" and not os.path.exists(
+        getattr(main, "__file__", None) or ""
+    ):
+        raise TypeError(
+            f"function {function.__qualname__!r} was typed into an interpreter, where workers cannot import it; put it "
+            "into a file"
+        )
+
+
+def _check_backend(backend: str) -> None:
+    built = {
+        name: available()
+        for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+        if (available := getattr(dist, f"is_{name}_available", None)) is not None
+    }
+    for item in backend.lower().split(","):
+        name = item.rpartition(":")[2]
+        if not built.get(name, True):  # a name that is not listed may be registered in the workers
+            raise ValueError(
+                f"backend {name!r} is not built into this torch ({torch.__version__}); it has "
+                f"{', '.join(name for name, is_built in built.items() if is_built)}"
+            )
+
+
+def _listen(port: int | None) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind(("127.0.0.1", port or 0))
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(f"port {port} on 127.0.0.1 cannot be used: {error.strerror}") from error
+        raise LaunchError(
+            f"port {port} on 127.0.0.1 is taken; name another one, or none: then a free one is found"
+        ) from None
+    listener.listen()
+    return listener
+
+
+def _start(
+    context: ForkServerContext,
+    rank: int,
+    rendezvous: _Rendezvous,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[ForkServerProcess, Connection]:
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_work, args=(function, args, rank, rendezvous, theirs), name=f"rank{rank}", daemon=False
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
+    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it."""
+    waiting = dict(zip(channels, range(len(workers)), strict=True))
+    results: list[Any] = [None] * len(workers)
+    failures: dict[int, _Failure] = {}
+    deadline: float | None = None
+    while waiting:
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), timeout=remaining)
+        if not ready:
+            break
+        for channel in ready:
+            assert isinstance(channel, Connection)
+            rank = waiting.pop(channel)
+            report = _receive(workers[rank], channel)
+            if isinstance(report, _Failure):
+                failures[rank] = report
+                deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
+            else:
+                results[rank] = report
+    if failures:
+        raise _first_cause(failures, {rank: workers[rank] for rank in waiting.values()})
+    return results
+
+
+def _first_cause(failures: Mapping[int, _Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:
+    """The error that names who failed first: who says so, or, if all speak of others, whom they blame."""
+    rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
+    text = f"rank {rank} failed: {failure.summary}"
+    blamed = Counter(each for other in failures.values() for each in other.blames if each in silent)
+    if failure.secondary and blamed:
+        ((culprit, _),) = blamed.most_common(1)
+        pid = silent[culprit].pid
+        assert pid is not None
+        how = f"its process {pid} is suspended (SIGSTOP, or a debugger)" if is_suspended(pid) else "it does not answer"
+        rank, text = culprit, f"rank {culprit} failed: {how}; {text}"
+    error = LaunchError(text, rank=rank, worker_traceback=failure.traceback)
+    error.add_note(failure.traceback)
+    return error
+
+
+def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
+    try:
+        data = channel.recv_bytes()
+    except (EOFError, OSError):
+        worker.join(_TERMINATE_GRACE_S)
+        code = worker.exitcode
+        how = (
+            f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
+        )
+        return _Failure(f"the process ended without a word, with {how}", "", secondary=False)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return _Failure(f"what it returned cannot be unpickled here: {error!r}", "", secondary=False)
+
+
+def _end(workers: Sequence[ForkServerProcess]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.terminate()
+    deadline = time.monotonic() + _TERMINATE_GRACE_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
+        worker.join()
+        worker.close()
+
+
+def _work(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    rendezvous: _Rendezvous,
+    channel: Connection,
+) -> None:
+    """A worker's whole life: join the group, run, report, wait for all the others, leave."""
+    global _is_worker
+    _is_worker = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it too, and ends the workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the fork server has it blocked
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost if the process is ended
+    may_leave = threading.Event()
+    threading.Thread(target=_leave_with_launcher, args=(channel, may_leave), name="launcher-watch", daemon=True).start()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(rendezvous.world_size),
+        LOCAL_WORLD_SIZE=str(rendezvous.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(rendezvous.port),
+    )
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(rendezvous.num_threads)
+    try:
+        store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
+        dist.init_process_group(
+            rendezvous.backend,
+            store=store,
+            rank=rank,
+            world_size=rendezvous.world_size,
+            timeout=rendezvous.timeout,
+        )
+        result = function(*args)
+        try:
+            report = pickle.dumps(result)
+        except Exception as error:
+            raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
+    except BaseException as error:
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        blames = _blamed_by(error)
+        secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
+        channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary, blames)))
+        _leave_at_once(1)
+    channel.send_bytes(report)
+    may_leave.wait()  # a rank that closed its sockets now could take a peer's last message with it
+    if dist.is_initialized():  # the function may have ended it
+        dist.destroy_process_group()
+
+
+def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
+    """The ranks that the error, or what it came from, says have stopped."""
+    while error is not None:
+        if isinstance(error, ExchangeError) and error.culprits:
+            return error.culprits
+        error = error.__cause__ or error.__context__
+    return ()
+
+
+def _leave_with_launcher(channel: Connection, may_leave: threading.Event) -> None:
+    """End this process when the launcher is gone, or has given it up, unless it has been told that it may leave."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if channel in wait([channel, launcher.sentinel]):
+        with contextlib.suppress(EOFError, OSError):
+            channel.recv_bytes()
+            may_leave.set()
+            launcher.join()
+    _leave_at_once(1)
+
+
+def _leave_at_once(status: int) -> NoReturn:
+    """End the process without the interpreter's own ending: communication that cannot end any more would hold it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)

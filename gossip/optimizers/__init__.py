@@ -1,0 +1,1 @@
+"""The user's torch optimizers, stepped bucket by bucket, and what goes with them."""

@@ -1,0 +1,225 @@
+"""The user's torch optimizers, stepped by the engine, and bucket by bucket."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from gossip.errors import GossipError
+from gossip.optimizers.closures import requires_closure
+
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
+OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
+
+
+def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_bucket: bool) -> tuple[Optimizer, ...]:
+    """The optimizers given, or what the factory makes of all named parameters.
+
+    Raises
+    ------
+    TypeError
+        Neither Optimizers nor a factory of them.
+    ValueError
+        One holds a parameter that the module does not have, or that another one holds too; or, to be stepped
+        ``by_bucket``, needs a closure or has step pre-hooks.
+    """
+    if optimizer is None:
+        return ()
+    if not isinstance(optimizer, Optimizer | list | tuple):
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, several in a tuple, or a factory such as "
+                f"functools.partial(torch.optim.SGD, lr=0.1), got {type(optimizer).__name__}"
+            )
+        optimizer = optimizer(list(module.named_parameters()))
+    optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, several, or a factory of them, got {type(each).__name__}"
+            )
+        if by_bucket:
+            _check_steps_by_bucket(each)
+    check_parameters_held(optimizers, dict(module.named_parameters()))
+    return optimizers
+
+
+def _check_steps_by_bucket(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if requires_closure(optimizer):
+        raise ValueError(
+            f"{name} evaluates a closure several times a step, which cannot run inside backward; wrap the module with "
+            "step_in_backward=False, or choose an optimizer that steps from gradients alone"
+        )
+    for key, value in vars(optimizer).items():
+        if key not in ("state", "param_groups") and _holds_more(value):
+            raise ValueError(
+                f"{name} keeps parameters or another optimizer in its attribute {key!r}, and would step all of them "
+                "for every bucket; wrap the module with step_in_backward=False"
+            )
+    if optimizer._optimizer_step_pre_hooks:
+        raise ValueError(f"{name} has step pre-hooks; {_NO_PRE_HOOKS}")
+
+
+def _holds_more(value: object) -> bool:
+    return any(isinstance(leaf, Optimizer | nn.Parameter) for leaf in tree_leaves(value))
+
+
+_NO_PRE_HOOKS = (
+    "before all gradients are there the first buckets have been updated, so that they would see nothing: wrap the "
+    "module with step_in_backward=False"
+)
+
+
+def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer that holds a parameter which is not one of ``parameters``, or which another one holds too.
+
+    Raises
+    ------
+    ValueError
+        Says which.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    holder: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} "
+                        "that the module does not have; build it over the parameters of the module that is wrapped"
+                    )
+                if holder.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(
+                        f"parameter {names[id(parameter)]!r} is held by two optimizers; give it to one of them"
+                    )
+
+
+class BucketOptimizer:
+    """An optimizer's algorithm restricted to some of its parameters.
+
+    It shares the optimizer's state and reads its ``param_groups`` at every step, so that a scheduler, a logger or a
+    state_dict sees one optimizer only. Groups may be added at any time.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    parameters : sequence of Parameter
+        Those without a gradient are skipped, as ever.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._mine = {id(parameter) for parameter in parameters}
+        self._groups_seen: list[tuple[int, int]] = []
+        self._members: list[list[nn.Parameter]] = []
+        # Not copy.copy: that goes through __getstate__, which keeps only what a checkpoint needs.
+        self._view: Any = object.__new__(type(optimizer))
+        self._view.__dict__.update(optimizer.__dict__)
+        for name in _REPLACED:
+            self._view.__dict__.pop(name, None)
+        self._view._optimizer_step_pre_hooks = OrderedDict()
+        self._view._optimizer_step_post_hooks = OrderedDict()
+        step: Callable[..., Any] = type(optimizer).step
+        if getattr(step, "hooked", False):  # torch's profiling and hook wrapper: once per step, not once per bucket
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        self._step = step
+        self._is_checked = False
+
+    def step(self) -> None:
+        """Update the parameters that have a gradient."""
+        groups = self._optimizer.param_groups
+        seen = [(id(group["params"]), len(group["params"])) for group in groups]
+        if seen != self._groups_seen:
+            self._groups_seen = seen
+            self._members = [[p for p in group["params"] if id(p) in self._mine] for group in groups]
+        own_groups = [{**group, "params": own} for group, own in zip(groups, self._members, strict=True) if own]
+        if not own_groups:
+            return
+        self._view.state = self._optimizer.state
+        self._view.param_groups = own_groups
+        before = None if self._is_checked else (self._own_attributes(), [dict(group) for group in own_groups])
+        self._step(self._view)
+        if before is not None:
+            self._check_state_is_per_parameter(*before)
+
+    def _own_attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._view).items() if name not in _NOT_COUNTED}
+
+    def _check_state_is_per_parameter(self, attributes: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Refuse an optimizer that counts in its groups or in itself: each bucket would count for itself, in vain."""
+        self._is_checked = True
+        pairs = [(self._own_attributes(), attributes), *zip(self._view.param_groups, groups, strict=True)]
+        for after, before in pairs:
+            changed = [name for name in after if name not in before or after[name] is not before[name]]
+            if changed:
+                raise GossipError(
+                    f"{type(self._optimizer).__name__} keeps {changed[0]!r} for several parameters together, "
+                    "which cannot be stepped bucket by bucket inside backward; wrap the module with "
+                    "step_in_backward=False, or choose one whose state is per parameter"
+                )
+
+
+_NOT_COUNTED = ("state", "param_groups", "_need_device_dtype_check_for_fused")
+"""Attributes of an optimizer that its steps may set: the last one is a flag of torch's fused optimizers."""
+
+_REPLACED = ("step", "register_step_pre_hook", "_step_supports_amp_scaling")
+"""Attributes of an optimizer that stand in for those of its class while a model is open."""
+
+
+def replace_step(
+    optimizer: Optimizer, on_step: Callable[[Optimizer, Callable[[], float] | None], Any], *, by_bucket: bool
+) -> None:
+    """Let ``optimizer.step()`` ask ``on_step``. Schedulers, which wrap this method of the object, see every call.
+
+    A GradScaler then steps it even after an overflow, and leaves it to ``on_step`` to divide by the scale.
+    """
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> Any:
+        if scheduled:  # by a scheduler that is older than the wrapper
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        return on_step(optimizer, closure)
+
+    if scheduled:
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    if by_bucket:
+        optimizer.register_step_pre_hook = _refuse_pre_hook  # type: ignore[method-assign,assignment]
+
+
+def restore_step(optimizer: Optimizer) -> None:
+    """Give the optimizer its own methods back."""
+    supports_scaling = getattr(optimizer, "fused", False) or optimizer.defaults.get("fused")
+    for name in _REPLACED:
+        optimizer.__dict__.pop(name, None)
+    if supports_scaling:  # as torch's fused optimizers set it on themselves
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+@Optimizer.profile_hook_step
+def fire_step_hooks(optimizer: Optimizer) -> None:
+    """Call the hooks that were registered for the steps of ``optimizer``."""
+
+
+def _refuse_pre_hook(_: object) -> NoReturn:
+    raise ValueError(f"register_step_pre_hook cannot work here: {_NO_PRE_HOOKS}")
+
+
+def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Type, groups and constants, for the comparison between ranks."""
+    described = {}
+    for number, optimizer in enumerate(optimizers, 1):
+        described[f"optimizer {number}"] = type(optimizer).__name__
+        for place, group in enumerate(optimizer.param_groups, 1):
+            constants = {name: value for name, value in group.items() if isinstance(value, int | float | bool | tuple)}
+            text = ", ".join(f"{name}={value}" for name, value in sorted(constants.items()))
+            described[f"optimizer {number} group {place}"] = f"{len(group['params'])} parameters, {text}"
+    return described

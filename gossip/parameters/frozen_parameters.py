@@ -1,0 +1,279 @@
+"""Parameters that nothing trains: equal on all ranks, so that nothing of them is sent, until they change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from gossip.communication.world import World
+from gossip.errors import ManifestError
+from gossip.parameters.buckets import describe_tensor
+from gossip.parameters.digests import digest_of
+from gossip.parameters.manifest import compare_manifests
+
+_NUM_SAMPLES = 16
+_MAX_NAMES_LISTED = 3
+
+
+class FrozenParameters:
+    """The parameters that required no gradient when the module was wrapped, and have not been unfrozen since.
+
+    They start equal on all ranks, and what nobody writes stays equal: no bucket holds them and no message carries them.
+    A rank that has written to one says so at the next collective (a checkpoint, a global average); then, and only then,
+    its values are compared. Where they differ, the parameter is averaged with the others from then on.
+
+    Parameters
+    ----------
+    parameters : iterable of (str, Parameter)
+    world : World
+
+    Attributes
+    ----------
+    differing : list of str
+        Those that were found to differ between ranks in the newest comparison.
+
+    Notes
+    -----
+    A write is seen by the tensor's version counter, by its memory (``p.data = ...``), and, because a write through
+    ``p.data`` moves no counter, by 16 of its values.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], world: World) -> None:
+        self._parameters = dict(parameters)
+        self._world = world
+        self._seen = {name: _Seen(parameter) for name, parameter in self._parameters.items()}
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._has_warned = False
+        self.differing: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all their values."""
+        return sum(parameter.nbytes for parameter in self._parameters.values())
+
+    # ------------------------------------------------------------------ unfreezing
+
+    def unfrozen(self) -> list[str]:
+        """Those that require a gradient by now. Local."""
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+    def hook(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Have a gradient of a parameter that was unfrozen tell that there is a step to make. Local."""
+        for name in self.unfrozen():
+            if name not in self._hooks:
+                self._hooks[name] = self._parameters[name].register_post_accumulate_grad_hook(on_gradient)
+
+    def agree_to_unfreeze(self, names: Sequence[str], step: int) -> None:
+        """Compare names, and those values that somebody has written to. Collective.
+
+        Raises
+        ------
+        ManifestError
+            The ranks have unfrozen different parameters; raised on every rank.
+        ExchangeError
+            Some rank did not take part in time.
+        """
+        advice = "unfreeze the same parameters on every rank before the same step"
+        what = f"step {step}: comparing the parameters that were unfrozen ({advice})"
+        compare_manifests(self._world, {"unfrozen": ", ".join(map(repr, names))}, what, advice)
+        self.compare()
+
+    def release(self, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
+        """Give up those of these parameters that are here; they are exchanged from now on. Local."""
+        names = [name for name in self._parameters if name in names]
+        for name in names:
+            if name in self._hooks:
+                self._hooks.pop(name).remove()
+            del self._seen[name]
+        self.differing = [name for name in self.differing if name not in names]
+        return [(name, self._parameters.pop(name)) for name in names]
+
+    # ------------------------------------------------------------------ edits
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Let the ranks tell each other what they have written to since the last time, and compare it. Collective.
+
+        Raises
+        ------
+        ManifestError
+            A parameter has another dtype or shape on some rank; raised on every rank.
+        ExchangeError
+            Some rank did not take part in time.
+        """
+        if not self._parameters or self._world.world_size == 1:
+            return
+        written = [name for name, seen in self._seen.items() if seen.was_written(self._parameters[name])]
+        what = "comparing frozen parameters"
+        everyone = [json.loads(names) for names in self._world.gather_bytes(json.dumps(written).encode(), what)]
+        suspects = {name for names in everyone for name in names}
+        if not suspects:
+            return
+        entries = {name: self._describe(name) for name in self._parameters if name in suspects}
+        found = [json.loads(each) for each in self._world.gather_bytes(json.dumps(entries).encode(), what)]
+        _check_kinds(found)
+        different = {name for name in entries if len({each[name][1] for each in found}) > 1}
+        self.differing = [
+            name for name in self._parameters if name in different or (name in self.differing and name not in suspects)
+        ]
+        for name in entries:
+            self._seen[name] = _Seen(self._parameters[name])
+        if self.differing:
+            self._warn(everyone)
+
+    def _describe(self, name: str) -> tuple[str, str]:
+        parameter = self._parameters[name].detach()
+        return f"{describe_tensor(parameter)}, strides {list(parameter.stride())}", digest_of([parameter]).hex()
+
+    def _warn(self, written: Sequence[Sequence[str]]) -> None:
+        if self._has_warned or self._world.rank != 0:
+            return
+        self._has_warned = True
+        ranks = ", ".join(str(rank) for rank, names in enumerate(written) if names)
+        hidden = len(self.differing) - _MAX_NAMES_LISTED
+        listed = ", ".join(map(repr, self.differing[:_MAX_NAMES_LISTED]))
+        logger.warning(
+            "frozen parameters were written to on ranks {} and now differ between the ranks: {}{}; averages include "
+            "them, but steps do not exchange them. To have them mixed in every step, let them require gradients, or "
+            'make them buffers and pass buffers="average"',
+            ranks,
+            listed,
+            f" and {hidden} more" * (hidden > 0),
+        )
+
+    # ------------------------------------------------------------------ averages
+
+    def names_of_equal(self) -> set[str]:
+        """Those that do not differ between ranks."""
+        return self._parameters.keys() - set(self.differing)
+
+    def equal_values(self) -> Iterator[torch.Tensor]:
+        """Of those that do not differ between ranks."""
+        return (each.detach() for name, each in self._parameters.items() if name not in self.differing)
+
+    def differing_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of those that do, to be averaged in place: see :meth:`note_differing`."""
+        return ((name, self._parameters[name].detach()) for name in self.differing)
+
+    def note_differing(self) -> None:
+        """Note that those that differ were written to by all ranks together, which is no edit. Local."""
+        for name in self.differing:
+            self._seen[name] = _Seen(self._parameters[name])
+
+    def are_equal(self) -> None:
+        """Note that all were averaged for good. Local."""
+        self.differing = []
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Put those that differ back exactly as they were when the block is left. Local."""
+        values = {name: self._parameters[name].detach().clone() for name in self.differing}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, own in values.items():
+                    self._parameters[name].copy_(own)
+            self.note_differing()
+
+    # ------------------------------------------------------------------ checkpoints and the end
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which differ between ranks."""
+        return {"differing": list(self.differing)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """After values were restored that had been compared before they were saved; None: they were not."""
+        if state is not None:
+            self.differing = [name for name in state["differing"] if name in self._parameters]
+            self._seen = {name: _Seen(parameter) for name, parameter in self._parameters.items()}
+
+    def close(self) -> None:
+        """Remove the hooks. Local."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+
+class _Seen:
+    """What a parameter looked like when its values were known to be equal on all ranks."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._version = parameter._version
+        self._address = parameter.data_ptr()
+        self._storage = StorageWeakRef(parameter.untyped_storage())
+        self._sample = _sample(parameter)
+
+    def was_written(self, parameter: nn.Parameter) -> bool:
+        """Whether anything may have changed since."""
+        return (
+            parameter._version != self._version
+            or parameter.data_ptr() != self._address
+            or self._storage.expired()  # another memory may lie at the same address
+            or not torch.equal(_sample(parameter), self._sample)
+        )
+
+
+def _sample(parameter: nn.Parameter) -> torch.Tensor:
+    """Some of its values, evenly spread."""
+    values = parameter.detach()
+    if values.numel() <= _NUM_SAMPLES:
+        return values.flatten().clone()
+    places = torch.linspace(0, values.numel() - 1, _NUM_SAMPLES, dtype=torch.float64, device=values.device).long()
+    return values[torch.unravel_index(places, values.shape)]
+
+
+def _check_kinds(found: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    for name, (kind, _) in found[0].items():
+        for rank, entries in enumerate(found):
+            if entries[name][0] != kind:
+                raise ManifestError(
+                    f"frozen parameter {name!r} is {kind} on rank 0, but {entries[name][0]} on rank {rank}; convert it "
+                    "alike on every rank"
+                )
+
+
+@torch.no_grad()
+def broadcast_parameters_(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int, world: World) -> None:
+    """Rank 0's values into all ranks' parameters, in place. Collective.
+
+    Small ones travel together, in messages of at most ``cap_bytes``.
+    """
+    if world.world_size == 1:
+        return
+    together: list[nn.Parameter] = []
+    for _, parameter in parameters:
+        if together and not _fits(parameter, together, cap_bytes):
+            _broadcast_together_(together, world)
+            together = []
+        together.append(parameter)
+    _broadcast_together_(together, world)
+
+
+def _fits(parameter: nn.Parameter, others: Sequence[nn.Parameter], cap_bytes: int) -> bool:
+    first = others[0]
+    is_alike = (parameter.dtype, parameter.device) == (first.dtype, first.device)
+    return is_alike and sum(each.nbytes for each in others) + parameter.nbytes <= cap_bytes
+
+
+def _broadcast_together_(parameters: Sequence[nn.Parameter], world: World) -> None:
+    what = "broadcasting frozen parameters from rank 0"
+    if len(parameters) == 1:
+        world.broadcast_(parameters[0].detach(), what)
+    elif parameters:
+        flat = _flatten_dense_tensors([parameter.detach() for parameter in parameters])
+        world.broadcast_(flat, what)
+        for parameter, values in zip(parameters, _unflatten_dense_tensors(flat, parameters), strict=True):
+            parameter.copy_(values)

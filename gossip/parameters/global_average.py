@@ -1,0 +1,182 @@
+"""The global average of the replicas, and how far they are from it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossip.communication.scratch import Scratch
+from gossip.communication.world import World
+from gossip.errors import ExchangeError, GossipError
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import is_averaged
+from gossip.parameters.frozen_parameters import FrozenParameters
+from gossip.parameters.manifest import compare_manifests
+
+
+def average_module_(
+    module: nn.Module,
+    buckets: Sequence[Bucket],
+    frozen: FrozenParameters,
+    world: World,
+    *,
+    is_put_back: bool = False,
+) -> None:
+    """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective.
+
+    Raises
+    ------
+    ExchangeError
+        Every single value is the mean (rank 0's), or still this rank's own; the text says which, unless the caller puts
+        all back. What fits into 64 MiB is never mixed: then it is all this rank's own, or all the mean if the error
+        came when another rank was about to assign it.
+    """
+    scratch = Scratch(world)
+    with torch.no_grad():
+        try:
+            _compare_buffers(module, world)
+            for bucket in buckets:
+                scratch.average(bucket.block, f"averaging bucket {bucket.index}")
+            for name, values in frozen.differing_values():
+                scratch.average(values, f"averaging frozen parameter {name!r}")
+            for name, buffer in module.named_buffers():
+                if is_averaged(buffer):
+                    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                    scratch.average(values, f"averaging buffer {name!r}")
+                else:
+                    scratch.broadcast(buffer, f"broadcasting buffer {name!r} from rank 0")
+            scratch.assign()
+        except ExchangeError as error:
+            state = "parameters and buffers are as they were before"
+            if scratch.num_assigned and not is_put_back:
+                state = f"{scratch.num_assigned} values of parameters and buffers are the mean's, all others its own"
+            raise ExchangeError(f"{error}; on this rank {state}", culprits=error.culprits) from error
+        finally:
+            for bucket in buckets:
+                bucket.written()
+            frozen.note_differing()
+
+
+def _compare_buffers(module: nn.Module, world: World) -> None:
+    """gloo aborts the process if two ranks' buffers differ in shape; they may have changed since construction."""
+    described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()}
+    manifest = {f"buffer {name!r}": text for name, text in described.items()}
+    compare_manifests(
+        world,
+        manifest,
+        "comparing buffers before averaging",
+        advice="a buffer that grows with the data cannot be averaged: keep it out of register_buffer",
+    )
+
+
+@contextlib.contextmanager
+def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Put parameters and buffers back exactly as they were, in place, when the block is left. Local."""
+    with torch.no_grad():
+        blocks = [bucket.block.clone() for bucket in buckets]
+        buffers = [
+            (owner._buffers, key, buffer, buffer.clone())
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for bucket, block in zip(buckets, blocks, strict=True):
+                bucket.reclaim()
+                bucket.block.copy_(block)
+                bucket.written()
+            for owned, key, buffer, values in buffers:
+                buffer.copy_(values)
+                owned[key] = buffer  # a forward pass may have put another one there
+
+
+def consensus_distance(buckets: Sequence[Bucket], frozen: FrozenParameters, world: World) -> tuple[float, float]:
+    """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
+    exchanged = [(f"bucket {bucket.index}", bucket.block) for bucket in buckets]
+    for name, values in (*exchanged, *frozen.differing_values()):
+        mean = values.clone()
+        world.average_(mean, f"consensus distance of {name}")
+        squares[0] += _norm(values - mean) ** 2
+        mean_norm = math.hypot(mean_norm, _norm(mean))
+    world.sum_(squares, "consensus distance")
+    distance = math.sqrt(float(squares[0]) / world.world_size)
+    return distance, distance / mean_norm if mean_norm else 0.0
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+@torch.no_grad()
+def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> None:
+    """Estimate batch norm's running statistics anew, from the batches of all ranks. In place, collective.
+
+    Each rank's statistics are the plain means over its batches; the ranks' count by their numbers of batches.
+
+    Raises
+    ------
+    ValueError
+        No rank has a batch.
+    """
+    norms = {name: each for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+    counted = _Counted(batches)
+    cause: Exception | None = None
+    modes = {each: each.training for each in module.modules()}
+    module.eval()  # dropout stays off, as in what is evaluated then
+    momenta = {norm: norm.momentum for norm in norms.values()}
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean
+        norm.train()
+    failure = ""
+    try:
+        for batch in counted:
+            if isinstance(batch, Mapping):
+                module(**batch)
+            else:
+                module(batch[0] if isinstance(batch, list | tuple) else batch)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        cause = error
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+    failures = world.gather_bytes(failure.encode(), "recalibrating: comparing what went wrong")
+    for rank, found in enumerate(failures):
+        if found:
+            raise GossipError(
+                f"recalibrate failed on rank {rank}: {found.decode()}; its batches must be inputs, tuples that begin "
+                "with them, or mappings of the module's arguments"
+            ) from (cause if failure else None)
+    total = torch.tensor([float(counted.num_batches)], dtype=torch.float64)
+    world.sum_(total, "counting batches for recalibration")
+    if not total.item():
+        raise ValueError("recalibrate has no batch on any rank; pass a loader with at least one, fresh each time")
+    for name, norm in norms.items():
+        for statistic in (norm.running_mean, norm.running_var):
+            if statistic is not None:
+                statistic.mul_(counted.num_batches * world.world_size / total.item())
+                world.average_(statistic, f"recalibrating {name!r}")
+
+
+class _Counted:
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.num_batches = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self.num_batches += 1
+            yield batch

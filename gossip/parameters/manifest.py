@@ -1,0 +1,97 @@
+"""What has to be the same on every rank, compared before the first exchange.
+
+gloo checks nothing: another shape aborts the process, another dtype or order is silent garbage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from gossip.communication.world import World
+from gossip.errors import ManifestError
+from gossip.version import __version__
+from topologies import Topology
+
+Manifest = dict[str, str]
+CONSTRUCTION = "construction"
+_NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end to write down
+
+
+def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str, str]) -> Manifest:
+    """Describe what this rank is about to train, one line of text an entry, the coarse ones first.
+
+    ``settings`` are the wrapper's other arguments, in words.
+    """
+
+    manifest = {
+        CONSTRUCTION: "accepted",
+        "gossip version": __version__,
+        "torch version": torch.__version__,
+        "byte order": sys.byteorder,
+        "module": type(module).__name__,
+        "topology": describe_topology(topology),
+    }
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for place, (name, tensor) in enumerate(tensors, 1):
+            manifest[f"{kind} {place}"] = _describe(name, tensor)
+    manifest.update(settings)  # last: an optimizer differs wherever its module does
+    return manifest
+
+
+def compare_manifests(
+    world: World,
+    manifest: Manifest,
+    what: str = "comparing manifests",
+    advice: str = "build module, optimizer and topology the same way everywhere",
+) -> None:
+    """Raise on every rank if any two ranks' manifests differ. Collective.
+
+    Raises
+    ------
+    ManifestError
+        Names the first entry that differs and what both sides have.
+    """
+    payload = json.dumps(manifest).encode()
+    digests = world.gather_bytes(hashlib.sha256(payload).digest(), what)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(data) for data in world.gather_bytes(payload, what)]
+    raise ManifestError(f"{first_difference(everyone)}; {advice}")
+
+
+def first_difference(manifests: Sequence[Manifest]) -> str:
+    """The first entry in which some rank differs from rank 0, and both sides of it, in words."""
+    keys = list(dict.fromkeys(key for manifest in manifests for key in manifest))
+    for key in keys:
+        ours = manifests[0].get(key, "nothing")
+        for rank, manifest in enumerate(manifests):
+            theirs = manifest.get(key, "nothing")
+            if theirs != ours:
+                return f"the ranks do not train the same thing: {key} is {ours} on rank 0, but {theirs} on rank {rank}"
+    raise AssertionError("the manifests are equal")
+
+
+def describe_topology(topology: Topology) -> str:
+    """The topology as text: two that differ are told apart (by their first rounds, if they have no end)."""
+    texts = []
+    for phase in topology.phases:
+        part = phase.topology
+        if part.registered or part.period is not None:
+            text = part.to_json()
+        else:
+            text = f"{part!r} {json.dumps([part.round(step).to_dict() for step in range(_NUM_SAMPLED_ROUNDS)])}"
+        texts.append(text if topology is part else f"from round {phase.start}, every {phase.every}: {text}")
+    return "; ".join(texts)
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    text = f"{name!r} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} strides {list(tensor.stride())}"
+    if isinstance(tensor, nn.Parameter):
+        text += "" if tensor.requires_grad else " frozen"
+    return text

@@ -1,0 +1,204 @@
+"""Where a module keeps its parameters, and what to do when somebody puts others there."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+import weakref
+from collections.abc import Container
+from types import FrameType
+
+import torch
+from torch import nn
+
+from gossip.errors import GossipError
+from gossip.parameters.buckets import describe_tensor
+from gossip.parameters.other_wrappers import is_sharded
+
+
+class ModuleSnapshot:
+    """Which parameters and parts a module has, and where; cheap to compare with what it has now.
+
+    Parameters
+    ----------
+    module : Module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.remember()
+
+    def remember(self) -> None:
+        """Take what is there now for granted."""
+        owners = [each for each in self._module.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
+        self._all_owners = [owner._parameters for _, owner in owners]
+        self._sizes = [len(owned) for owned in self._all_owners]
+        self._places = [
+            (owner._parameters, key, parameter, f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in owners
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        named = [(owner._modules, key, child) for _, owner in owners for key, child in owner._modules.items()]
+        self._all_parents = [owner._modules for _, owner in owners]
+        self._num_children = [len(children) for children in self._all_parents]
+        self._parents = [parent for parent, _, _ in named]
+        self._child_keys = [key for _, key, _ in named]
+        self._children = [child for _, _, child in named]
+        self._owners = [place[0] for place in self._places]
+        self._keys = [place[1] for place in self._places]
+        self._parameters = [place[2] for place in self._places]
+
+    def has_changed(self) -> bool:
+        """Whether a parameter or a part was added, replaced or removed since."""
+        found = map(dict.get, self._owners, self._keys)
+        children = map(dict.get, self._parents, self._child_keys)
+        return (
+            not all(map(operator.is_, found, self._parameters))
+            or not all(map(operator.is_, children, self._children))
+            or list(map(len, self._all_owners)) != self._sizes
+            or list(map(len, self._all_parents)) != self._num_children
+        )
+
+
+class ParameterSlots(ModuleSnapshot):
+    """Notices parameters that were replaced, removed or added since the module was wrapped.
+
+    A replaced one (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``) gives its values to the one
+    that lives in the buckets and that the optimizer knows, which takes its place again. One that was added, by itself
+    or with a module (``module.append(...)``, a new adapter), is refused, frozen or not: no optimizer and no bucket has
+    it, and its values differ between the ranks. Modules without parameters may come and go.
+
+    Parameters
+    ----------
+    module : Module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._known = {id(parameter) for parameter in module.parameters()}
+        _open_places.add(self)
+
+    def close(self) -> None:
+        """The module may be wrapped again. Local."""
+        _open_places.discard(self)
+
+    def check(self) -> None:
+        """Put the known parameters back with the new values; cheap if nothing has changed.
+
+        Raises
+        ------
+        GossipError
+            A parameter is of another kind now, was removed, or is new; names it.
+        """
+        if self.has_changed() and not _inside_functional_call():
+            self._settle()
+
+    def check_added(self) -> None:
+        """Raise as :meth:`check` for a parameter in a new place, but change nothing: within a backward pass."""
+        if self.has_changed() and not _inside_functional_call():
+            self._refuse_added({(id(owned), key) for owned, key, _, _ in self._places})
+
+    def check_all(self) -> None:
+        """As :meth:`check`, and look everywhere."""
+        self.check()
+        if {id(parameter) for parameter in self._module.parameters()} != self._known:
+            self._settle()
+
+    def restore(self) -> None:
+        """Put the known parameters back with the new values, whatever else was added or removed: at the end."""
+        present = {id(parameter) for parameter in self._module.parameters()}
+        for owned, key, parameter, name in self._places:
+            found = owned.get(key)
+            if found is None or found is parameter or id(parameter) in present:
+                continue  # gone, still there, or moved, as a parametrization does
+            _adopt(name, parameter, found)
+            for other, other_key, _, _ in self._places:
+                if other.get(other_key) is found:
+                    other[other_key] = parameter
+
+    def _settle(self) -> None:
+        self.restore()
+        self._refuse_added()
+        present = {id(parameter) for parameter in self._module.parameters()}
+        for _, _, parameter, name in self._places:
+            if id(parameter) not in present:
+                raise GossipError(
+                    f"parameter {name!r} was removed after the module was wrapped; close() the model and wrap the "
+                    "module again"
+                )
+        self.remember()
+
+    def _refuse_added(self, known_places: Container[tuple[int, str]] = ()) -> None:
+        for prefix, owner in self._module.named_modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in self._known or (id(owner._parameters), key) in known_places:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                raise GossipError(
+                    f"parameter {name!r} was added after the module was wrapped: it would be neither trained nor "
+                    "exchanged; add it before wrapping, or close() the model and wrap the module again"
+                )
+
+
+def _inside_functional_call() -> bool:
+    """Whether torch.func.functional_call has put other tensors into the module for the length of a call."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_functional_call":
+            return True
+        frame = frame.f_back
+    return False
+
+
+_open_places: weakref.WeakSet[ParameterSlots] = weakref.WeakSet()
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Refuse a module whose parameters some model trains already.
+
+    Raises
+    ------
+    ValueError
+        Names the parameter.
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
+                "its .module"
+            )
+        if isinstance(each, torch.jit.ScriptModule) and _has_state(each):
+            raise ValueError(
+                f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
+                "module that it was made from, for speed with torch.compile, and script or trace it after the training"
+            )
+        if is_sharded(each):
+            raise ValueError(
+                f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
+                "has other parameters; wrap the module without sharding it"
+            )
+    taken = {parameter for places in _open_places for parameter in places._known}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in taken:
+            raise ValueError(
+                f"parameter {name!r} belongs to a GossipDataParallel already; wrap a module once, or close() the other"
+            )
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
+
+
+@torch.no_grad()
+def _adopt(name: str, parameter: nn.Parameter, found: nn.Parameter) -> None:
+    if parameter.shape != found.shape or parameter.dtype != found.dtype or parameter.device != found.device:
+        raise GossipError(
+            f"parameter {name!r} was replaced by one that is {describe_tensor(found)}, but lives in its bucket as "
+            f"{describe_tensor(parameter)}; close() the model and wrap the module again"
+        )
+    parameter.copy_(found)
+    parameter.requires_grad_(found.requires_grad)
+    if found.grad is not None:
+        parameter.grad = found.grad

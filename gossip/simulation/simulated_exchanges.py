@@ -1,0 +1,285 @@
+"""How long a round's messages take, and whom they make wait for whom."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gossip.communication.transports import PIECE_BYTES
+from gossip.communication.worker_threads import WINDOW_BYTES
+from gossip.simulation.cluster import Cluster
+from topologies import Round
+from topologies.storage import FloatArray, IntArray
+
+Mask = npt.NDArray[np.bool_]
+_MOST_REACHED = 64  # of a rank, on average, in one pass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Edges of a round, and what goes over each: ``messages`` of the bucket's size. Shape ``[edges]``."""
+
+    senders: IntArray
+    receivers: IntArray
+    messages: FloatArray
+
+    @classmethod
+    def together(cls, parts: Sequence[Traffic]) -> Traffic:
+        """Return all edges as one."""
+        return cls(
+            np.concatenate([part.senders for part in parts]),
+            np.concatenate([part.receivers for part in parts]),
+            np.concatenate([part.messages for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One round between some ranks on a cluster, for messages of any size.
+
+    A rank's messages begin when it and all those that it is coupled with have posted theirs. All messages that leave
+    or enter a node in the round share its link equally, and a rank's messages are as fast as those of the slowest rank
+    that it is coupled with: they go in pieces, and the next piece is posted when the one before has been taken.
+
+    Attributes
+    ----------
+    takes_part : array of bool, [n]
+        Which ranks have a peer.
+    seconds_per_byte : array, [n]
+        Of the bucket's size.
+    latency_s : array, [n]
+        Between the rank and the farthest of its peers.
+    coupling : Groups or Neighbourhoods
+        Who waits for whom.
+    """
+
+    takes_part: Mask
+    seconds_per_byte: FloatArray
+    latency_s: FloatArray
+    coupling: Groups | Neighbourhoods
+
+    def run(self, posted_s: FloatArray, num_bytes: float) -> tuple[FloatArray, FloatArray]:
+        """Return when each rank's messages have been sent, and when those for it have arrived, shape ``[n]`` each.
+
+        Parameters
+        ----------
+        posted_s
+            When each rank is ready to exchange, shape ``[n]``; of those that take no part it does not matter.
+        num_bytes
+            Of one message.
+        """
+        pauses_s = (self.coupling.num_turns(num_bytes) - 1.0) * self.latency_s
+        sent_s = self.coupling.latest(posted_s, num_bytes) + pauses_s + self.seconds_per_byte * num_bytes
+        return sent_s, sent_s + self.latency_s
+
+
+class Groups:
+    """Ranks that wait for all members of their group, and for nobody else: pairs, and groups that all-reduce.
+
+    Parameters
+    ----------
+    groups : sequence of tuple of int
+        Disjoint, of two and more ranks.
+    turns : sequence of int
+        By group: how many messages follow each other, each after the one before has arrived.
+    world_size : int
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, ...]], turns: Sequence[int], world_size: int) -> None:
+        sizes = np.fromiter(map(len, groups), np.int64, count=len(groups))
+        self._order = np.fromiter(itertools.chain.from_iterable(groups), np.int64, count=int(sizes.sum()))
+        self._starts = np.cumsum(sizes) - sizes
+        self._groups_of = np.repeat(np.arange(len(groups)), sizes)
+        self._turns = np.ones(world_size)
+        self._turns[self._order] = np.repeat(turns, sizes)
+
+    def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:  # noqa: ARG002
+        """Return the largest value in each rank's group, shape ``[n]``; a rank in none keeps its own."""
+        return self.latest_of_peers(values)
+
+    def latest_of_peers(self, values: FloatArray) -> FloatArray:
+        """Return the same."""
+        latest = values.copy()
+        latest[self._order] = np.maximum.reduceat(values[self._order], self._starts)[self._groups_of]
+        return latest
+
+    def num_turns(self, num_bytes: float) -> FloatArray:  # noqa: ARG002
+        """Return how many messages follow each other, shape ``[n]``."""
+        return self._turns
+
+
+class Neighbourhoods:
+    """Ranks that wait for their peers, these for theirs, and so on, as far as the pieces of a message reach.
+
+    A rank posts the next piece to all its peers only when the pieces before are gone. So one that is late holds up its
+    peers at once, their peers one piece later, and, where messages are long, ranks that are many edges away.
+
+    Parameters
+    ----------
+    senders, receivers : array, [edges]
+    world_size : int
+    """
+
+    def __init__(self, senders: IntArray, receivers: IntArray, world_size: int) -> None:
+        everybody = np.arange(world_size)
+        one = np.concatenate((senders, receivers, everybody))
+        other = np.concatenate((receivers, senders, everybody))
+        self._reaches = [_Reach.along(one, other, world_size)]
+        most_messages = np.bincount(np.concatenate((senders, receivers)), minlength=1).max()
+        self._pieces_under_way = max(1, WINDOW_BYTES // (PIECE_BYTES * int(most_messages)))
+
+    def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:
+        """Return the largest value that holds each rank up, shape ``[n]``."""
+        num_edges = math.ceil(num_bytes / (self._pieces_under_way * PIECE_BYTES))
+        while num_edges > 0:
+            while 2 * self._reaches[-1].num_edges <= num_edges and self._reaches[-1].may_grow:
+                self._reaches.append(self._reaches[-1].twice())
+            reach = next(each for each in reversed(self._reaches) if each.num_edges <= num_edges)
+            latest = reach.latest(values)
+            if np.array_equal(latest, values):
+                break
+            values = latest
+            num_edges -= reach.num_edges
+        return values
+
+    def num_turns(self, num_bytes: float) -> float:
+        """Return how many pieces follow each other; with two under way the link never pauses."""
+        return math.ceil(num_bytes / PIECE_BYTES) if self._pieces_under_way == 1 else 1.0
+
+    def latest_of_peers(self, values: FloatArray) -> FloatArray:
+        """Return the largest value of each rank and its peers, shape ``[n]``."""
+        return self._reaches[0].latest(values)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Who is at most ``num_edges`` away from each rank: rank i's are ``peers[starts[i]:starts[i + 1]]``."""
+
+    num_edges: int
+    peers: IntArray
+    starts: IntArray
+
+    @classmethod
+    def along(cls, one: IntArray, other: IntArray, world_size: int) -> _Reach:
+        """Return the ends of the given edges, which name every rank."""
+        ranks, peers = np.divmod(np.unique(one * world_size + other), world_size)
+        return cls(1, peers, np.searchsorted(ranks, np.arange(world_size)))
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether twice as far is worth knowing: fewer passes over more ranks."""
+        return len(self.peers) < _MOST_REACHED * len(self.starts)
+
+    def twice(self) -> _Reach:
+        """Return who is at most twice as far away."""
+        from scipy import sparse  # 0.1 s that pairs do not need
+
+        n = len(self.starts)
+        starts = np.append(self.starts, len(self.peers))
+        near = sparse.csr_array((np.ones(len(self.peers)), self.peers, starts), shape=(n, n))
+        far = (near @ near).tocsr()
+        return _Reach(2 * self.num_edges, far.indices.astype(np.int64), far.indptr[:-1].astype(np.int64))
+
+    def latest(self, values: FloatArray) -> FloatArray:
+        """Return the largest value that each rank reaches, shape ``[n]``."""
+        return np.maximum.reduceat(values[self.peers], self.starts)
+
+
+def plan_exchange(
+    round_: Round,
+    cluster: Cluster,
+    *,
+    all_reduces: Collection[tuple[int, ...]] = (),
+    reads_memory: bool = False,
+    present: Mask | None = None,
+) -> ExchangePlan | None:
+    """Return the plan of a round, None if nothing is sent.
+
+    Parameters
+    ----------
+    round_ : Round
+    cluster : Cluster
+    all_reduces : collection of tuple of int
+        The uniform groups that exchange by ring all-reduce in the order of their ranks; all else goes point to point.
+    reads_memory : bool
+        Whether messages between two ranks of a node are not sent, but read where they lie.
+    present : array of bool, [n], optional
+        The ranks that take part; an edge to another is left out.
+    """
+    if round_.is_identity:
+        return None
+    if round_.uniform_groups is not None:
+        return _plan_groups(round_.uniform_groups, cluster, all_reduces, reads_memory, present)
+    receivers, senders, _ = round_.edges()
+    if present is not None:
+        kept = present[senders] & present[receivers]
+        receivers, senders = receivers[kept], senders[kept]
+    if not len(senders):
+        return None
+    traffic = _messages(senders, receivers, cluster, reads_memory)
+    return _plan(Neighbourhoods(senders, receivers, cluster.world_size), traffic, cluster)
+
+
+def _plan_groups(
+    all_groups: Sequence[tuple[int, ...]],
+    cluster: Cluster,
+    all_reduces: Collection[tuple[int, ...]],
+    reads_memory: bool,
+    present: Mask | None,
+) -> ExchangePlan | None:
+    groups, turns, rings = [], [], []
+    edges: list[tuple[int, int]] = []
+    for group in all_groups:
+        left = group if present is None else tuple(rank for rank in group if present[rank])
+        if len(left) < 2:
+            continue
+        groups.append(left)
+        is_ring = len(left) > 2 and group in all_reduces
+        turns.append(2 * (len(left) - 1) if is_ring else 1)
+        if is_ring:
+            rings.append(_ring(left))
+        else:
+            edges.extend(itertools.permutations(left, 2))
+    if not groups:
+        return None
+    senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    messages = _messages(senders, receivers, cluster, reads_memory)
+    return _plan(Groups(groups, turns, cluster.world_size), Traffic.together([*rings, messages]), cluster)
+
+
+def _ring(group: tuple[int, ...]) -> Traffic:
+    """A ring all-reduce in the order of the ranks."""
+    size = len(group)
+    return Traffic(np.array(group), np.roll(group, -1), np.full(size, 2.0 * (size - 1) / size))
+
+
+def _messages(senders: IntArray, receivers: IntArray, cluster: Cluster, reads_memory: bool) -> Traffic:
+    """Each as a whole from one rank to another."""
+    amounts = np.ones(len(senders))
+    if reads_memory:
+        amounts[senders // cluster.local_size == receivers // cluster.local_size] = 0.0
+    return Traffic(senders, receivers, amounts)
+
+
+def _plan(coupling: Groups | Neighbourhoods, traffic: Traffic, cluster: Cluster) -> ExchangePlan:
+    n, ends = cluster.world_size, (traffic.senders, traffic.receivers)
+    from_node, to_node = (ranks // cluster.local_size for ranks in ends)
+    crosses = from_node != to_node
+    by_node = [
+        np.bincount(nodes[crosses], weights=traffic.messages[crosses], minlength=cluster.num_nodes)
+        for nodes in (from_node, to_node)
+    ]
+    inside = [np.bincount(ranks[~crosses], weights=traffic.messages[~crosses], minlength=n) for ranks in ends]
+    takes_part, uses_link = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
+    for ranks in ends:
+        takes_part[ranks] = True
+        uses_link[ranks[crosses]] = True
+    link = np.repeat(np.maximum(*by_node), cluster.local_size) * cluster.seconds_per_byte
+    own = np.maximum(np.where(uses_link, link, 0.0), np.maximum(*inside) * cluster.local_seconds_per_byte)
+    latency_s = np.where(uses_link, cluster.latency_us, cluster.local_latency_us) * 1e-6
+    return ExchangePlan(takes_part, coupling.latest_of_peers(own), coupling.latest_of_peers(latency_s), coupling)

@@ -1,0 +1,196 @@
+"""One step of every rank under each method: where it computes, posts and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+
+from gossip.communication.transports import MIN_LARGE_BYTES, shared_groups
+from gossip.simulation.cluster import Cluster
+from gossip.simulation.simulated_exchanges import ExchangePlan, Mask, plan_exchange
+from gossip.simulation.workload import StepDraw, Workload
+from topologies import Round, Topology
+from topologies.storage import FloatArray
+
+
+class Steps(Protocol):
+    """Moves the clocks of all ranks through their steps, in order."""
+
+    def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
+        """Make one step.
+
+        Parameters
+        ----------
+        step : int
+        clock : array, [n]
+            When each rank begins, in seconds.
+        draw : StepDraw
+
+        Returns
+        -------
+        tuple of array, [n]
+            When each rank has ended, and for how long it has waited. Of ranks that are not present it means nothing.
+        """
+
+
+def delayed(ends_s: FloatArray, clock: FloatArray, computing_s: FloatArray, contention: float) -> FloatArray:
+    """Return when transfers end that a rank computes beside, for ``computing_s`` from ``clock`` on."""
+    return ends_s + contention * np.clip(ends_s - clock, 0.0, computing_s)
+
+
+class LocalSteps:
+    """No exchange."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
+        return clock + draw.delay_s + self._workload.compute_s * draw.factor, np.zeros_like(clock)
+
+
+class AllReduceSteps:
+    """DDP: a ring all-reduce per bucket beside backward, one after the other; the update after the last.
+
+    Without a rank that has dropped out the others go on as a smaller ring, which DDP itself could not.
+    """
+
+    def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
+        self._cluster = cluster
+        self._workload = workload
+        self._ratio = compression_ratio
+        self._free_s = np.zeros(cluster.world_size)
+        self._plan = self._plan_of(None)
+
+    def _plan_of(self, present: Mask | None) -> ExchangePlan | None:
+        everyone = tuple(range(self._cluster.world_size))
+        round_ = Round.from_groups(len(everyone), [everyone])
+        rings = (everyone,) if len(everyone) > 2 else ()
+        return plan_exchange(round_, self._cluster, all_reduces=rings, present=present)
+
+    def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
+        told = self._workload
+        plan = self._plan if draw.present is None else self._plan_of(draw.present)
+        clock = clock + draw.delay_s + told.forward_s * draw.factor
+        arrived_s = clock
+        for num_bytes in told.bucket_bytes:
+            computing_s = told.backward_s * num_bytes / told.model_bytes * draw.factor
+            self._free_s = delayed(self._free_s, clock, computing_s, told.contention)
+            arrived_s = delayed(arrived_s, clock, computing_s, told.contention)
+            clock = clock + computing_s
+            if plan is not None:
+                sent_s, arrived_s = plan.run(np.maximum(clock, self._free_s), num_bytes / self._ratio)
+                self._free_s = sent_s
+        waits_s = np.maximum(arrived_s - clock, 0.0)
+        return clock + waits_s + told.update_s * draw.factor, waits_s
+
+
+class GossipSteps:
+    """The wrapper: each bucket waits for its messages, mixes, updates and posts, in backward.
+
+    Parameters
+    ----------
+    topology : Topology
+    cluster : Cluster
+    workload : Workload
+    compression_ratio : float
+    combines_before_forward : bool
+        Whether messages are needed where the next forward pass begins, in place of where the bucket is updated: a
+        bucket of several layers is awaited by the module that holds them all.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        cluster: Cluster,
+        workload: Workload,
+        compression_ratio: float,
+        combines_before_forward: bool,
+    ) -> None:
+        self._topology = topology
+        self._cluster = cluster
+        self._workload = workload
+        self._ratio = compression_ratio
+        self._combines_before_forward = combines_before_forward
+        self._all_reduces = _groups_on_wire(topology, cluster, compression_ratio)
+        self._plans: dict[tuple[int, bool], ExchangePlan | None] = {}
+        n, num_buckets = cluster.world_size, len(workload.bucket_bytes)
+        self._free_s = np.zeros(n)
+        self._arrives_s = np.full((num_buckets, n), -np.inf)
+        self._shares = [num_bytes / workload.model_bytes for num_bytes in workload.bucket_bytes]
+
+    def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
+        told, num_buckets = self._workload, len(self._shares)
+        clock = clock + draw.delay_s
+        waits_s = np.zeros_like(clock)
+        for bucket in range(num_buckets if self._combines_before_forward else 0):
+            clock = self._combine(bucket, clock, draw, waits_s)
+        clock = self._compute(told.forward_s * draw.factor, clock)
+        for bucket, share in enumerate(self._shares):
+            clock = self._compute(told.backward_s * share * draw.factor, clock)
+            if not self._combines_before_forward:
+                clock = self._combine(bucket, clock, draw, waits_s)
+            clock = self._compute(told.update_s * share * draw.factor, clock)
+            self._post(step, bucket, clock, draw)
+        return clock, waits_s
+
+    def _compute(self, computing_s: FloatArray, clock: FloatArray) -> FloatArray:
+        """Let all ranks compute for a while, beside which messages may be slower; their clocks afterwards."""
+        if self._workload.contention:
+            self._free_s = delayed(self._free_s, clock, computing_s, self._workload.contention)
+            self._arrives_s = delayed(self._arrives_s, clock, computing_s, self._workload.contention)
+        return clock + computing_s
+
+    def _combine(self, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
+        """Wait for a bucket's messages and mix them; adds to ``waits_s``."""
+        arrives_s = self._arrives_s[bucket].copy()
+        wait_s = np.maximum(arrives_s - clock, 0.0)
+        waits_s += wait_s
+        mix_s = self._workload.mix_s * self._shares[bucket] * draw.factor
+        return self._compute(np.where(np.isfinite(arrives_s), mix_s, 0.0), clock + wait_s)
+
+    def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
+        num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
+        plan = self._plan(step, num_bytes, draw.present)
+        if plan is None:
+            self._arrives_s[bucket] = -np.inf
+            return
+        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes)
+        self._free_s = np.where(plan.takes_part, sent_s, self._free_s)
+        self._arrives_s[bucket] = np.where(plan.takes_part, arrives_s, -np.inf)
+
+    def _plan(self, step: int, num_bytes: float, present: Mask | None) -> ExchangePlan | None:
+        is_large = num_bytes >= MIN_LARGE_BYTES
+        if present is not None:
+            return self._make_plan(step, is_large, present)
+        number, period = step, self._topology.period
+        if period is not None and step >= self._topology.warmup:
+            number = self._topology.warmup + (step - self._topology.warmup) % period
+        if (number, is_large) not in self._plans:
+            if period is None:
+                self._plans.clear()  # no round comes back
+            self._plans[number, is_large] = self._make_plan(step, is_large, None)
+        return self._plans[number, is_large]
+
+    def _make_plan(self, step: int, is_large: bool, present: Mask | None) -> ExchangePlan | None:
+        return plan_exchange(
+            self._topology.round(step),
+            self._cluster,
+            all_reduces=self._all_reduces if is_large else (),
+            reads_memory=is_large and self._cluster.shares_memory and self._ratio == 1.0,
+            present=present,
+        )
+
+
+def _groups_on_wire(topology: Topology, cluster: Cluster, compression_ratio: float) -> Collection[tuple[int, ...]]:
+    """The groups that all-reduce: what :class:`gossip.DistributedTransport` does on gloo.
+
+    Compressed messages are not added on the wire, and ranks that can read each other's memory do that instead.
+    """
+    if compression_ratio != 1.0:
+        return frozenset()
+    groups = shared_groups(topology)
+    if cluster.shares_memory:
+        groups = [group for group in groups if group[0] // cluster.local_size != group[-1] // cluster.local_size]
+    return frozenset(groups)

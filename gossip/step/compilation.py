@@ -1,0 +1,44 @@
+"""What ``torch.compile`` must leave alone: all that is ours around a module, and in its hooks."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import torch
+
+from gossip.parameters.other_wrappers import Outermost
+from gossip.step.await_points import AwaitHook, AwaitPoints
+from gossip.step.engine import StepEngine
+
+_OURS = {
+    StepEngine: (
+        "begin_forward",
+        "watched",
+        "end_forward",
+        "_on_backward",
+        "_on_first_gradient",
+        "_launch_ready",
+        "_on_backward_ended",
+        "step_optimizer",
+    ),
+    Outermost: ("check_outermost",),
+    AwaitPoints: ("call_watched",),
+    AwaitHook: ("__call__",),
+}
+
+
+@functools.cache
+def keep_out_of_graphs() -> None:
+    """Keep the compiler out of our own functions, which it would trace where they are called, with breaks and warnings.
+
+    To be called with the first model, since it imports torch._dynamo: decorators would cost every program that imports
+    gossip a second.
+    """
+    for owner, names in _OURS.items():
+        for name in names:
+            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+    # Called once per parameter: torch.compiler.disable would make them ten times slower.
+    for constant in StepEngine._make_hook.__code__.co_consts:
+        if isinstance(constant, types.CodeType):
+            torch._dynamo.eval_frame.skip_code(constant)

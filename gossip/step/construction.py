@@ -1,0 +1,151 @@
+"""From the wrapper's arguments to its parts, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.communication import forks
+from gossip.communication.debug_transport import DebugTransport, check_debug
+from gossip.communication.flags import AgreedFlag
+from gossip.communication.transports import DistributedTransport, check_follow_ups
+from gossip.communication.world import World
+from gossip.compression.codec import Compression
+from gossip.compression.compression_names import resolve_compression
+from gossip.compression.value_codecs import Uncompressed
+from gossip.errors import GossipError
+from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
+from gossip.optimizers.foreign_optimizers import OptimizerWatch
+from gossip.optimizers.loss_scale import SharedScaler
+from gossip.parameters.buckets import check_parameters, make_buckets
+from gossip.parameters.buffers import make_buffer_buckets
+from gossip.parameters.frozen_parameters import FrozenParameters, broadcast_parameters_
+from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
+from gossip.parameters.parameter_slots import check_not_wrapped
+from gossip.step.announcement import announce
+from gossip.step.compilation import keep_out_of_graphs
+from gossip.step.engine import StepEngine
+from gossip.step.mixing import AnyBucket, Mixer
+from gossip.step.updating import Updater
+from gossip.step.wrapper_arguments import Arguments, check_arguments, resolve_topology
+from topologies import Topology
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a wrapped model consists of.
+
+    Attributes
+    ----------
+    topology : Topology
+    algorithm : Algorithm
+    compression : Compression
+    optimizers : tuple of Optimizer
+    engine : StepEngine
+        Makes the steps, also of buckets of buffers.
+    """
+
+    topology: Topology
+    algorithm: Algorithm
+    compression: Compression
+    optimizers: tuple[Optimizer, ...]
+    engine: StepEngine
+
+
+def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
+    """Check the arguments and compare them between ranks; then build, and start all ranks from rank 0. Collective.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument, or a parameter of the module, cannot be used on this rank.
+    ManifestError
+        The ranks differ, or another one has refused; raised on every rank.
+    """
+    try:
+        topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
+    except Exception as error:
+        # The other ranks are about to compare manifests: tell them, rather than let them wait.
+        with contextlib.suppress(GossipError):
+            compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
+        raise
+    compare_manifests(world, manifest)
+
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    buckets = make_buckets(trained, arguments.bucket_cap_bytes)
+    for bucket in buckets:
+        world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
+    broadcast_parameters_(frozen, arguments.bucket_cap_bytes, world)
+    for name, buffer in module.named_buffers():
+        world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+    everything: tuple[AnyBucket, ...] = buckets
+    if arguments.buffers == "average":
+        everything += make_buffer_buckets(module, len(buckets))
+
+    transport = arguments.transport
+    if transport is None and world.world_size > 1:
+        if arguments.debug is None:
+            sums_on_wire = isinstance(compression, Uncompressed)
+            transport = DistributedTransport(world, topology, sums_on_wire=sums_on_wire)
+        else:
+            transport = DebugTransport(world)
+    scaler = arguments.open_scaler
+    updater = Updater(
+        optimizers,
+        everything,
+        list(module.parameters()),
+        clip_grad_norm=arguments.clip_grad_norm,
+        clip=arguments.clip,
+        scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
+        rank=world.rank,
+    )
+    mixer = Mixer(everything, optimizers, topology, transport, algorithm, compression, world.rank)
+    keep_out_of_graphs()
+    engine = StepEngine(
+        module,
+        everything,
+        FrozenParameters(frozen, world),
+        mixer,
+        updater,
+        rank=world.rank,
+        step_in_backward=arguments.step_in_backward,
+        bucket_cap_bytes=arguments.bucket_cap_bytes,
+        watch=OptimizerWatch(module.named_parameters(), optimizers),
+    )
+    if world.world_size > 1:
+        forks.watch(engine)
+    for optimizer in optimizers:
+        replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
+    if world.rank == 0:
+        announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
+    return Parts(topology, algorithm, compression, optimizers, engine)
+
+
+def _check(
+    module: nn.Module, arguments: Arguments, world: World
+) -> tuple[Topology, Algorithm, Compression, tuple[Optimizer, ...], Manifest]:
+    topology = resolve_topology(arguments.topology, world.world_size)
+    algorithm = resolve_algorithm(arguments.algorithm)
+    compression = resolve_compression(arguments.compression)
+    compression.check(topology)
+    if compression.follows_up and world.membership is not None:
+        check_follow_ups(compression, world.membership)
+    check_arguments(arguments, module)
+    check_debug(arguments.debug, arguments.transport)
+    check_parameters(module)
+    check_not_wrapped(module)
+    optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
+    if not optimizers and not arguments.step_in_backward:
+        raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
+    settings = {
+        "algorithm": algorithm.describe(),
+        "compression": compression.describe(),
+        **arguments.describe(),
+        **describe_optimizers(optimizers),
+    }
+    return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings)

@@ -1,0 +1,136 @@
+"""Whether a model can go on: after errors, after backward passes that died, beside other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+from loguru import logger
+
+from gossip.communication import forks
+from gossip.errors import GossipError
+from gossip.step.backward_pass import DEAD_BACKWARD
+from gossip.step.mixing import AnyBucket
+from gossip.step.step_progress import StepProgress
+from gossip.step.updating import Updater
+
+_LETTING_GO = timedelta(milliseconds=100)
+
+
+class Liveness:
+    """What an engine checks before anything is done with its model, from whichever thread.
+
+    Attributes
+    ----------
+    rank : int
+    step : int
+        Number of steps made; also the index of the next round.
+    buckets : list of Bucket or BufferBucket
+    updater : Updater
+    is_averaged : bool
+        Whether the buckets hold the global average for a while.
+    on_step_begin : callable or None
+        Called once at the beginning of every step.
+    error : BaseException or None
+        What ended the training on this rank: the ranks are no longer in step.
+    is_parents : bool
+        Whether this process was forked from the one that trains.
+    """
+
+    rank: int
+    step: int
+    buckets: list[AnyBucket]
+    updater: Updater
+    is_averaged: bool
+    on_step_begin: Callable[[], None] | None
+    error: BaseException | None
+    is_parents = False
+    _progress: StepProgress
+    _steps_in_backward: bool
+    _lock: threading.RLock  # held against forward passes in other threads
+
+    def check_alive(self) -> None:
+        """Raise if this rank cannot go on: after an error, or after a backward pass that died half-way."""
+        if self.error is not None:
+            raise GossipError(
+                f"rank {self.rank}: no training or averaging after: {str(self.error) or repr(self.error)}"
+            ) from self.error
+        self._recover_from_dead_backward()
+
+    def check_between_steps(self) -> None:
+        """Raise if this is no moment for what all ranks do together: an average, a checkpoint."""
+        self.check_usable()
+        if self._progress.stepped:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step} is half made: {len(self._progress.stepped)} of "
+                f"{len(self.updater.optimizers)} optimizers were stepped; step the others first"
+            )
+        if self.on_step_begin is not None:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: inside join() the ranks are at different steps; leave the block "
+                "first"
+            )
+
+    def check_usable(self) -> None:
+        """Raise if no step or average can be made now."""
+        if self.is_parents:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: {forks.FORKED}. Here the model can be read, evaluated under "
+                "torch.no_grad(), and closed"
+            )
+        self.check_alive()
+        if (backward := self._progress.backward) is not None and torch._C._current_graph_task_id() == -1:
+            backward.wait(_LETTING_GO)
+            self.check_alive()
+            if self._progress.backward is not None:
+                raise GossipError(
+                    f"rank {self.rank}: step {self.step}: a backward pass is under way in another thread; wait until "
+                    "it has ended"
+                )
+        if self.is_averaged:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
+                "leave the block first"
+            )
+
+    def leave_to_parent(self) -> None:
+        """See :class:`gossip.communication.forks.Inherited`."""
+        self.is_parents = True
+        self._lock = threading.RLock()  # another thread may have held it
+
+    def _recover_from_dead_backward(self) -> None:
+        progress = self._progress
+        if (backward := progress.backward) is None or backward.is_under_way:
+            return
+        with self._lock:
+            if progress is not self._progress or progress.backward is not backward:
+                return  # it had ended as it should, or another thread has been here
+            if not self._steps_in_backward:
+                progress.backward = None
+                return
+            if progress.num_launched:
+                with self.fatal():
+                    raise GossipError(f"rank {self.rank}: the backward pass of step {self.step} {DEAD_BACKWARD}")
+            if progress.has_gradients:
+                for bucket in self.buckets:
+                    for parameter in bucket.parameters:
+                        parameter.grad = None
+                logger.warning(
+                    "rank {}: the backward pass of step {} was ended by an exception before anything was updated or "
+                    "sent; its gradients are dropped",
+                    self.rank,
+                    self.step,
+                )
+            self._progress = StepProgress(self.buckets)
+
+    @contextlib.contextmanager
+    def fatal(self) -> Iterator[None]:
+        """An error inside the block ends this model's training: the ranks are no longer in step."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            raise

@@ -1,0 +1,263 @@
+"""The local update: gradients checked and clipped, and the optimizers' steps, by bucket or all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+from torch._utils import _flatten_dense_tensors
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from gossip.communication.world import accumulation_dtype
+from gossip.errors import GossipError
+from gossip.measuring.profiler_ranges import profiler_range
+from gossip.measuring.step_stats import Meter
+from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held
+from gossip.optimizers.closures import Closure, EvaluatedClosure
+from gossip.optimizers.loss_scale import SharedScaler
+from gossip.step.mixing import AnyBucket
+
+_SMALL_NUMEL = 4096
+_CHUNK = 256  # tensors that are copied at once
+
+
+class Updater:
+    """Applies the optimizers to the parameters of one model.
+
+    Gradients that are not finite are not applied: the bucket, or with all gradients at hand the whole step, is skipped
+    and counted, so that one bad batch does not spoil the replica and, through it, its peers.
+
+    Parameters
+    ----------
+    optimizers : sequence of Optimizer
+    buckets : sequence of Bucket or BufferBucket
+    parameters : sequence of Parameter
+        All of them, in the module's order.
+    clip_grad_norm : float or None
+    clip : str
+        "global" or "bucket".
+    scaler : SharedScaler or None
+    rank : int
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        buckets: Sequence[AnyBucket],
+        parameters: Sequence[nn.Parameter],
+        *,
+        clip_grad_norm: float | None,
+        clip: str,
+        scaler: SharedScaler | None,
+        rank: int,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.scaler = scaler
+        self._buckets: list[AnyBucket] = []
+        self._parameters = parameters
+        self._clip_grad_norm = clip_grad_norm
+        self._clips_buckets = clip == "bucket"
+        self._rank = rank
+        self._num_held = self._count_held()
+        self._has_overflowed = False
+        self._by_bucket: list[list[BucketOptimizer]] = []
+        self.add(buckets)
+
+    def add(self, buckets: Sequence[AnyBucket]) -> None:
+        """Update these too. Local."""
+        self._buckets += buckets
+        self._by_bucket += [
+            [BucketOptimizer(optimizer, bucket.parameters) for optimizer in self.optimizers] for bucket in buckets
+        ]
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether no bucket can be updated before the last gradient has come."""
+        return self.scaler is not None or (self._clip_grad_norm is not None and not self._clips_buckets)
+
+    def check_held(self) -> None:
+        """Refuse a parameter that was given to an optimizer in mid-training, but that the module does not have."""
+        held = self._count_held()
+        if held != self._num_held:
+            check_parameters_held(self.optimizers, {str(number): each for number, each in enumerate(self._parameters)})
+            self._num_held = held
+
+    def _count_held(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def measure_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> torch.Tensor | None:
+        """The norm of one bucket's gradients, which needs nothing from peers; None if there is nothing to apply."""
+        gradients = _gradients(bucket.parameters)
+        if not gradients:
+            return None
+        with _timed(meter):
+            norm = _norm(gradients, bucket)
+            return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
+
+    def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter) -> None:
+        """Apply the optimizers to one bucket's gradients, which have this norm (None: do not), and drop them."""
+        with profiler_range("gossip::update"), _timed(meter):
+            if norm is not None:
+                if self._clip_grad_norm is not None:
+                    _clip_(bucket.parameters, self._clip_grad_norm, norm)
+                for each in self._by_bucket[bucket.index]:
+                    each.step()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def update_all(self, step: int, meter: Meter) -> None:
+        """Apply the optimizers to all gradients, and drop them."""
+        with profiler_range("gossip::update"), _timed(meter):
+            overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
+            gradients = _gradients(self._parameters)
+            if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            for parameter in self._parameters:
+                parameter.grad = None
+            if self.scaler is not None:
+                self.scaler.settle(self.optimizers, overflowed)
+                self.scaler.scaler.update()
+
+    def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter) -> Any:
+        """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
+        with profiler_range("gossip::update"), _timed(meter):
+            make_step: Callable[..., Any] = type(optimizer).step
+            evaluated = closure if isinstance(closure, EvaluatedClosure) else None
+            if closure is not None and evaluated is None:
+                return make_step(optimizer, closure)
+            if self._overflowed_(optimizer) or not self._look_at_gradients(optimizer, step, meter):
+                return None if evaluated is None else evaluated.loss
+            if evaluated is None:
+                return make_step(optimizer)
+            evaluated.hand_over(f"rank {self._rank}: step {step}")
+            return make_step(optimizer, evaluated)
+
+    def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
+        """Whether what the optimizer is about to apply is finite; measures its norm."""
+        held = None
+        if len(self.optimizers) > 1:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for bucket in self._buckets:
+            gradients = _gradients(p for p in bucket.parameters if held is None or id(p) in held)
+            if gradients:
+                norm = _norm(gradients, bucket)
+                if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
+                    return False
+        return True
+
+    def idle(self) -> None:
+        """Do for the scaler what the owner of an optimizer that is not stepped in this step leaves out."""
+        if self.scaler is not None:
+            self.scaler.unscale_(())
+            self.settle_scale()
+            self.scaler.scaler.update()
+
+    def settle_scale(self) -> None:
+        """Once all optimizers were stepped: agree with the other ranks on what the scaler's update() will do."""
+        if self.scaler is not None:
+            self.scaler.settle(self.optimizers, self._has_overflowed)
+            self._has_overflowed = False
+
+    def _overflowed_(self, optimizer: Any) -> bool:
+        """Do what a GradScaler leaves to an optimizer that handles scales; whether its gradients overflowed."""
+        scale, found = optimizer.__dict__.get("grad_scale"), optimizer.__dict__.get("found_inf")
+        if (found is None) != (self.scaler is None):
+            raise GossipError(
+                f"rank {self._rank}: the optimizer is stepped "
+                + (
+                    "without the scaler, by gradients that are still scaled; call scaler.step(model.optimizer)"
+                    if found is None
+                    else "by a GradScaler that the model does not know, and the ranks' scales would drift apart; pass "
+                    "scaler=... to GossipDataParallel"
+                )
+            )
+        if found is None:
+            return False
+        optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
+        if bool(found):
+            self._has_overflowed = True
+            return True
+        if scale is not None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.0 / float(scale))
+        return False
+
+    def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
+        norm = _total_norm([_values(gradient) for gradient in gradients])
+        if not self._is_finite(norm, gradients, f"step {step}", meter):
+            return False
+        if self._clip_grad_norm is None:
+            return True
+        if self._clips_buckets:
+            for bucket in self._buckets:
+                gradients = _gradients(bucket.parameters)
+                if gradients:
+                    _clip_(bucket.parameters, self._clip_grad_norm, _norm(gradients, bucket))
+        else:
+            _clip_(self._parameters, self._clip_grad_norm, norm)
+        return True
+
+    def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:
+        if not norm.is_cpu:  # reading it would hold the host until the device is done
+            meter.gradient_norms.append(norm)
+            return True
+        value = float(norm)
+        meter.gradient_norms.append(value)
+        if value - value == 0.0 or all(bool(_values(gradient).isfinite().all()) for gradient in gradients):
+            return True
+        meter.num_skipped += 1
+        logger.warning("rank {}: {}: a gradient is not finite; the update is skipped", self._rank, where)
+        return False
+
+
+@contextmanager
+def _timed(meter: Meter) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    meter.update_s += time.perf_counter() - start
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
+    """Euclidean, of gradients of one bucket."""
+    try:
+        if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
+            return _total_norm(gradients)
+        # Of many small tensors it is the calls that cost, not the copies.
+        chunks = [gradients[start : start + _CHUNK] for start in range(0, len(gradients), _CHUNK)]
+        dtype = accumulation_dtype(gradients[0].dtype)
+        norms = [torch.linalg.vector_norm(_flatten_dense_tensors(chunk), dtype=dtype) for chunk in chunks]
+    except RuntimeError:
+        if not any(gradient.is_sparse for gradient in gradients):
+            raise
+        return _total_norm([_values(gradient) for gradient in gradients])
+    norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean, as torch's own, but in float32 for half precision: in float16 it would overflow, and clip to zero."""
+    if all(accumulation_dtype(gradient.dtype) == gradient.dtype for gradient in gradients):
+        return get_total_norm(gradients)
+    wide = [torch.linalg.vector_norm(gradient, dtype=accumulation_dtype(gradient.dtype)) for gradient in gradients]
+    return get_total_norm(wide)
+
+
+def _clip_(parameters: Sequence[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    clip_grads_with_norm_([parameter for parameter in parameters if parameter.grad is not None], max_norm, norm)

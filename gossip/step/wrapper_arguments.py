@@ -1,0 +1,143 @@
+"""The wrapper's arguments, checked before anything is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+import topologies
+from gossip.algorithms import Algorithm
+from gossip.communication.transports import Transport
+from gossip.compression.codec import Compression
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from topologies import Topology
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a model updates and exchanges; see :class:`gossip.GossipDataParallel` for each."""
+
+    optimizer: OptimizerArgument
+    topology: str | Topology
+    algorithm: str | Algorithm
+    compression: str | Compression | None
+    step_in_backward: bool
+    clip_grad_norm: float | None
+    clip: str
+    scaler: GradScaler | None
+    buffers: str
+    bucket_cap_mb: float
+    transport: Transport | None
+    debug: str | None
+
+    @property
+    def open_scaler(self) -> GradScaler | None:
+        """The scaler, if there is one and it is enabled."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+
+    @property
+    def updates_by_bucket(self) -> bool:
+        """Whether each bucket is updated as soon as its own gradients are complete."""
+        waits = self.open_scaler is not None or (self.clip_grad_norm is not None and self.clip == "global")
+        return self.step_in_backward and not waits
+
+    @property
+    def bucket_cap_bytes(self) -> int:
+        """What a bucket may hold."""
+        return int(self.bucket_cap_mb * 2**20)
+
+    def describe(self) -> dict[str, str]:
+        """What is not described elsewhere, in words, to be compared between ranks."""
+        described = {
+            "step_in_backward": str(self.step_in_backward),
+            "clip_grad_norm": "none" if self.clip_grad_norm is None else f"{self.clip_grad_norm:g} ({self.clip})",
+            "buffers": self.buffers,
+            "bucket_cap_mb": f"{self.bucket_cap_mb:g}",
+            "debug": str(self.debug),
+        }
+        scaler = self.open_scaler
+        if scaler is None:
+            return described | {"scaler": "none"}
+        state = scaler.state_dict()
+        constants = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        return described | {"scaler": ", ".join(f"{name}={state[name]:g}" for name in constants)}
+
+
+def check_arguments(arguments: Arguments, module: nn.Module) -> None:
+    """Refuse values that are out of range, and combinations that cannot work.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, its value and what is allowed.
+    """
+    if arguments.clip not in ("global", "bucket"):
+        raise ValueError(f'clip must be "global" or "bucket", got {arguments.clip!r}')
+    if arguments.buffers not in ("local", "average"):
+        raise ValueError(f'buffers must be "local" or "average", got {arguments.buffers!r}')
+    check_positive("bucket_cap_mb", arguments.bucket_cap_mb, "number of MiB")
+    if not math.isfinite(arguments.bucket_cap_mb):
+        raise ValueError(f"bucket_cap_mb must be finite, got {arguments.bucket_cap_mb}; sys.maxsize is as good as inf")
+    if arguments.clip_grad_norm is not None:
+        check_positive("clip_grad_norm", arguments.clip_grad_norm, "norm")
+        if not arguments.step_in_backward:
+            raise ValueError(
+                f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
+                "model.clip_grad_norm_(...) before model.optimizer.step()"
+            )
+        _refuse_sparse(module)
+    if not isinstance(arguments.scaler, GradScaler | None):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
+    if arguments.open_scaler is not None and arguments.step_in_backward:
+        for name, parameter in module.named_parameters():
+            if parameter.dtype == torch.float16:
+                raise ValueError(
+                    f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
+                    "parameters in float32 and compute under torch.autocast"
+                )
+
+
+def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
+    """The topology itself, or the one of that name for ``world_size`` ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Neither; of another size; or not doubly stochastic.
+    """
+    if isinstance(topology, str):
+        topology = topologies.build(topology, world_size)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a name or a topologies.Topology, got {type(topology).__name__}")
+    if topology.world_size != world_size:
+        raise ValueError(
+            f"topology {topology.name!r} is for {topology.world_size} ranks, but there are {world_size}; "
+            f"build it with world_size={world_size}"
+        )
+    if topology.stochasticity != "doubly":
+        raise ValueError(
+            f"topology {topology.name!r} is only {topology.stochasticity}-stochastic: averages would be biased; choose "
+            'doubly stochastic weights (weights="metropolis" for an undirected graph)'
+        )
+    return topology
+
+
+def check_positive(name: str, value: object, what: str) -> None:
+    """Refuse what is no positive number; ``what`` it is, for the error."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a {what}, got {value!r}")
+    if not value > 0:
+        raise ValueError(f"{name} must be a positive {what}, got {value}")
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if getattr(each, "sparse", False) is True:
+            raise ValueError(
+                f"clip_grad_norm: module {name!r} has sparse=True, and sparse gradients cannot be clipped; build it "
+                "with sparse=False, or train without clipping"
+            )

@@ -1,0 +1,262 @@
+"""One module called with many replicas' parameters: vectorised where it can be, else one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from loguru import logger
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gossip.step.backward_pass import tensors_in
+from gossip.virtual.stacked_slots import StackedSlots
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ReplicaCalls:
+    """Calls ``module`` as each of k replicas.
+
+    All at once by ``torch.func.vmap``, with randomness of each replica's own. What vmap cannot take (control flow that
+    depends on the data, ``item()``, activation checkpointing) is found out by the first call that fails, and from then
+    on run replica by replica, each by a copy of the module.
+
+    Parameters
+    ----------
+    module : Module
+        One replica. Whether it and its parts are in training mode is looked up in every call.
+    on_gradient : callable
+        ``(name, rank)``: called, where replicas run one after the other, when a backward pass reaches a parameter of
+        one of them. With vmap it reaches those of all alike.
+
+    Attributes
+    ----------
+    is_vectorised : bool
+        Whether calls are made by vmap.
+    """
+
+    def __init__(self, module: nn.Module, on_gradient: Callable[[str, int], None]) -> None:
+        self._module = module
+        self._on_gradient = on_gradient
+        self._copies: dict[int, _Copy] = {}
+        names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._snapshot = StackedSlots(module)
+        self._places = {
+            f"{prefix}.{key}" if prefix else key: names[id(each)]
+            for prefix, owner in module.named_modules()
+            for owned in (owner._parameters, owner._buffers)
+            for key, each in owned.items()
+            if each is not None
+        }
+        self.is_vectorised = True
+
+    def __call__(
+        self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
+    ) -> Any:
+        """Outputs of some replicas.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            Theirs, k of them.
+        parameters, buffers : mapping of str to Tensor, [k, *shape]
+            Buffers are changed in place where the module changes its own.
+        inputs : (tuple, dict)
+            Of the call.
+        is_split : list of bool
+            For each of their tensors: whether it has a leading dimension of replicas, or is the same for all.
+
+        Returns
+        -------
+        Any
+            As the module's output, with tensors [k, ...].
+
+        Raises
+        ------
+        GossipError
+            The module has other parameters than its replicas, or other parts than copies that were made of it.
+        """
+        self._snapshot.check(has_copies=bool(self._copies))
+        if not self.is_vectorised:
+            return self._one_by_one(ranks, parameters, buffers, inputs, is_split)
+        saved = {name: buffer.clone() for name, buffer in buffers.items()}
+        attributes = [(each, dict(vars(each))) for each in self._module.modules()]
+        random_state = torch.get_rng_state()
+        try:
+            outputs = self._vectorised(parameters, buffers, inputs, is_split)
+            _forget_tensors(attributes)
+            return outputs
+        except Exception as error:
+            with torch.no_grad():
+                for name, values in saved.items():
+                    buffers[name].copy_(values)
+            for each, values_before in attributes:
+                vars(each).clear()
+                vars(each).update(values_before)
+            torch.set_rng_state(random_state)
+            outputs = self._one_by_one(ranks, parameters, buffers, inputs, is_split)  # the user's mistakes end here
+            self.is_vectorised = False
+            logger.warning(
+                "{} cannot be vectorised over the replicas, which are run one after the other from now on: {}",
+                type(self._module).__name__,
+                " ".join(str(error).split())[:200],
+            )
+            return outputs
+
+    def _vectorised(self, parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]) -> Any:
+        leaves, spec = tree_flatten(inputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        spec_out: Any = None
+        others: dict[int, Any] = {}  # what of the output is no tensor, by place
+
+        def call(own: Tensors, own_buffers: Tensors, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Tensors]:
+            nonlocal spec_out
+            mine = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                mine[place] = tensor
+            args, kwargs = tree_unflatten(mine, spec)
+            known = own | own_buffers
+            # One mapping: only into such a one are buffers put that the module replaced. With each place once: of a
+            # module that stands in two places functional_call would not put back what was there.
+            state = {name: known[first] for name, first in self._places.items()}
+            output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs, tie_weights=False))
+            others.update(_others(output))
+            return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], {name: state[name] for name in buffers}
+
+        in_dims = (0, 0, *(0 if each else None for each in is_split))
+        with (
+            # A checkpoint would compute again, in the backward pass, with the parameters of the bare module.
+            torch.autograd.graph.disable_saved_tensors_hooks("it uses activation checkpointing"),
+            _constant_padding(self._module),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "There is a performance drop")  # still right, and as fast as a loop
+            found, state = vmap(call, in_dims, randomness="different")(
+                parameters, buffers, *(leaves[place] for place in places)
+            )
+        _write_back(buffers, state)
+        tensors = iter(found)
+        output = [others[place] if place in others else next(tensors) for place in range(len(found) + len(others))]
+        return tree_unflatten(output, spec_out)
+
+    def _one_by_one(
+        self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
+    ) -> Any:
+        leaves, spec = tree_flatten(inputs)
+        # Not p[i]: the gradient of each would be a stack of zeros around it.
+        rows = {name: stack.unbind() for name, stack in parameters.items()}
+        found: list[list[Any]] = []
+        spec_out: Any = None
+        for number, rank in enumerate(ranks):
+            for name, each in rows.items():
+                if each[number].requires_grad:
+                    each[number].register_hook(functools.partial(self._on_row, name, rank))
+            split = iter(is_split)
+            mine = [leaf[number] if isinstance(leaf, torch.Tensor) and next(split) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(mine, spec)
+            state = {name: stack[number] for name, stack in buffers.items()}
+            if rank not in self._copies:
+                self._copies[rank] = _Copy(self._module)
+            output, spec_out = tree_flatten(
+                self._copies[rank]({name: each[number] for name, each in rows.items()}, state, args, kwargs)
+            )
+            _others(output)
+            found.append(output)
+        stacked = [
+            torch.stack(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*found, strict=True)
+        ]
+        return tree_unflatten(stacked, spec_out)
+
+    def _on_row(self, name: str, rank: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # as it is for rows that were left out, if there are others
+            self._on_gradient(name, rank)
+
+
+class _Copy:
+    """One replica's copy of a module, with given tensors in the place of its parameters and buffers.
+
+    They stay there after the call: a checkpoint computes again in the backward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = {id(each): (name, each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._source = list(module.modules())
+        self._module = copy.deepcopy(module, {key: each for key, (_, each) in tensors.items()})
+        self._modules = list(self._module.modules())
+        self._homes = [
+            (owned, key, tensors[id(each)][0])
+            for own in self._modules
+            for owned in cast(list[dict[str, Any]], [own._parameters, own._buffers])
+            for key, each in owned.items()
+            if each is not None
+        ]
+
+    def __call__(self, parameters: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> Any:
+        for source, own in zip(self._source, self._modules, strict=True):
+            if own.training is not source.training:
+                own.training = source.training
+        tensors: dict[str, Any] = parameters | buffers
+        for owned, key, name in self._homes:
+            owned[key] = tensors[name]
+        output = self._module(*args, **kwargs)
+        _write_back(buffers, {name: owned[key] for owned, key, name in self._homes if name in buffers})
+        return output
+
+
+def _others(output: Sequence[Any]) -> dict[int, Any]:
+    """What of an output is no tensor, by place.
+
+    Raises
+    ------
+    TypeError
+        Something in which tensors are, which cannot be put together.
+    """
+    others = {place: leaf for place, leaf in enumerate(output) if not isinstance(leaf, torch.Tensor)}
+    for leaf in others.values():
+        if next(tensors_in(leaf), None) is not None:
+            raise TypeError(
+                f"the module's output has a {type(leaf).__name__} with tensors inside, which cannot be gathered from "
+                "the replicas; return tensors in tuples, lists and dicts"
+            )
+    return others
+
+
+@contextlib.contextmanager
+def _constant_padding(module: nn.Module) -> Iterator[None]:
+    """Keep gradients from embeddings' padding vectors: vmap does so for the first replica only (torch 2.13)."""
+
+    def detach(embedding: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        is_padding = torch.eq(args[0], cast(int, embedding.padding_idx))
+        return torch.where(is_padding[..., None], output.detach(), output)
+
+    padded = [each for each in module.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
+    handles = [each.register_forward_hook(detach, prepend=True) for each in padded]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Remove tensors that modules put into attributes (``self.hidden = ...``): those of a vmap mean nothing outside."""
+    for each, before in attributes:
+        for key, value in list(vars(each).items()):
+            if isinstance(value, torch.Tensor) and before.get(key) is not value:
+                vars(each).pop(key)
+                vars(each).update({key: before[key]} if key in before else {})
+
+
+@torch.no_grad()
+def _write_back(buffers: Tensors, state: Tensors) -> None:
+    """Take over buffers that the module replaced, rather than wrote in place."""
+    for name, values in state.items():
+        if values.data_ptr() != buffers[name].data_ptr():
+            buffers[name].copy_(values)

@@ -1,0 +1,54 @@
+"""What may be changed of a module whose replicas are stacked."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gossip.errors import GossipError
+from gossip.parameters.parameter_slots import ModuleSnapshot
+
+
+class StackedSlots(ModuleSnapshot):
+    """Refuses parameters that were added, removed or reshaped since the replicas were made from the module.
+
+    A new one would be the same for all replicas, and not trained. One that was replaced by another of its shape makes
+    no difference: calls put each replica's own in its place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._shapes = self._find_shapes()
+
+    def check(self, *, has_copies: bool) -> None:
+        """Cheap if nothing has changed.
+
+        Parameters
+        ----------
+        has_copies : bool
+            Whether replicas are run by copies of the module: then it must have the parts that it had then.
+
+        Raises
+        ------
+        GossipError
+            Names the parameter.
+        """
+        if not self.has_changed():
+            return
+        shapes = self._find_shapes()
+        for name in (*shapes, *self._shapes):
+            if shapes.get(name) != self._shapes.get(name):
+                what = "removed" if name not in shapes else "replaced" if name in self._shapes else "added"
+                raise GossipError(
+                    f"parameter {name!r} was {what} after the replicas were made, which do not have it like this; "
+                    "change the module before the VirtualWorkers are made from it"
+                )
+        if has_copies:
+            raise GossipError(
+                "parts of the module were added, replaced or removed after its replicas had been copied, which are run "
+                "one after the other; change the module before the VirtualWorkers are made from it"
+            )
+        self.remember()
+
+    def _find_shapes(self) -> dict[str, torch.Size]:
+        return {name: each.shape for name, each in self._module.named_parameters(remove_duplicate=False)}

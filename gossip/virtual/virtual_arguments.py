@@ -1,0 +1,80 @@
+"""The virtual workers' own arguments, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from gossip.parameters.buckets import check_parameters
+from gossip.parameters.parameter_slots import check_not_wrapped
+from gossip.step.wrapper_arguments import check_positive
+
+
+def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """The module itself, or the one that a function makes, if replicas of it can be stacked.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It is none, has no parameters, or some that cannot be used.
+    """
+    found = module if isinstance(module, nn.Module) or not callable(module) else module()
+    if not isinstance(found, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module or a function that makes one, got {type(found).__name__}")
+    check_parameters(found)
+    check_not_wrapped(found)
+    _refuse_sparse_gradients(found)
+    if next(found.parameters(), None) is None:
+        raise ValueError(f"module {type(found).__name__} has no parameters: there is nothing to train or to mix")
+    return found
+
+
+def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: int) -> list[torch.device]:
+    """The devices that are named; by default the first GPU if there is one, else the CPU."""
+    if devices is None:
+        return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise ValueError(
+            f'devices must be a sequence of at least one device, such as ["cuda:0", "cuda:1"], got {devices!r}'
+        )
+    if len(devices) > world_size:
+        raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
+    try:
+        return [torch.device(each) for each in devices]
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
+
+
+def _refuse_sparse_gradients(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if getattr(each, "sparse", False) is True:
+            raise ValueError(
+                f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; "
+                "build it with sparse=False"
+            )
+
+
+def check_update(*, clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
+    """Refuse values of those arguments of the wrapper that replicas have too."""
+    check_choice("clip", clip, ("global", "bucket"))
+    check_choice("buffers", buffers, ("local", "average"))
+    check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
+    if clip_grad_norm is not None:
+        check_positive("clip_grad_norm", clip_grad_norm, "norm")
+
+
+def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    """Refuse what is no integer, or out of range."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        raise ValueError(f"{name} must be {allowed}, got {value}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is none of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")

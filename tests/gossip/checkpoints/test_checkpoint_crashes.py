@@ -1,0 +1,464 @@
+"""Killed, out of space, damaged, hostile: what was saved before is what is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointing import assert_same, everything, log_of, make_model, names_in, one_step
+from replicas import SGD
+from torch import nn
+
+import gossip
+from gossip import CheckpointError, launch
+from gossip.checkpoints import checkpoint_folder as layout
+from topologies import Round, Topology
+
+
+def saved_at(folder: str, *steps: int, **options: Any) -> gossip.GossipDataParallel:
+    model = make_model(**options)
+    for step in range(max(steps) + 1):
+        if step in steps:
+            gossip.save(model, folder, keep=10, at=step)
+        one_step(model)
+    return model
+
+
+# ---------------------------------------------------------------------- killed
+
+
+def save_and_be_killed(folder: str, rank: int, function: str, call: int) -> None:
+    model = saved_at(folder, 1, 2)  # at step 3 now
+    original, num_calls = getattr(os, function), 0
+
+    def kill(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    if model.rank == rank:
+        setattr(os, function, kill)
+    gossip.save(model, folder, keep=1)
+
+
+def load_and_save(folder: str, step: int) -> None:
+    model = make_model(seed=1)
+    assert gossip.load(model, folder).step == step
+    for _ in range(3):
+        one_step(model)
+    gossip.save(model, folder, keep=2)
+    assert gossip.load(model, folder).step == step + 3
+
+
+@pytest.mark.parametrize(
+    ("rank", "function", "call", "survives"),
+    [
+        (1, "write", 3, 2),  # in the middle of its file
+        (1, "fsync", 1, 2),  # before its file is on the disk
+        (0, "fsync", 3, 2),  # before the manifest is: all files are
+        (0, "replace", 1, 2),  # before the checkpoint has its name
+        (0, "fsync", 5, 3),  # after it
+        (0, "unlink", 2, 3),  # while an old one is removed
+    ],
+)
+def test_killed_while_saving(rank: int, function: str, call: int, survives: int, tmp_path: Path) -> None:
+    with pytest.raises(gossip.LaunchError, match=f"rank {rank} failed: .*SIGKILL"):
+        launch(save_and_be_killed, str(tmp_path), rank, function, call, world_size=2)
+    if rank == 0 and (function, call) != ("fsync", 5):
+        assert any(name.endswith(".partial") for name in names_in(tmp_path))
+    launch(load_and_save, str(tmp_path), survives, world_size=2)
+    names = names_in(tmp_path)
+    assert f"step_{survives + 3:010d}" in names
+    assert len(names) == 2  # no leftovers
+    assert all(name.startswith("step_") for name in names)
+
+
+def test_killed_between_two_renames_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved_at(str(tmp_path), 1, 2)
+    gossip.load(model, tmp_path / "step_0000000002")
+    replace, num_calls = os.replace, 0
+
+    class Killed(BaseException):
+        pass
+
+    def interrupt(*args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise Killed
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(Killed):
+        gossip.save(model, tmp_path, at="again")
+    monkeypatch.setattr(os, "replace", replace)
+    assert names_in(tmp_path) == [".step_0000000002.partial", "step_0000000001", "step_0000000002.replaced"]
+    assert gossip.load(model, tmp_path).data == {"at": 2}
+    gossip.save(model, tmp_path, at="once more")
+    assert names_in(tmp_path) == ["step_0000000001", "step_0000000002"]
+    assert gossip.load(model, tmp_path).data == {"at": "once more"}
+
+
+# ---------------------------------------------------------------------- a disk that takes no more
+
+
+def fail_and_go_on(folder: str, how: str, reason: str) -> None:
+    undisturbed = make_model()
+    for _ in range(5):
+        one_step(undisturbed)
+    wanted = everything(undisturbed)
+    undisturbed.close()
+
+    model = saved_at(folder, 1)
+    one_step(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if how == "limit" and model.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    filler = Path(folder) / "filler"
+    if how == "disk" and model.rank == 0:
+        free = shutil.disk_usage(folder).free
+        filler.write_bytes(bytes(free - 40_000))  # less than what the ranks write together
+    with pytest.raises(CheckpointError, match=reason):
+        gossip.save(model, folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    if model.rank == 0:
+        filler.unlink(missing_ok=True)
+        assert names_in(folder) == ["step_0000000001"]
+    one_step(model)
+    gossip.save(model, folder)
+    one_step(model)
+    assert_same(everything(model), wanted)
+    resumed = make_model(seed=1)
+    assert gossip.load(resumed, Path(folder) / "step_0000000001").step == 1
+    assert gossip.load(resumed, folder).step == 4
+    one_step(resumed)
+    assert_same(everything(resumed), wanted)
+
+
+def test_file_that_may_not_grow_is_an_error_on_every_rank_and_training_goes_on(tmp_path: Path) -> None:
+    reason = r"saving step 3: rank 1: File too large \(errno 27\): .*\.step_0000000003\.partial/rank1\.pt"
+    launch(fail_and_go_on, str(tmp_path), "limit", reason, world_size=2)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], capture_output=True, text=True
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mount.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.root
+def test_full_disk_is_an_error_on_every_rank_and_training_goes_on(small_disk: Path) -> None:
+    reason = r"rank.*No space left on device \(errno 28\): .*rank\d\.pt"
+    launch(fail_and_go_on, str(small_disk), "disk", reason, world_size=4)
+
+
+def refuse_folders(folder: str) -> None:
+    model = saved_at(folder, 0)
+    where = f"{folder}/file"
+    if model.rank == 0:
+        Path(where).touch()
+    with pytest.raises(CheckpointError, match=r"preparing to save.*: rank 0: .*exists.* \(errno 17\): .*/file"):
+        gossip.save(model, where)
+    if model.rank == 0:
+        (Path(folder) / "step_0000000001").mkdir()
+        (Path(folder) / "step_0000000001" / "precious.txt").touch()
+    with pytest.raises(
+        CheckpointError, match="step_0000000001 exists and holds files that are no checkpoint's; move it"
+    ):
+        gossip.save(model, folder)
+    with pytest.raises(CheckpointError, match=r"the ranks do not save the same thing: parts is .* on rank 0, but .*'b"):
+        gossip.save(model, f"{folder}/x", **({"a": 1} if model.rank == 0 else {"b": 1}))
+    with pytest.raises(CheckpointError, match=r"folder is .*/x0 on rank 0, but .*/x1 on rank 1"):
+        gossip.save(model, f"{folder}/x{model.rank}")
+    with pytest.raises(TypeError if model.rank == 1 else CheckpointError, match=r"part is a builtins.object"):
+        gossip.save(model, f"{folder}/x", part=object() if model.rank == 1 else 1)
+    buffer = model.module.level
+    if model.rank == 1:
+        model.module.level = torch.zeros(6, dtype=torch.bfloat16)
+    for function in (gossip.save, gossip.export):
+        with pytest.raises(gossip.ManifestError, match=r"level.*bfloat16 \[5\].* on rank 0, but bfloat16 \[6\]"):
+            function(model, f"{folder}/x")
+    model.module.level = buffer
+    assert not os.path.exists(f"{folder}/x")
+    if model.rank == 0:
+        with layout.locked(Path(folder)):
+            torch.distributed.barrier()
+            torch.distributed.barrier()
+    else:
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match="another run is saving into"), layout.locked(Path(folder)):
+            pass
+        torch.distributed.barrier()
+    one_step(model)
+    gossip.save(model, folder)  # the ranks are still in step
+
+
+def test_save_refuses_what_ranks_do_not_share(tmp_path: Path) -> None:
+    launch(refuse_folders, str(tmp_path), world_size=2)
+
+
+def save_at_different_steps(folder: str, topology: Topology, reason: str) -> None:
+    model = make_model(topology=topology, timeout=timedelta(seconds=2))
+    for _ in range(2 + model.rank):
+        one_step(model)
+    with pytest.raises(gossip.GossipError, match=reason.format(step=2 + model.rank)):
+        gossip.save(model, folder)
+    assert not os.path.exists(f"{folder}/step_0000000002")
+
+
+def test_ranks_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
+    pair, alone = Round.from_groups(2, [(0, 1)]), Round.from_groups(2, [(0,), (1,)])
+    quiet = Topology.from_rounds([pair, alone, alone])
+    reason = "step is 2 on rank 0, but 3 on rank 1; call gossip.save on every rank after the same number of steps"
+    launch(save_at_different_steps, str(tmp_path), quiet, reason, world_size=2)
+    # A rank that waits for a message that is not coming hears of nothing else: the time-out says where it was.
+    reason = "gossip.save at step {step}: not all of the 2 ranks took part within 2 s"
+    launch(save_at_different_steps, str(tmp_path), Topology.from_rounds([pair]), reason, world_size=2)
+
+
+# ---------------------------------------------------------------------- what is not a checkpoint of ours
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def reseal(checkpoint: Path, change: Callable[[dict[str, Any]], Any] = lambda _: None) -> None:
+    """Let the manifest agree with the folder again, as somebody with evil intentions would."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        data = (checkpoint / name).read_bytes()
+        entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    change(manifest)
+    manifest.pop("manifest_sha256")
+    manifest["manifest_sha256"] = layout._digest(manifest)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {os.environ['MARK']}",)
+
+
+def hostile(checkpoint: Path) -> None:
+    torch.save({"parameters": Hostile()}, checkpoint / "rank0.pt")
+    reseal(checkpoint)
+
+
+def hostile_pickle(checkpoint: Path) -> None:
+    (checkpoint / "rank0.pt").write_bytes(pickle.dumps(Hostile(), protocol=2))
+    reseal(checkpoint)
+
+
+def other_tensors(checkpoint: Path) -> None:
+    content = torch.load(checkpoint / "rank0.pt", weights_only=True)
+    content["parameters"]["first.bias"] = torch.zeros(7)
+    torch.save(content, checkpoint / "rank0.pt")
+    reseal(checkpoint)
+
+
+def other_content(checkpoint: Path) -> None:
+    torch.save({"model": torch.ones(3)}, checkpoint / "rank0.pt")
+    reseal(checkpoint)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda c: os.truncate(c / "rank0.pt", 1000), r"rank0\.pt has 1000 bytes instead of \d+"),
+    "flipped": (lambda c: flip(c / "rank0.pt"), r"rank0\.pt is not what was written: its SHA-256 differs"),
+    "missing file": (lambda c: (c / "rank0.pt").unlink(), r"rank0\.pt cannot be read: No such file"),
+    "missing manifest": (lambda c: (c / "manifest.json").unlink(), "is not a complete checkpoint: it has no manifest"),
+    "truncated manifest": (lambda c: os.truncate(c / "manifest.json", 99), r"manifest\.json is damaged: "),
+    "flipped manifest": (
+        lambda c: (c / "manifest.json").write_text((c / "manifest.json").read_text().replace("float32", "float33")),
+        r"manifest\.json is damaged: its own hash differs",
+    ),
+    "foreign manifest": (
+        lambda c: (c / "manifest.json").write_text("[1]"),
+        "is not the manifest of a gossip checkpoint",
+    ),
+    "binary manifest": (lambda c: (c / "manifest.json").write_bytes(b"\xff\xfe"), r"manifest\.json is damaged"),
+    "other version": (
+        lambda c: reseal(c, lambda manifest: manifest.update(format_version=1)),
+        "has format version 1, but this gossip reads 2; load it with gossip 0",
+    ),
+    "odd field": (lambda c: reseal(c, lambda m: m.update(step="3")), "damaged: 'step' is no int"),
+    "odd file": (lambda c: reseal(c, lambda m: m.update(files={"rank0.pt": 3})), r"does not describe rank0\.pt"),
+    "no ranks": (lambda c: reseal(c, lambda m: m.update(world_size=0)), "world_size is 0"),
+    "hostile": (hostile, r"rank0\.pt holds something else than tensors.*: unsupported GLOBAL posix.system"),
+    "hostile pickle": (
+        hostile_pickle,
+        r"rank0\.pt holds something else than tensors.*: unsupported GLOBAL posix.system",
+    ),
+    "foreign tensors": (other_content, r"rank0\.pt has no 'parameters'"),
+    "other tensors": (other_tensors, r"parameter 'first.bias' is float32 \[7\], but float32 \[6\] in the manifest"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    saved_at(str(folder), 1, 2).close()
+    return folder
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_damaged_checkpoint_is_an_error_or_an_older_one_is_taken(
+    damage: str, two_checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", str(tmp_path / "executed"))
+    folder = tmp_path / "two"
+    shutil.copytree(two_checkpoints, folder)
+    spoil, reason = DAMAGES[damage]
+    spoil(folder / "step_0000000002")
+    model = make_model(seed=1)
+    before = everything(model)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        gossip.load(model, folder / "step_0000000002")
+    assert "\n" not in str(caught.value)
+    assert_same(everything(model), before)
+    with log_of() as lines:
+        assert gossip.load(model, folder).data == {"at": 1}
+    assert len(lines) == 1
+    assert lines[0].startswith("checkpoint step_0000000002 is left out: ")
+    one_step(model)
+    assert model.step == 2
+    gossip.save(model, folder)
+    assert gossip.load(model, folder).step == 2
+    assert not (tmp_path / "executed").exists()
+
+
+def test_load_says_what_is_not_there(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(CheckpointError, match="nowhere cannot be read: No such file or directory"):
+        gossip.load(model, tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="step_0000000009 does not exist"):
+        gossip.load(model, tmp_path / "step_0000000009")
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*: there is none in it"):
+        gossip.load(model, tmp_path)
+    gossip.save(model, tmp_path)
+    (tmp_path / "step_0000000000").rename(tmp_path / "step_0000000007")
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*: .*was renamed: it is of step 0"):
+        gossip.load(model, tmp_path)
+    (tmp_path / "step_0000000007").rename(tmp_path / "best")
+    assert gossip.load(model, tmp_path / "best").step == 0
+
+
+def test_only_checkpoints_beyond_keep_are_removed(tmp_path: Path) -> None:
+    foreign = ["step_0000000000.txt", "step_1", ".step_0000000001.partial.txt", "model.pt"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    model = saved_at(str(tmp_path), 0, 1, 2, 3)  # at step 4
+    (tmp_path / "step_0000000000" / "notes.txt").touch()
+    os.truncate(tmp_path / "step_0000000003" / "rank0.pt", 10)
+    (tmp_path / ".step_0000000099.partial").mkdir()
+    (tmp_path / ".step_0000000099.partial" / "rank7.pt").touch()
+    (tmp_path / ".step_0000000098.partial").mkdir()
+    (tmp_path / ".step_0000000098.partial" / "mine.txt").touch()
+    gossip.save(model, tmp_path, keep=2)
+    left = {*foreign, ".step_0000000098.partial", *(f"step_{step:010d}" for step in (0, 2, 3, 4))}
+    assert set(names_in(tmp_path)) == left  # 3 is damaged, and does not count; 0 has been made somebody's own
+    assert names_in(tmp_path / "step_0000000000") == ["manifest.json", "notes.txt", "rank0.pt"]
+    assert gossip.load(model, tmp_path / "step_0000000002").step == 2
+    with log_of() as lines:
+        gossip.save(model, tmp_path, keep=1)
+    assert (
+        "holds checkpoints of later steps, of another run perhaps: load takes step_0000000004 before step 2" in lines[0]
+    )
+    assert set(names_in(tmp_path)) == left
+
+
+# ---------------------------------------------------------------------- ranks that see different things
+
+
+def see_different_things(folder: str) -> None:
+    model = saved_at(folder, 1, 2, 3, topology="ring", optimizer=SGD)
+    original = layout.read_manifest
+    rank = model.rank
+
+    if rank == 0:
+        flip(Path(folder) / "step_0000000003" / "rank1.pt")
+    torch.distributed.barrier()
+    with log_of() as lines:
+        assert gossip.load(model, folder).step == 2
+    reason = "rank 1: .*rank1.pt is not what was written"
+    assert len(lines) == (rank == 0)
+    if rank == 0:
+        assert "step_0000000003" in lines[0]
+        assert "rank 1: " in lines[0]
+    with pytest.raises(CheckpointError, match=reason):
+        gossip.load(model, Path(folder) / "step_0000000003")
+
+    # A rank whose view of the folder lags behind: it does not see the newest, nor the one after.
+    mine = Path(f"{folder}-{rank}")
+    shutil.copytree(folder, mine)
+    shutil.rmtree(mine / "step_0000000003")
+    if rank == 2:
+        shutil.rmtree(mine / "step_0000000002")
+    with log_of() as lines:
+        checkpoint = gossip.load(model, mine)
+    assert (checkpoint.step, checkpoint.path) == (1, mine / "step_0000000001")
+    assert [line for line in lines if "does not exist" not in line] == []
+    with pytest.raises(CheckpointError, match=r"rank 2: .*-2/step_0000000002 does not exist"):
+        gossip.load(model, mine / "step_0000000002")
+
+    # Disks of their own, with other runs on them.
+    if rank == 1:
+        reseal(mine / "step_0000000001", lambda manifest: manifest.update(torch="another"))
+    with pytest.raises(CheckpointError, match="the ranks see different checkpoints under"):
+        gossip.load(model, mine / "step_0000000001")
+    with pytest.raises(CheckpointError, match="no valid checkpoint in"):
+        gossip.load(model, mine)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*-nowhere/0 cannot be read"):
+        gossip.load(model, folder if rank != 1 else f"{folder}-nowhere/0")
+    assert original is layout.read_manifest
+    assert gossip.load(model, folder).step == 2
+    one_step(model)
+
+
+def test_ranks_agree_on_the_newest_that_is_valid_for_all(tmp_path: Path) -> None:
+    launch(see_different_things, str(tmp_path / "run"), world_size=3)
+
+
+def fail_in_a_part(folder: str) -> None:
+    class Part:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, _: Any) -> None:
+            if torch.distributed.get_rank() == 1:
+                raise KeyError("missing")
+
+    model = make_model(module=lambda: nn.Linear(4, 2))
+    gossip.save(model, folder, part=Part())
+    with pytest.raises(CheckpointError, match=r"the model is partly loaded.*: rank 1: KeyError: 'missing'"):
+        gossip.load(model, folder, part=Part())
+    gossip.load(model, folder)
+    one_step(model)
+
+
+def test_part_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    launch(fail_in_a_part, str(tmp_path), world_size=2)

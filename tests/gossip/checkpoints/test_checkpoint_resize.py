@@ -1,0 +1,235 @@
+"""A checkpoint in another world, or of another model."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointing import ADAMW, DroppingNet, assert_same, everything, log_of, make_model, one_step
+from replicas import SGD
+from torch import nn
+
+import gossip
+from gossip import CheckpointError, launch
+from gossip.checkpoints.resizing import mean_state
+
+STEP = 4
+
+
+def save_some_steps(folder: str, world: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = make_model(**options)
+    for _ in range(STEP):
+        one_step(model)
+    with torch.no_grad():
+        model.module.mask.fill_(model.rank == 1)  # a boolean buffer: rank 0's counts
+        model.module.level.fill_(model.rank)
+        for state in model.optimizer.state.values():
+            if "step" in state:  # a rank whose parameter had no gradient for a while
+                state["step"] += model.rank
+    gossip.save(model, f"{folder}/{world}", rank=model.rank)
+    return everything(model)
+
+
+def load_here(folder: str, world: int, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    model = make_model(seed=9, **options)
+    one_step(model)
+    random_state = torch.get_rng_state()
+    with log_of() as lines:
+        checkpoint = gossip.load(model, f"{folder}/{world}")
+    assert (checkpoint.step, checkpoint.world_size, checkpoint.data) == (STEP, world, {"rank": 0})
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert len(lines) == (model.rank == 0)
+    state = everything(model)
+    for _ in range(3):
+        one_step(model)
+    assert model.step == STEP + 3
+    path = gossip.save(model, f"{folder}/{world}")
+    gossip.load(model, path)
+    assert max(model.consensus_distance()) > 0 or model.world_size == 1
+    model.close()
+    return state, lines
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (2, 1), (1, 2)])
+def test_another_world_size_starts_from_the_mean(old: int, new: int, tmp_path: Path) -> None:
+    options = {"topology": "exponential", "optimizer": SGD if old == 3 else ADAMW}
+    saved = launch(save_some_steps, str(tmp_path), old, options, world_size=old)
+    loaded = launch(load_here, str(tmp_path), old, options, world_size=new)
+    for state, _ in loaded:
+        assert state.keys() == saved[0].keys()
+        for name, tensor in state.items():
+            rows = torch.stack([rank[name] for rank in saved])
+            if tensor.is_floating_point() and not name.endswith(" step"):
+                torch.testing.assert_close(tensor, rows.double().mean(0).to(tensor.dtype))
+                # Nothing trains the one, and batch norm takes away what the other adds.
+                assert not torch.equal(rows[0], rows[-1]) or old == 1 or name in ("frozen", "first.bias")
+            else:
+                assert torch.equal(tensor, rows[0]), name
+        assert_same(state, loaded[0][0])
+    line = loaded[0][1][0]
+    assert f"they were {old} and are {new} now, and all start from the mean" in line
+    assert "random number generators" in line
+
+
+def half_a_state(step: int, momentum: float, numbers: tuple[int, ...]) -> dict[str, Any]:
+    entries = {
+        number: {
+            "step": torch.tensor(float(step)),
+            "count": torch.tensor([step]),
+            "nested": [torch.full((2,), momentum, dtype=torch.bfloat16), (torch.tensor(1j * momentum), "text")],
+        }
+        for number in numbers
+    }
+    groups = [{"params": [0, 1], "lr": torch.tensor(momentum)}]
+    return {
+        "parameters": {"step": torch.tensor(momentum)},  # a name like any other there
+        "buffers": {},
+        "optimizers": [{"state": entries, "param_groups": groups}],
+        "engine": {"step": step, "mixer": {"in_flight": [None], "codecs": [{}]}},
+    }
+
+
+def test_mean_goes_through_nested_state_and_state_that_some_ranks_lack() -> None:
+    mean = mean_state(iter([half_a_state(1, 1.0, (0,)), half_a_state(2, 3.0, (0, 1))]))
+    assert mean["parameters"]["step"] == 2
+    assert mean["engine"] == {"step": 1}
+    optimizer = mean["optimizers"][0]
+    assert optimizer["param_groups"][0]["lr"] == 1
+    for number, (step, momentum) in {0: (1, 2.0), 1: (2, 3.0)}.items():
+        entry = optimizer["state"][number]
+        assert (entry["step"], entry["count"]) == (step, step)
+        assert entry["nested"][0].dtype == torch.bfloat16
+        assert entry["nested"][0].tolist() == [momentum] * 2
+        assert (entry["nested"][1][0].item(), entry["nested"][1][1]) == (momentum * 1j, "text")
+    wrong = half_a_state(2, 3.0, (0,))
+    wrong["parameters"]["step"] = torch.ones(3)
+    with pytest.raises(CheckpointError, match=r"rank 1 does not fit rank 0's: shape \[3\] instead of \[\]"):
+        mean_state([half_a_state(1, 1.0, (0,)), wrong])
+
+
+def load_other_arrangement(folder: str) -> None:
+    model = make_model(topology="ring")
+    for _ in range(STEP):
+        one_step(model)
+    gossip.save(model, folder)
+    wanted = everything(model)
+    for options, reason in (
+        ({"bucket_cap_mb": 25.0}, "what was in flight: the buckets are others"),
+        ({"topology": "complete"}, "what was in flight: the topology is another"),
+    ):
+        other = make_model(seed=2, **({"topology": "ring"} | options))
+        one_step(other)
+        with log_of() as lines:
+            gossip.load(other, folder)
+        assert len(lines) == (other.rank == 0)
+        assert all(reason in line for line in lines)
+        assert_same(everything(other), wanted)
+        state = other._engine.state_dict()
+        assert state["step"] == STEP
+        assert state["mixer"]["in_flight"] == [None] * len(other._buckets)
+        one_step(other)
+
+
+def test_other_buckets_or_topology_drop_what_was_in_flight(tmp_path: Path) -> None:
+    launch(load_other_arrangement, str(tmp_path), world_size=3)
+
+
+class Wider(DroppingNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6, bias=False)
+
+
+class DoubleBuffer(DroppingNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = self.level.double()
+
+
+class Untied(DroppingNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(6, 6)
+
+
+def two_groups(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}])
+
+
+def reversed_order(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters[::-1])
+
+
+MISFITS = {
+    "parameter": ({"module": Wider}, r"parameter 'first\.bias' is float32 \[6\] in the checkpoint, but nothing here"),
+    "untied": (
+        {"module": Untied},
+        r"parameter 'third\.weight' is nothing in the checkpoint, but float32 \[6, 6\] here",
+    ),
+    "dtype": ({"module": DoubleBuffer}, r"buffer 'level' is bfloat16 \[5\] in the checkpoint, but float64 \[5\] here"),
+    "type": ({"optimizer": functools.partial(torch.optim.Adam)}, "optimizer is AdamW in the checkpoint, but Adam here"),
+    "none": ({"optimizer": None}, "number of optimizers is 1 in the checkpoint, but 0 here"),
+    "groups": ({"optimizer": two_groups}, "optimizer, number of groups is 1 in the checkpoint, but 2 here"),
+    "order": (
+        {"optimizer": reversed_order},
+        r"optimizer, group 1, parameter 1 is 'frozen' in the checkpoint, but 'narrow\.bias' here",
+    ),
+}
+
+
+def load_into_others(folder: str) -> None:
+    gossip.save(make_model(), folder)
+    for options, reason in MISFITS.values():
+        model = make_model(seed=1, **options)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(CheckpointError, match=f"does not fit: .*{reason}"):
+            gossip.load(model, folder)
+        assert_same(model.state_dict(), before)
+        one_step(model)  # the ranks are still in step
+        model.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_model_is_refused_naming_the_first_difference(world_size: int, tmp_path: Path) -> None:
+    launch(load_into_others, str(tmp_path), world_size=world_size)
+
+
+class Caching(nn.Linear):
+    def __init__(self, length: int) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("cache", torch.zeros(length), persistent=False)
+
+
+def test_cache_of_another_length_is_left_as_it_is(tmp_path: Path) -> None:
+    gossip.save(make_model(module=lambda: Caching(3)), tmp_path)
+    model = make_model(module=lambda: Caching(5))
+    with log_of() as lines:
+        gossip.load(model, tmp_path)
+    assert "buffer 'cache', which is not persistent and has another form here" in lines[0]
+
+
+def test_two_optimizers_come_back_each_to_its_own(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[gossip.GossipDataParallel, tuple[torch.optim.Optimizer, ...]]:
+        module = nn.Linear(4, 2)
+        optimizers = (torch.optim.SGD([module.weight], lr=0.1, momentum=0.9), torch.optim.AdamW([module.bias]))
+        return make_model(seed, module=lambda: module, optimizer=optimizers), optimizers
+
+    model, optimizers = build(0)
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    model.idle_step()
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    gossip.save(model, tmp_path)
+    resumed, restored = build(1)
+    gossip.load(resumed, tmp_path)
+    assert torch.equal(resumed.module.weight, model.module.weight)
+    momentum = restored[0].state[resumed.module.weight]["momentum_buffer"]
+    assert torch.equal(momentum, optimizers[0].state[model.module.weight]["momentum_buffer"])
+    assert torch.equal(
+        restored[1].state[resumed.module.bias]["exp_avg"], optimizers[1].state[model.module.bias]["exp_avg"]
+    )
+    assert torch.equal(resumed.module.bias.grad, model.module.bias.grad)

@@ -1,0 +1,201 @@
+"""A rank that is out of step, and bytes that changed on the way, are found and named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from messages import start
+from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
+from torch import nn
+
+from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, World, launch
+from gossip.compression.codec import Codec, Messages
+from topologies import Round, build
+
+NUM_BUCKETS = 3
+FAULTY_RANK = 3
+
+
+class FaultyTransport:
+    """Passes on what `distort` makes of step, bucket, round and message; nothing of a step that it skips."""
+
+    def __init__(self, world: World, distort: Callable[..., tuple[int, int, Round, torch.Tensor]]) -> None:
+        self.inner = DebugTransport(world)
+        self.distort = distort
+
+    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> Exchange:  # noqa: ARG002
+        message = codec.sent
+        assert message is not None
+        step, bucket, round_, message = self.distort(step, bucket, round_, message)
+        return start(self.inner, message, round_, world=self.inner.world, step=step, bucket=bucket)
+
+
+class FlippingGroup:
+    """Sends one bit of every message wrongly."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def recv(self, *args: Any) -> Any:
+        return self.group.recv(*args)
+
+    def send(self, tensors: list[torch.Tensor], *args: Any) -> Any:
+        wrong = tensors[0].clone()
+        wrong.view(torch.uint8)[2] ^= 8
+        return self.group.send([wrong], *args)
+
+
+def swap_buckets(step: int, bucket: int, round_: Round, message: torch.Tensor) -> tuple[int, int, Round, torch.Tensor]:
+    return step, {1: 2, 2: 1}.get(bucket, bucket) if step == 2 else bucket, round_, message
+
+
+def skip_a_step(step: int, bucket: int, round_: Round, message: torch.Tensor) -> tuple[int, int, Round, torch.Tensor]:
+    return step + (step >= 2), bucket, round_, message
+
+
+def use_other_weights(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
+    return step, bucket, Round.from_matrix(round_.matrix() @ round_.matrix()) if step == 2 else round_, message
+
+
+def send_another_shape(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
+    return step, bucket, round_, message[:-2].clone() if (step, bucket) == (2, 1) else message
+
+
+def send_another_dtype(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
+    return step, bucket, round_, message.view(torch.int32).to(torch.float64) if (step, bucket) == (2, 1) else message
+
+
+def exchange_steps(topology_name: str, fault: Callable[..., Any] | str) -> str:
+    """Four steps of three buckets; what this rank is told in the end."""
+    world = World(timedelta(seconds=3))
+    topology = build(topology_name, 4)
+    is_faulty = world.rank == FAULTY_RANK
+    transport = FaultyTransport(world, fault) if is_faulty and callable(fault) else DebugTransport(world)
+    if is_faulty and fault == "flip a bit":
+        key = ("debug messages", tuple(range(4)))
+        world._communicators[key] = FlippingGroup(world._communicators[key])
+    text = "nothing"
+    try:
+        for step in range(4):
+            round_ = topology.round(step)
+            exchanges = [
+                start(transport, torch.full((5,), float(bucket)), round_, world=world, step=step, bucket=bucket)
+                for bucket in range(NUM_BUCKETS)
+            ]
+            for exchange in exchanges:
+                exchange.wait()
+    except ExchangeError as error:
+        text = str(error)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+def told(topology_name: str, fault: Callable[..., Any] | str) -> list[str]:
+    return launch(exchange_steps, topology_name, fault, world_size=4)
+
+
+@pytest.mark.parametrize(("topology", "rank"), [("complete", 0), ("directed_ring", 2)])
+def test_swapped_buckets_are_named(topology: str, rank: int) -> None:
+    assert told(topology, swap_buckets)[rank] == (
+        f"rank {rank}: step 2, bucket 1: rank 3 sent bucket 2 of step 2: one of the two is out of step"
+    )
+
+
+def test_skipped_step_is_named() -> None:
+    by_rank = told("complete", skip_a_step)
+    for rank in range(3):
+        assert by_rank[rank] == (
+            f"rank {rank}: step 2, bucket 0: rank 3 sent bucket 0 of step 3: one of the two is out of step"
+        )
+    assert by_rank[3] == "rank 3: step 3, bucket 0: rank 0 sent bucket 0 of step 2: one of the two is out of step"
+
+
+def test_other_round_is_named() -> None:
+    assert told("ring", use_other_weights)[0] == (
+        "rank 0: step 2, bucket 0: rank 3 mixes by another round: the topologies, their seeds or their versions differ"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [(send_another_shape, "3 values of float32"), (send_another_dtype, "5 values of float64")],
+)
+def test_other_shape_or_dtype_is_named(fault: Callable[..., Any], what: str) -> None:
+    assert told("directed_ring", fault)[2] == (
+        f"rank 2: step 2, bucket 1: rank 3 sent {what}, expected 5 values of float32: the modules differ"
+    )
+
+
+def test_flipped_bit_is_corruption_on_the_way() -> None:
+    for rank, text in enumerate(told("complete", "flip a bit")[:3]):
+        assert text.startswith(f"rank {rank}: step 0, bucket 0: the message of rank 3 was corrupted on the way")
+
+
+def test_peer_that_went_on_to_others_is_named_before_the_time_out() -> None:
+    topology = build("one_peer_exponential", 4)
+    awaited = next(iter(topology.round(0).neighbours(0)))
+    by_rank = launch(wait_for_one_that_is_ahead, awaited, world_size=4)
+    assert by_rank[0] == (
+        f"rank 0: step 0, bucket 0: rank {awaited} has gone on to bucket 2 of step 5 without a message for it: one of "
+        "the two is out of step"
+    )
+
+
+def wait_for_one_that_is_ahead(awaited: int) -> str:
+    world = World(timedelta(seconds=30))
+    transport = DebugTransport(world)
+    text = "nothing"
+    if world.rank == awaited:
+        world.roll_call.note_progress(5, 2)
+    if world.rank == 0:
+        exchange = start(
+            transport, torch.ones(5), build("one_peer_exponential", 4).round(0), world=world, step=0, bucket=0
+        )
+        with pytest.raises(ExchangeError) as caught:
+            exchange.wait()
+        text = str(caught.value)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+def train_with(debug: str | None, topology: str) -> list[torch.Tensor]:
+    model = GossipDataParallel(rank_module(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, debug=debug)
+    train(model, range(3))
+    with model.averaged():
+        pass
+    train(model, range(3, 5))
+    model.global_avg()
+    model.close()
+    return list(snapshot(model).values())
+
+
+@pytest.mark.parametrize("topology", ["star", "directed_ring", "one_peer_exponential"])
+def test_debugged_training_is_the_same(topology: str) -> None:
+    plain, debugged = (launch(train_with, debug, topology, world_size=4) for debug in (None, "detail"))
+    for ours, wanted in zip(itertools.chain(*debugged), itertools.chain(*plain), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("debug", ["DETAIL", "info", True])
+def test_debug_refuses_other_values(debug: Any) -> None:
+    with pytest.raises(ValueError, match=r'debug must be None or "detail", got'):
+        GossipDataParallel(nn.Linear(2, 1), None, debug=debug)
+
+
+def test_debug_refuses_a_transport_of_the_callers() -> None:
+    with pytest.raises(ValueError, match=r"debug='detail' brings its own transport; leave out transport=object"):
+        GossipDataParallel(nn.Linear(2, 1), None, debug="detail", transport=object())
+
+
+def test_debug_in_a_world_of_one_changes_nothing() -> None:
+    models = [GossipDataParallel(nn.Linear(4, 1), SGD, debug=debug) for debug in (None, "detail")]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        train(model, range(2))
+    assert_equal_states(snapshot(models[1]), snapshot(models[0]))

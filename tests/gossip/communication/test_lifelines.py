@@ -1,0 +1,96 @@
+"""A process's end is seen from outside, through a socket that nobody answers; its being frozen or busy is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from gossip.communication import lifelines
+from gossip.communication.process_states import Process
+
+PATIENCE_S = 20
+PROGRAM = """
+import os, signal, socket, time
+import torch.distributed as dist
+from gossip.communication import lifelines
+lifelines._own_address = lambda _: (socket.AF_INET, "127.0.0.1")
+address = lifelines.listen(None)
+assert lifelines.listen(None) == address
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(address[1], child, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        port, child = map(int, started.stdout.readline().split())
+        try:
+            yield Process("", started.pid, 0, "127.0.0.1", port)
+        finally:
+            started.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Process, socket.socket]]:
+    made: dict[Process, socket.socket] = {}
+    monkeypatch.setattr(lifelines, "_connections", made)
+    yield made
+    for each in made.values():
+        each.close()
+
+
+def is_seen_gone(process: Process, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not lifelines.is_gone(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_end_of_a_process_is_seen_though_a_forked_child_lives_on(process: Process) -> None:
+    early, late = process, process._replace(started_at=1)
+    lifelines.connect([early])
+    assert not is_seen_gone(early, 0.3)
+    os.kill(process.pid, signal.SIGSTOP)
+    lifelines.connect([early, late])
+    assert not is_seen_gone(early, 0.3)
+    assert not is_seen_gone(late, 0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    assert is_seen_gone(early, PATIENCE_S)
+    assert is_seen_gone(late, PATIENCE_S)
+
+
+def test_nothing_is_known_of_a_process_that_was_not_connected_to(connections: dict[Process, socket.socket]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        refusing = Process("", 1, 0, "127.0.0.1", unused.getsockname()[1])
+        nowhere = Process("", 2, 0, "192.0.2.1", 9)  # RFC 5737: nobody has it
+        without = Process("", 3, 0)
+        lifelines.connect([refusing, nowhere, without])
+        assert not any(is_seen_gone(each, 0.1) for each in (refusing, nowhere, without))
+    assert not connections
+
+
+def test_ranks_of_one_machine_listen_nowhere() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    for each in (None, dist.HashStore(), store, dist.PrefixStore("a", dist.PrefixStore("b", store))):
+        assert lifelines.listen(each) == ("", 0)

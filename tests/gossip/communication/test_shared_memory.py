@@ -1,0 +1,148 @@
+"""Ranks on one machine read each other's messages where they lie."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from messages import received
+
+import topologies
+from gossip import BucketShape, Cast, Compression, DistributedTransport, ExchangeError, Uncompressed, World, launch
+from gossip.communication import shared_memory
+
+WORLD_SIZE = 4
+NAMES = ("complete", "ring", "star", "directed_ring", "one_peer_exponential", "random_matching")
+KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
+    "float32": (Uncompressed(), torch.float32, 1e-6),
+    "float64": (Uncompressed(), torch.float64, 1e-13),
+    "bfloat16": (Uncompressed(), torch.bfloat16, 1e-6),
+    "bf16 of float32": (Cast(torch.bfloat16), torch.float32, 1e-2),
+}
+SIZES = (40_001, 300_007, 5)  # the second goes over a network in pieces; the last one is too small to be read
+NUM_STEPS = 6
+
+
+def values_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank + 100 * step + 10_000 * bucket)
+    return torch.randn(SIZES[bucket], generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exchange_everything(name: str, kind: str, shares_memory: bool) -> tuple[float, int, list[torch.Tensor]]:
+    """The largest error against the mixing matrix, how many ranks are read in memory, and all that was mixed."""
+    compression, dtype, _ = KINDS[kind]
+    topology = topologies.build(name, WORLD_SIZE)
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, topology, shares_memory=shares_memory)
+    shapes = [BucketShape(bucket, torch.empty(size, dtype=dtype)) for bucket, size in enumerate(SIZES)]
+    codecs = [compression.codec(shape, world.rank) for shape in shapes]
+    for bucket, codec in enumerate(codecs):
+        transport.prepare(codec, bucket)
+    worst, found = 0.0, []
+    for step in range(NUM_STEPS):
+        round_ = topology.round(step)
+        if not round_.peers(world.rank):
+            continue
+        exchanges = []
+        for bucket, codec in enumerate(codecs):
+            values = values_of(world.rank, step, bucket, dtype)
+            sent = codec.encode(values, round_, step)
+            values.fill_(torch.nan)  # the message does not need it any more
+            exchanges.append(transport.start(codec, sent, round_, step=step, bucket=bucket))
+        for bucket, exchange in enumerate(exchanges):
+            difference = received(exchange)
+            everyone = torch.stack([values_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)])
+            row = round_.matrix()[world.rank] @ everyone.numpy() - everyone[world.rank].numpy()
+            worst = max(worst, float(np.abs(difference.double().numpy() - row).max() / everyone.abs().max()))
+            found.append(difference)
+    dist.barrier()
+    world.close()
+    return worst, len(transport._local_messages.local), found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "float32") for name in NAMES), *(("ring", kind) for kind in KINDS if kind != "float32")]
+)
+def test_what_is_read_is_what_a_network_would_have_brought(name: str, kind: str) -> None:
+    tolerance = KINDS[kind][2]
+    shared = launch(exchange_everything, name, kind, True, world_size=WORLD_SIZE)
+    apart = launch(exchange_everything, name, kind, False, world_size=WORLD_SIZE)
+    for (error, num_local, ours), (error_apart, num_apart, theirs) in zip(shared, apart, strict=True):
+        assert error <= tolerance
+        assert error_apart <= tolerance
+        assert (num_local, num_apart) == (WORLD_SIZE - 1, 0)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2 * tolerance)
+
+
+def hand_out_to_nobody() -> str:
+    world = World(timedelta(seconds=0.5))
+    transport = DistributedTransport(world, topologies.build("ring", 2))
+    codec = Uncompressed().codec(BucketShape(0, torch.empty(SIZES[0])), world.rank)
+    transport.prepare(codec, 0)
+    shared_message = transport._shared_messages[0]
+    text = "nothing"
+    if world.rank == 0:
+        for step in range(2):
+            shared_message.take(step)
+            shared_message.hand_out((1,))
+        with pytest.raises(ExchangeError) as caught:
+            shared_message.take(2)
+        text = str(caught.value)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return text
+
+
+def test_a_peer_that_does_not_read_is_named() -> None:
+    first, _ = launch(hand_out_to_nobody, world_size=2)
+    assert first.startswith(
+        "rank 0: step 2, bucket 0: waited 0.5 s in vain for rank 1 to read the message of two exchanges"
+    )
+
+
+def pretend_to_be_elsewhere() -> tuple[int, int]:
+    """Rank 0 in another network, as in a container of its own."""
+    if dist.get_rank() == 0:
+        machine = shared_memory.machine()
+        shared_memory.machine = lambda: [*machine[:2], 0, *machine[3:]]
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, topologies.build("complete", 3))
+    local = transport._local_messages.local
+    together = transport._local_messages.are_local((1, 2)), transport._local_messages.are_local((0, 1, 2))
+    world.close()
+    return len(local), int(together == (True, False))
+
+
+def description() -> str:
+    world = World(timedelta(seconds=60))
+    text = DistributedTransport(world, topologies.build("ring", 2)).describe()
+    world.close()
+    return text
+
+
+def test_description_says_it() -> None:
+    for line in launch(description, world_size=2):
+        assert line.endswith("; with 1 rank on this machine values from 64 KiB on are read in memory")
+
+
+def test_ranks_that_a_network_keeps_apart_use_it() -> None:
+    assert launch(pretend_to_be_elsewhere, world_size=3) == [(0, 1), (1, 1), (1, 1)]
+
+
+def open_files() -> int:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    exchange_everything("complete", "float32", True)
+    before = count()
+    for _ in range(3):
+        exchange_everything("complete", "float32", True)
+    return count() - before
+
+
+def test_memory_is_given_back() -> None:
+    assert all(grown <= 2 for grown in launch(open_files, world_size=WORLD_SIZE))

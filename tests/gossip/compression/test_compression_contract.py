@@ -1,0 +1,206 @@
+"""What every compression keeps, over every topology that it serves."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from compressions import COMPRESSIONS, TOPOLOGIES
+from exchanging import Ranks
+
+import topologies
+
+SERVED = [(name, topology) for name, row in COMPRESSIONS.items() for topology in row.topologies]
+REFUSED = [
+    (name, topology) for name, row in COMPRESSIONS.items() for topology in TOPOLOGIES if topology not in row.topologies
+]
+
+
+def replicas(topology: str, numel: int, dtype: torch.dtype = torch.float32, spread: float = 0.1) -> list[torch.Tensor]:
+    """Around common values, as replicas are."""
+    generator = torch.Generator().manual_seed(numel)
+    common = torch.randn(numel, generator=generator, dtype=torch.float64)
+    size = TOPOLOGIES[topology].world_size
+    apart = spread * torch.randn(size, numel, generator=generator, dtype=torch.float64)
+    return [(common + each).to(dtype) for each in apart]
+
+
+def make(name: str, topology: str, values: list[torch.Tensor], seed: int = 0) -> Ranks:
+    compression = COMPRESSIONS[name].make(seed)
+    compression.check(TOPOLOGIES[topology])
+    return Ranks(compression, TOPOLOGIES[topology], values, COMPRESSIONS[name].views(values[0].numel()))
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "numel"),
+    [*((*served, 5000) for served in SERVED), *((name, "ring", 1) for name in COMPRESSIONS)],
+)
+def test_replicas_left_alone_agree_up_to_the_floor_on_their_mean(name: str, topology: str, numel: int) -> None:
+    row = COMPRESSIONS[name]
+    ranks = make(name, topology, replicas(topology, numel))
+    mean, largest = ranks.mean, float(ranks.mean.abs().max())
+    every = 3 if topology == "every" else 1
+    for step in range(every * row.num_rounds):
+        ranks.mix(step)
+    assert ranks.distance <= row.floor * largest
+    # float32 rounds to the nearest, here up and there down: what is left of it grows like the root of the rounds.
+    assert (ranks.mean - mean).abs().max() <= 4 * row.num_rounds**0.5 * 2**-23 * largest
+
+
+@pytest.mark.parametrize(("name", "topology"), SERVED)
+def test_mean_is_exact_in_float64(name: str, topology: str) -> None:
+    ranks = make(name, topology, replicas(topology, 3000, torch.float64))
+    generator = torch.Generator().manual_seed(1)
+    mean = ranks.mean
+    for step in range(60):
+        for values in ranks.values:  # as training does
+            update = 0.01 * torch.randn(len(values), generator=generator, dtype=torch.float64)
+            values += update
+            mean += update / len(ranks.values)
+        ranks.mix(step)
+    # What is mixed in is summed in float32 by some; an error of that order would show.
+    assert (ranks.mean - mean).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
+    row = COMPRESSIONS[name]
+    # Three ranks: what two give each other cancels whatever its rounding; and in one direction, where it may be.
+    name_of_ring = "directed_ring" if "directed_ring" in row.topologies else "ring"
+    ranks = Ranks(row.make(0), topologies.build(name_of_ring, 3), replicas("ring", 40)[:3], row.views(40))
+    generator = torch.Generator().manual_seed(1)
+    mean = ranks.mean
+    distances = []
+    for step in range(10_000):
+        for values in ranks.values:
+            update = 0.01 * torch.randn(len(values), generator=generator)
+            before = values.double()
+            values += update
+            mean += (values.double() - before) / len(ranks.values)
+        ranks.mix(step)
+        distances.append(ranks.distance)
+    # 10,000 roundings of 1e-7 each, one way, would be 1e-3. Where much the same is mixed in again, rounding repeats.
+    assert (ranks.mean - mean).abs().max() <= 3e-5
+    assert max(distances[-1000:]) <= 2 * max(distances[1000:2000])
+
+
+@pytest.mark.parametrize(("name", "topology"), SERVED)
+def test_all_who_read_a_message_decode_it_alike(name: str, topology: str) -> None:
+    ranks = make(name, topology, replicas(topology, 5000, torch.float64))
+    for step in range(12):
+        differences = ranks.exchange(step)
+        messages = [codec.sent for codec in ranks.codecs]
+        for rank, difference in enumerate(differences):
+            if difference is None or any(message is None for message in messages):
+                continue
+            weights = TOPOLOGIES[topology].round(step).neighbours(rank)
+            expected = sum(
+                weight * (messages[source].double() - messages[rank].double()) for source, weight in weights.items()
+            )
+            torch.testing.assert_close(difference, expected, rtol=0, atol=1e-14)
+            ranks.values[rank] += difference
+
+
+@pytest.mark.parametrize(("name", "topology"), SERVED)
+def test_state_goes_on_bit_for_bit(name: str, topology: str) -> None:
+    straight = make(name, topology, replicas(topology, 300))
+    for step in range(7):
+        straight.mix(step)
+    resumed = make(name, topology, straight.values)
+    for codec, saved in zip(resumed.codecs, straight.codecs, strict=True):
+        codec.load_state_dict(saved.state_dict())
+    for step in range(7, 12):
+        straight.mix(step)
+        resumed.mix(step)
+    assert all(torch.equal(one, other) for one, other in zip(straight.values, resumed.values, strict=True))
+
+
+@pytest.mark.parametrize(("name", "topology"), SERVED)
+def test_state_is_a_copy(name: str, topology: str) -> None:
+    ranks = make(name, topology, replicas(topology, 300))
+    ranks.mix(0)
+    saved = [codec.state_dict() for codec in ranks.codecs]
+    copies = [{key: value.clone() if hasattr(value, "clone") else value for key, value in s.items()} for s in saved]
+    for step in range(1, 9):
+        ranks.mix(step)
+    for state, copy in zip(saved, copies, strict=True):
+        for key in copy:
+            assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(copy[key])), key
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSIONS.items() if row.is_random])
+def test_random_numbers_come_from_seed_step_bucket_and_rank_alone(name: str) -> None:
+    topology = COMPRESSIONS[name].topologies[0]
+
+    def run(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed + 17)  # the global generator must not matter
+        ranks = make(name, topology, replicas(topology, 300), seed)
+        for step in range(5):
+            ranks.mix(step)
+        return ranks.values
+
+    first, again, other = run(0), run(0), run(1)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_dtype_is_mixed_in_its_dtype_of_accumulation(name: str, dtype: torch.dtype) -> None:
+    topology = COMPRESSIONS[name].topologies[0]
+    ranks = make(name, topology, replicas(topology, 100, dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    before = ranks.distance
+    for step in range(30):
+        differences = ranks.exchange(step)
+        for values, difference in zip(ranks.values, differences, strict=True):
+            if difference is not None:
+                assert difference.dtype == wide
+                assert difference.shape == values.shape
+                values.copy_(values.to(wide) + difference)
+    assert ranks.distance < before
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_messages_are_as_small_as_promised(name: str) -> None:
+    row = COMPRESSIONS[name]
+    numel = 2**18
+    ranks = make(name, "ring", replicas("ring", numel))
+    for step in range(12):
+        ranks.mix(step)
+        torch.manual_seed(step)
+        for values in ranks.values:
+            values += 0.001 * torch.randn(numel)
+    per_message = ranks.num_bytes / (2 * len(ranks.values))
+    assert per_message <= row.bytes_per_value * numel
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_seen_by_sender_and_readers(name: str, bad: float) -> None:
+    topology = COMPRESSIONS[name].topologies[0]
+    ranks = make(name, topology, replicas(topology, 100))
+    for step in range(3):
+        ranks.mix(step)
+    ranks.values[0][5] = bad
+    ours = ranks.exchange(3)[0]
+    assert ours is not None
+    who = {rank for rank, is_finite in ranks.are_finite.items() if not is_finite}
+    assert who - {0} == set(TOPOLOGIES[topology].round(3).targets(0))
+    assert 0 in who or not bool(ours.isfinite().all())
+
+
+@pytest.mark.parametrize(("name", "topology"), REFUSED)
+def test_a_topology_that_is_not_served_is_refused_with_the_reason(name: str, topology: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(TOPOLOGIES[topology].name)}.*choose"):
+        COMPRESSIONS[name].make(0).check(TOPOLOGIES[topology])
+
+
+def test_table_has_every_compression_that_has_a_name() -> None:
+    from gossip.compression.compression_names import BY_NAME
+
+    assert set(BY_NAME) <= set(COMPRESSIONS)
+    for name, other in itertools.combinations(COMPRESSIONS, 2):
+        assert COMPRESSIONS[name].make(0).describe() != COMPRESSIONS[other].make(0).describe()

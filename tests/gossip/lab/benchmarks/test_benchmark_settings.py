@@ -1,0 +1,120 @@
+"""Configurations of the benchmark: presets, rows, refusals."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from repository import CONFIGS
+
+from gossip.lab.benchmarks import bench_methods
+from gossip.lab.benchmarks.bench_models import WORKLOADS
+from gossip.lab.benchmarks.bench_settings import Settings, expand
+from gossip.lab.benchmarks.networks import bits_per_second
+from gossip.lab.experiments.run_settings import ConfigurationError
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = OmegaConf.to_container(compose("bench", list(overrides)), resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def labels(rows: dict[str, Any]) -> list[str]:
+    return [row.label for row in expand(rows, 4)]
+
+
+def test_settings_main_has_every_kind() -> None:
+    rows = Settings.from_config(composed()).methods
+    assert {row.kind for row in rows} == set(bench_methods.METHODS)
+    assert len({row.label for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("preset", ["topologies", "buckets", "stragglers"])
+def test_settings_presets_can_be_built(preset: str) -> None:
+    assert len(Settings.from_config(composed(f"bench/methods={preset}")).methods) > 1
+
+
+def test_settings_compressors_are_given_to_the_wrapper() -> None:
+    preset = composed("bench/methods=compressors")["bench"]["methods"]
+    assert preset["gossip"]["compression"][0] == "none"
+    assert {"bf16", "int8", "int4"} <= set(preset["gossip"]["compression"])
+
+
+def test_settings_lists_are_combined_and_none_is_left_out() -> None:
+    rows = expand({"ddp": {"bucket_cap_mb": [1, 25], "hook": ["none", "bf16"], "static_graph": False}}, 4)
+    assert [row.label for row in rows] == ["ddp 1 MiB", "ddp 1 MiB bf16", "ddp 25 MiB", "ddp 25 MiB bf16"]
+    assert rows[0].options == {"bucket_cap_mb": 1, "static_graph": False}
+    assert rows[1].options == {"bucket_cap_mb": 1, "hook": "bf16", "static_graph": False}
+
+
+def test_settings_names_and_topologies_with_options() -> None:
+    named = {"method": "gossip", "topology": [{"name": "random_matching", "seed": 3}, "ring"]}
+    assert labels({"mine": named}) == ["mine random_matching 3", "mine ring"]
+
+
+def test_settings_rates() -> None:
+    assert Settings.from_config(composed("bench.network=lab", "bench.rate=[50mbit,1gbit]")).rates == ("50mbit", "1gbit")
+    assert [bits_per_second(rate) for rate in ("1.5gbit", "64kbit")] == [1_500_000_000, 64_000]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("bench.model=mpl", "there is no bench.model=mpl; did you mean mlp? Available: mlp, transformer, cnn"),
+        ("bench.network=labs", "there is no bench.network=labs; did you mean lab?"),
+        ("bench.straggler=slow", "there is no bench.straggler=slow"),
+        ("bench.rate=200", "bench.rate must be a number with kbit, mbit or gbit, such as 200mbit, got '200'"),
+        ("bench.rate=[50mbit,1gbit]", "bench.network=loopback has no rate; set bench.network=lab"),
+        ("bench.rate=0mbit", "bench.rate must be"),
+        ("bench.rate=[]", "bench.rate must be a rate, or a list of at least one"),
+        ("bench.world_size=1", "bench.world_size must be an integer of at least 2, got 1"),
+        ("bench.steps=0", "bench.steps must be an integer of at least 1, got 0"),
+        ("bench.warmup_steps=1", "bench.warmup_steps must be an integer of at least 2, got 1"),
+        ("bench.repetitions=1.5", "bench.repetitions must be an integer of at least 1, got 1.5"),
+        ("bench.threads=true", "bench.threads must be an integer"),
+        ("bench.timeout_s=-1", "bench.timeout_s must be a positive number, got -1"),
+        ("bench.methods.gossip.topology=rong", "gossip: "),
+        (
+            "+bench.methods.gossip.bucket_cap_mb=[]",
+            "bench.methods.gossip.bucket_cap_mb is an empty list; give it at least one value, or none",
+        ),
+        ("bench.methods.gossip.bucket_cap_mb=-1", "gossip: bucket_cap_mb"),
+        ("+bench.methods.gossip.momentum=1", "gossip has no option momentum"),
+        ("+bench.methods.ddp.bucket_cap=1", "ddp has no option bucket_cap; did you mean bucket_cap_mb?"),
+        ("bench.methods.ddp.hook=int8", "ddp: hook must be none, bf16, fp16, got 'int8'"),
+        ("+bench.methods.local.lr=1", "local has no option lr. It takes none."),
+        ("+bench.methods.gosip={}", "there is no method gosip; did you mean gossip?"),
+        ("bench.methods.ddp=1", "bench.methods.ddp must be a mapping of options, got 1"),
+    ],
+)
+def test_settings_refusals_are_one_line(override: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)) as refusal:
+        Settings.from_config(composed(override))
+    assert "\n" not in str(refusal.value)
+
+
+def test_settings_lab_has_a_limit_on_hosts() -> None:
+    with pytest.raises(ConfigurationError, match=r"bench\.world_size must be at most 200 in the lab, got 256"):
+        Settings.from_config(composed("bench.network=lab", "bench.world_size=256"))
+
+
+def test_settings_without_methods() -> None:
+    with pytest.raises(ConfigurationError, match=r"bench\.methods must map names to options"):
+        expand([], 4)
+
+
+@pytest.mark.parametrize(("name", "megabytes"), [("mlp", 16.8), ("transformer", 39.8), ("cnn", 6.2)])
+def test_models_have_their_sizes_and_the_same_start_everywhere(name: str, megabytes: float) -> None:
+    workload = WORKLOADS[name]
+    first, second = workload.initial_module(0), workload.initial_module(0)
+    assert sum(each.nbytes for each in first.parameters()) / 1e6 == pytest.approx(megabytes, abs=0.05)
+    assert all(a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    own, again, others = (workload.batches(0, rank)[0][0] for rank in (1, 1, 2))
+    assert own.equal(again)
+    assert not own.equal(others)
+    assert not own.equal(workload.held_out(0)[0][: len(own)])

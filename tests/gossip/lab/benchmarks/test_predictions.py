@@ -1,0 +1,67 @@
+"""Measuring a case next to its prediction runs as a whole; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+from test_lab import why_not
+
+from gossip.lab.benchmarks.bench_predictions import Case, measure_case
+from gossip.lab.benchmarks.networks import Loopback
+
+SCRIPT = REPOSITORY / "scripts" / "predicted_steps.py"
+METHODS = ("local", "ddp", "ring")
+PARTS = ("forward", "backward", "update")
+
+
+def predicted_steps(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+
+
+def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None:
+    case = measure_case(
+        Loopback(), "1gbit", "one_slow", METHODS, world_size=2, num_steps=2, bucket_cap_mb=5.0, folder=tmp_path
+    )
+    assert tuple(case.step_s) == METHODS
+    assert min(case.step_s.values()) > 0
+    assert (case.cluster["num_nodes"], case.cluster["local_size"]) == (1, 2)
+    assert len(case.workload["bucket_bytes"]) == 4
+    read = Case(**json.loads(json.dumps(case.to_dict())))
+    assert all(read.predict(method) == case.predict(method) > 0 for method in METHODS)
+    assert read.predict("local") == pytest.approx(1.5 * sum(read.workload[f"{part}_s"] for part in PARTS), rel=0.1)
+
+
+@pytest.mark.root
+def test_script_measures_in_the_lab(tmp_path: Path) -> None:
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(missing)
+    output = tmp_path / "steps.json"
+    options = ("--rates=400mbit", "--stragglers=none", "--world-size=2", "--steps=2", f"--output={output}")
+    done = predicted_steps(*options, "--methods", *METHODS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| 400mbit | none | ") == len(METHODS)
+    (case,) = json.loads(output.read_text())["cases"]
+    assert (case["cluster"]["num_nodes"], case["cluster"]["local_size"]) == (2, 1)  # each host is a node
+    assert 0 < case["cluster"]["bandwidth_gbps"] < 0.5
+
+
+def test_script_refuses_a_bad_rate_in_one_line() -> None:
+    done = predicted_steps("--rates=fast")
+    assert done.returncode == 2
+    words = "rate must be a number with kbit, mbit or gbit, such as 200mbit, got 'fast'"
+    assert done.stderr.splitlines()[-1].endswith(words)

@@ -1,0 +1,102 @@
+"""Every option of every group composes and can be built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from composing import composed
+from omegaconf import OmegaConf
+from repository import CONFIGS
+
+import topologies
+from gossip.lab.experiments.experiment_build import build, check
+
+pytestmark = pytest.mark.xdist_group("configs")  # what its fixtures make is made once
+
+TEXT = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16")
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def experiment_text(name: str) -> str:
+    return (CONFIGS / "experiment" / f"{name}.yaml").read_text()
+
+
+@pytest.fixture(scope="module")
+def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cifar10")
+    generator = np.random.default_rng(0)
+    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+        records = generator.integers(0, 256, (40, 1 + 3072), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
+    return folder
+
+
+def test_configs_topology_has_one_file_per_family() -> None:
+    assert options("topology") == sorted(topologies.available())
+
+
+#: Families that do not serve four ranks.
+WORLD_SIZES = {"chordal": 5, "paley": 5, "florentine": 15, "davis": 32, "karate_club": 34, "les_miserables": 77}
+
+
+@pytest.mark.parametrize("name", options("topology"))
+def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
+    world_size = WORLD_SIZES.get(name, 4)
+    overrides = [f"topology={name}", f"launch.world_size={world_size}"]
+    if name == "graph":
+        graph = tmp_path / "square.edgelist"
+        graph.write_text("0 1\n1 2\n2 3\n3 0\n")
+        overrides.append(f"topology.options.graph={graph}")
+    topology = build(composed(*overrides)).topology
+    assert topology is not None
+    assert (topology.name, topology.world_size) == (name, world_size)
+
+
+@pytest.mark.parametrize(
+    "group", ["algorithm", "compression", "optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"]
+)
+def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
+    for option in options(group):
+        overrides = [f"{group}={option}", "topology=ring"]  # which every compression serves
+        if "cifar10" in option:
+            overrides.append(f"data.folder={cifar10_folder}")
+        if option in ("char_transformer", "stdlib_text"):
+            overrides += [*TEXT, "model=char_transformer"]
+        if option == "char_lm":
+            overrides += TEXT[1:]
+        experiment = check(composed(*overrides))
+        assert experiment.shards.steps_per_epoch >= 1
+
+
+@pytest.mark.parametrize(
+    "name", ["random_matching", "random_regular", "erdos_renyi", "watts_strogatz", "barabasi_albert"]
+)
+def test_configs_random_topologies_follow_the_seed(name: str) -> None:
+    assert composed(f"topology={name}", "seed=7")["topology"]["options"]["seed"] == 7
+
+
+def test_configs_topology_local_steps_and_warm_up() -> None:
+    complete, ring = topologies.build("complete", 4), topologies.build("ring", 4)
+    for overrides, wanted in (
+        ((), ring),
+        (("topology.every=4",), ring.every(4)),
+        (("topology.warmup_rounds=100",), complete.then(ring, after=100)),
+        (("topology.every=4", "topology.warmup_rounds=100"), complete.then(ring.every(4), after=100)),
+    ):
+        assert build(composed("topology=ring", *overrides)).topology == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in options("experiment") if "sweeper" in experiment_text(name)])
+def test_configs_sweeps_leave_no_topology_out(name: str) -> None:
+    params = OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml").hydra.sweeper.params
+    sizes = [int(size) for size in str(params.get("launch.world_size", 16)).split(",")]
+    for topology in params.topology.split(","):
+        for size in sizes:
+            assert topologies.build(topology, size).world_size == size
+    assert len(params.seed.split(",")) > 1

@@ -1,0 +1,162 @@
+"""The figures: what is drawn, files of every format, the same bytes twice, refusals, no pyplot."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gossip.lab.experiments.run_figures import consensus_figure, training_figure
+
+
+def make_records(num_steps: int = 30, num_ranks: int = 3) -> list[list[dict[str, Any]]]:
+    """Rank r has the loss 10 / (step + 1) + r; every tenth step a consensus distance and an evaluation."""
+    records: list[list[dict[str, Any]]] = []
+    for rank in range(num_ranks):
+        lines: list[dict[str, Any]] = []
+        for step in range(num_steps):
+            lines.append({"step": step, "loss": 10 / (step + 1) + rank, "accuracy": step / num_steps})
+            if step % 10 == 0:
+                lines[-1]["consensus_distance"] = 1e-3 * (step + 1)
+                lines.append({"step": step, "test_accuracy": 0.5 + 0.1 * rank, "averaged_test_accuracy": 0.75})
+        records.append(lines)
+    return records
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved during the test."""
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+
+    def keep(self: Figure, *args: Any, **options: Any) -> None:
+        figures.append(self)
+        savefig(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def line_of(axes: Axes, label: str) -> np.ndarray:
+    """x and y of the line with that label, [P, 2]."""
+    (line,) = [line for line in axes.lines if str(line.get_label()).startswith(label)]
+    return np.asarray(line.get_xydata())
+
+
+def test_training_figure_draws_mean_and_range_over_ranks(tmp_path: Path, drawn: list[Figure]) -> None:
+    training_figure(make_records(), tmp_path / "training.svg")
+    loss, accuracy = drawn[0].axes
+    steps = np.arange(30)
+    np.testing.assert_allclose(line_of(loss, "training batch"), np.stack([steps, 10 / (steps + 1) + 1], axis=1))
+    band = loss.collections[0].get_paths()[0].vertices
+    at_step_9 = band[band[:, 0] == 9, 1]
+    assert (at_step_9.min(), at_step_9.max()) == pytest.approx((1.0, 3.0))
+    np.testing.assert_allclose(line_of(accuracy, "test, each replica"), [[0, 0.6], [10, 0.6], [20, 0.6]])
+    np.testing.assert_allclose(line_of(accuracy, "test, averaged model"), [[0, 0.75], [10, 0.75], [20, 0.75]])
+    assert len(line_of(accuracy, "training batch")) == 30
+
+
+def test_training_figure_averages_long_runs_over_windows_and_says_so(tmp_path: Path, drawn: list[Figure]) -> None:
+    records = [[{"step": step, "loss": float(step)} for step in range(250)]]
+    training_figure(records, tmp_path / "training.svg")
+    (loss,) = drawn[0].axes
+    line = line_of(loss, "training batch")
+    assert len(line) == math.ceil(250 / 3)
+    np.testing.assert_allclose(line[:2], [[1, 1], [4, 4]])
+    np.testing.assert_allclose(line[-1], [249, 249])
+    assert "windows of 3 records" in loss.get_xlabel()
+
+
+def test_training_figure_null_is_a_gap(tmp_path: Path, drawn: list[Figure]) -> None:
+    records = [
+        [{"step": 0, "loss": 1.0}, {"step": 1, "loss": None}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.0}],
+        [{"step": 0, "loss": 3.0}, {"step": 1, "loss": 5.0}, {"step": 2}, {"step": 3, "loss": 2.0}],
+    ]
+    training_figure(records, tmp_path / "training.svg")
+    np.testing.assert_allclose(line_of(drawn[0].axes[0], "training batch"), [[0, 2], [1, 5], [2, np.nan], [3, 2]])
+
+
+def test_consensus_figure_is_logarithmic(tmp_path: Path, drawn: list[Figure]) -> None:
+    consensus_figure(make_records(), tmp_path / "consensus.svg")
+    (axes,) = drawn[0].axes
+    assert axes.get_yscale() == "log"
+    np.testing.assert_allclose(line_of(axes, "consensus"), [[0, 1e-3], [10, 11e-3], [20, 21e-3]])
+
+
+def test_consensus_figure_of_equal_replicas_is_linear(tmp_path: Path, drawn: list[Figure]) -> None:
+    consensus_figure([[{"step": 0, "consensus_distance": 0.0}]], tmp_path / "consensus.svg")
+    assert drawn[0].axes[0].get_yscale() == "linear"
+
+
+@pytest.mark.parametrize("draw", [training_figure, consensus_figure])
+def test_figure_formats_follow_the_ending(tmp_path: Path, draw: Any) -> None:
+    starts = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
+    for ending, start in starts.items():
+        path = tmp_path / "folder" / f"figure.{ending}"
+        assert draw(make_records(), path) == path
+        assert path.read_bytes().startswith(start)
+    assert ElementTree.parse(tmp_path / "folder" / "figure.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("draw", [training_figure, consensus_figure])
+def test_figure_of_one_step_shows_a_point(tmp_path: Path, drawn: list[Figure], draw: Any) -> None:
+    draw(make_records(num_steps=1, num_ranks=1), tmp_path / "figure.svg")
+    assert all(line.get_marker() in ("o", "s") for axes in drawn[0].axes for line in axes.lines)
+
+
+@pytest.mark.parametrize("draw", [training_figure, consensus_figure])
+@pytest.mark.parametrize("ending", ["svg", "pdf", "png"])
+def test_figure_bytes_are_the_same_twice(tmp_path: Path, draw: Any, ending: str) -> None:
+    first, second = (draw(make_records(), tmp_path / f"{name}.{ending}").read_bytes() for name in "ab")
+    assert first == second
+    assert b"<dc:date>" not in first
+    assert b"CreationDate" not in first
+
+
+def test_figures_of_empty_records_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no number under 'loss'.*training\.svg would be empty"):
+        training_figure([[{"step": 0, "test_accuracy": 0.5}], []], tmp_path / "training.svg")
+    with pytest.raises(ValueError, match=r"no number under 'consensus_distance'.*leave this figure out"):
+        consensus_figure([[{"step": 0, "loss": 0.5}]], tmp_path / "consensus.svg")
+    with pytest.raises(ValueError, match="no number under 'loss'"):
+        training_figure([[{"step": 0, "loss": None}]], tmp_path / "training.svg")
+    with pytest.raises(ValueError, match="no number under 'loss'"):
+        training_figure([], tmp_path / "training.svg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[plot\]'"):
+        training_figure(make_records(), tmp_path / "training.svg")
+
+
+def test_experiment_modules_load_no_optional_package() -> None:
+    code = """
+import sys
+from gossip.lab.experiments import data, figures, loggers, models, partition, records
+optional = {"sklearn", "matplotlib", "tensorboard", "rich", "hydra", "safetensors"}
+loaded = sorted(optional & set(sys.modules))
+sys.exit(f"loaded {loaded}" if loaded else 0)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_figures_use_no_pyplot(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from gossip.lab.experiments.run_figures import consensus_figure
+consensus_figure([[{{"step": 0, "consensus_distance": 1.0}}]], {str(tmp_path / "consensus.png")!r})
+sys.exit("pyplot was loaded" if "matplotlib.pyplot" in sys.modules else 0)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,140 @@
+"""The models: shapes, the common loss, learning, causality, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gossip.lab.experiments.models import MLP, CharTransformer, SmallCNN
+
+MODELS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], int]] = {
+    "mlp": (MLP, (1, 8, 8), 10),
+    "mlp_linear": (lambda shape, classes: MLP(shape, classes, hidden=()), (1, 8, 8), 10),
+    "mlp_deep": (lambda shape, classes: MLP(shape, classes, hidden=[16, 8]), (3, 32, 32), 10),
+    "cnn_digits": (SmallCNN, (1, 8, 8), 10),
+    "cnn_cifar10": (lambda shape, classes: SmallCNN(shape, classes, channels=[4, 8, 8]), (3, 32, 32), 10),
+    "transformer": (lambda shape, classes: CharTransformer(shape, classes, width=32, num_heads=2), (12,), 98),
+    "transformer_tied": (lambda shape, classes: CharTransformer(shape, classes, width=32, tied_head=True), (12,), 98),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, far slower where other tests run beside them."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def make_batch(input_shape: tuple[int, ...], num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if len(input_shape) == 1:
+        tokens = torch.randint(num_classes, (6, input_shape[0] + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    return torch.randn(6, *input_shape, generator=generator), torch.randint(num_classes, (6,), generator=generator)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_fits_one_batch_with_the_common_loss(name: str) -> None:
+    build, input_shape, num_classes = MODELS[name]
+    torch.manual_seed(0)
+    model = build(input_shape, num_classes)
+    inputs, targets = make_batch(input_shape, num_classes)
+    assert model(inputs).shape == (*targets.shape, num_classes)
+    losses = []
+    for _ in range(25):
+        loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))  # an error if a parameter takes no part
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 1e-2 * gradient.sign()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_mlp_hidden_sets_the_layers() -> None:
+    widths = [layer.weight.shape for layer in MLP((2, 3), 5, hidden=(7, 4)).modules() if isinstance(layer, nn.Linear)]
+    assert widths == [(7, 6), (4, 7), (5, 4)]
+
+
+def test_small_cnn_has_batch_norm_buffers_that_training_moves() -> None:
+    model = SmallCNN((1, 8, 8), 10)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert len(before) == 6
+    model(torch.randn(5, 1, 8, 8))
+    assert all(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_char_transformer_default_size() -> None:
+    model = CharTransformer((128,), 98)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 438_272
+
+
+@pytest.mark.parametrize("position", [0, 3, 7])
+def test_char_transformer_is_causal(position: int) -> None:
+    torch.manual_seed(0)
+    model = CharTransformer((8,), 20, width=16, num_heads=2).double()
+    inputs = torch.randint(20, (3, 8))
+    changed = inputs.clone()
+    changed[:, position] = (changed[:, position] + 1) % 20
+    difference = (model(inputs) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:position].eq(0).all()
+    assert difference[position:].gt(0).all()
+
+
+def test_char_transformer_knows_positions() -> None:
+    torch.manual_seed(0)
+    model = CharTransformer((4,), 20, width=16, num_heads=2)
+    logits = model(torch.full((1, 4), 3))
+    assert not torch.allclose(logits[0, 0], logits[0, 3])
+
+
+def test_char_transformer_tied_head_is_one_parameter() -> None:
+    model = CharTransformer((8,), 20, width=16, tied_head=True)
+    assert model.head.weight is model.embedding.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+def test_char_transformer_dropout_acts_in_training_only() -> None:
+    torch.manual_seed(0)
+    model = CharTransformer((8,), 20, width=16, dropout=0.5)
+    inputs = torch.randint(20, (2, 8))
+    assert not torch.equal(model(inputs), model(inputs))
+    model.eval()
+    assert torch.equal(model(inputs), model(inputs))
+
+
+def test_char_transformer_reads_shorter_texts_and_refuses_longer_ones() -> None:
+    model = CharTransformer((8,), 20, width=16).eval()
+    inputs = torch.randint(20, (2, 8))
+    torch.testing.assert_close(model(inputs[:, :5]), model(inputs)[:, :5])
+    with pytest.raises(ValueError, match="inputs have 9 characters, allowed are 8"):
+        model(torch.zeros(2, 9, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "options", "message"),
+    [
+        (MLP, ((1, 8, 8), 10), {"hidden": (4, 0)}, r"hidden must be at least 1, got \(4, 0\)"),
+        (MLP, ((1, 8, 8), 0), {}, "num_classes must be at least 1, got 0"),
+        (SmallCNN, ((128,), 98), {}, r"input_shape must be \(C, H, W\), got \(128,\).*CharTransformer"),
+        (SmallCNN, ((1, 8, 8), 10), {"channels": (2, 2, 2, 2)}, "halve the image.*at least 16.*use fewer stages"),
+        (SmallCNN, ((1, 8, 8), 10), {"channels": ()}, "channels must name at least one stage"),
+        (CharTransformer, ((1, 8, 8), 10), {}, r"input_shape must be \(context_length,\), got \(1, 8, 8\)"),
+        (CharTransformer, ((8,), 10), {"width": 30}, "width must be a multiple of num_heads=4, got 30"),
+        (CharTransformer, ((8,), 10), {"depth": 0}, "depth must be at least 1, got 0"),
+        (CharTransformer, ((8,), 10), {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (CharTransformer, ((8,), 10), {"dropout": 1.0}, r"dropout must be a probability below 1, got 1\.0"),
+    ],
+)
+def test_model_refuses(
+    build: Callable[..., nn.Module], arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(*arguments, **options)

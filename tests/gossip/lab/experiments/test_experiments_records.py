@@ -1,0 +1,143 @@
+"""JSON line records, and the TensorBoard logger."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gossip.lab.experiments.loggers import TensorBoardLogger
+from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, read_jsonl
+
+
+def test_records_round_trip_and_append(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "rank0.jsonl"
+    first = {"step": 0, "loss": 0.1 + 0.2, "note": "é\n", "peers": [1, 2], "final": False, "nothing": None}
+    with JsonlWriter(path) as writer:
+        writer.write(first)
+    with JsonlWriter(path) as writer:
+        writer.log(1, {"loss": 1e-300})
+    assert read_jsonl(path) == [first, {"step": 1, "loss": 1e-300}]
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_records_write_what_is_not_finite_as_null(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "rank0.jsonl"
+    with JsonlWriter(path) as writer:
+        writer.write({"step": 3, "loss": value, "nested": {"values": [value, 1.0]}})
+    strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert strict == {"step": 3, "loss": None, "nested": {"values": [None, 1.0]}}
+
+
+def test_records_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    with JsonlWriter(path) as writer:
+        for step in range(3):
+            writer.log(step, {"loss": 1.0})
+            assert len(read_jsonl(path)) == step + 1
+
+
+def test_records_flush_every_n_lines_and_on_close(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    with JsonlWriter(path, flush_every=3) as writer:
+        seen = []
+        for step in range(5):
+            writer.log(step, {"loss": 1.0})
+            seen.append(len(read_jsonl(path)))
+    assert seen == [0, 0, 3, 3, 3]
+    assert len(read_jsonl(path)) == 5
+
+
+def test_records_closed_twice_is_fine_and_writing_then_is_not(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "rank0.jsonl")
+    writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match="closed file"):
+        writer.log(0, {"loss": 1.0})
+
+
+def test_records_unfinished_last_line_is_left_out_and_removed_on_resuming(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "lo')
+    assert read_jsonl(path) == [{"step": 0}]
+    with JsonlWriter(path) as writer:
+        writer.log(1, {"loss": 2.0})
+    assert read_jsonl(path) == [{"step": 0}, {"step": 1, "loss": 2.0}]
+
+
+def test_records_only_an_unfinished_line_is_removed_too(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"st')
+    JsonlWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("end", ["", '{"step": 3', '{"step": 3}\n{"st'])
+def test_records_are_cut_back_to_a_step(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n' + end)
+    assert cut_jsonl(path, 2) == 2
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert cut_jsonl(path, 7) == 2
+    assert cut_jsonl(path, 0) == 0
+    assert path.read_text() == ""
+
+
+def test_records_that_are_not_there_are_cut_to_none(tmp_path: Path) -> None:
+    assert cut_jsonl(tmp_path / "rank0.jsonl", 3) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("line", "message"), [("{oops}", "line 2: not JSON"), ("[1]", "line 2: a record must be")])
+def test_records_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
+    with pytest.raises(ValueError, match=rf"rank0\.jsonl, {message}"):
+        read_jsonl(path)
+
+
+def test_records_refuse_a_tensor_and_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    with JsonlWriter(path) as writer:
+        with pytest.raises(TypeError, match=r"Tensor is not JSON serializable; .*tensor\.item\(\)"):
+            writer.write({"step": 0, "loss": torch.tensor(1.0)})
+        writer.log(0, {"loss": 1.0})
+    assert read_jsonl(path) == [{"step": 0, "loss": 1.0}]
+
+
+def test_records_refuse_flush_every_zero(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="flush_every must be at least 1, got 0"):
+        JsonlWriter(tmp_path / "rank0.jsonl", flush_every=0)
+
+
+def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path / "rank0")
+    logger.log(0, {"loss": 2.0, "accuracy": 0.25})
+    logger.log(5, {"loss": 1.0, "gradient_norm": None, "bytes_by_peer": {"1": 8, "2": 16}})
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "rank0")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 2.0), (5, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(0, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("bytes_by_peer/2")] == [(5, 16)]
+
+
+def test_tensorboard_logger_without_tensorboard_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[tensorboard\]'"):
+        TensorBoardLogger(tmp_path)
+
+
+def test_summary_of_a_diverged_run_is_valid_json(tmp_path: Path) -> None:
+    from gossip.lab.experiments.run_folder import write_summary
+
+    write_summary(tmp_path, {"loss": float("nan"), "steps": 3})
+    assert (tmp_path / "summary.json").read_text() == '{\n  "loss": null,\n  "steps": 3\n}\n'

@@ -1,0 +1,103 @@
+"""One run at a time in a folder, and nothing left of those that are gone."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from gossip.lab.experiments.run_folder import LOCK_FILE, FolderError, lock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from gossip.lab.experiments.run_folder import lock
+with lock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_lock_refuses_a_second_run_and_names_the_first(tmp_path: Path) -> None:
+    with lock(tmp_path / "run"), pytest.raises(FolderError) as caught, lock(tmp_path / "run"):
+        pytest.fail("two hold it")
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / 'run'} is in use by the run with process id {os.getpid()}")
+    assert f" on {socket.gethostname()}, started at 20" in text
+    assert "\n" not in text
+
+
+def test_lock_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    for _ in range(2):
+        with lock(tmp_path):
+            assert (tmp_path / LOCK_FILE).exists()
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(ArithmeticError), lock(tmp_path):
+        raise ArithmeticError
+    with lock(tmp_path):
+        pass
+
+
+def test_lock_survives_the_removal_of_the_folder(tmp_path: Path) -> None:
+    with lock(tmp_path / "run"):
+        (tmp_path / "run" / LOCK_FILE).unlink()
+        (tmp_path / "run").rmdir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_lock_goes_with_a_killed_owner(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(FolderError, match=f"process id {holder.pid} "), lock(tmp_path):
+            pytest.fail("two hold it")
+        holder.kill()
+        holder.wait()
+    assert str(holder.pid) in (tmp_path / LOCK_FILE).read_text()
+    with lock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_lock_of_a_file_that_its_owner_removes_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, calls = fcntl.flock, []
+
+    def flock_when_the_first_has_ended(file: int, operation: int) -> None:
+        calls.append(file)
+        if len(calls) == 1:
+            (tmp_path / LOCK_FILE).unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_when_the_first_has_ended)
+    with lock(tmp_path), pytest.raises(FolderError, match="is in use by"), lock(tmp_path):
+        pytest.fail("two hold it")
+    assert len(calls) == 3  # the first file was gone, the second was locked, the other run was refused
+
+
+def test_lock_warns_where_the_file_system_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{level} {message}")
+    with lock(tmp_path):
+        pass
+    logger.remove(sink)
+    assert lines == [f"WARNING {tmp_path} is on a file system without locks: nothing keeps another run out of it\n"]
+
+
+def test_lock_where_nothing_can_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderError, match="cannot be written: Not a directory"), lock(tmp_path / "file" / "run"):
+        pytest.fail("there is no such folder")

@@ -1,0 +1,64 @@
+"""``--help``: every option of the configuration's files, with its comment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from composing import composed
+from omegaconf import OmegaConf
+from repository import CONFIGS
+
+from gossip.lab.experiments import train_command
+from gossip.lab.experiments.option_help import help_text
+
+FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name != "experiment"]
+ANSWERED_BY_THE_FILE = ("_target_", "name", "options", "defaults", "hydra", "partition")
+
+
+def commented_lines(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Key, value and comment of each line, but for what hydra reads."""
+    for line in path.read_text().split("\nhydra:")[0].splitlines():
+        if match := re.fullmatch(r"\s*([\w/]+):(?: ([^#\n]*?))?\s*(?:  # (.*))?", line):
+            yield match[1], (match[2] or "").strip(), match[3] or ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_option_has_a_comment_and_help_shows_it(path: Path) -> None:
+    name = (
+        "bench" if "bench" in path.relative_to(CONFIGS).as_posix() else path.stem if path.parent == CONFIGS else "train"
+    )
+    text = " ".join(help_text("script.py", CONFIGS, name).split())
+    for key, value, comment in commented_lines(path):
+        if key in ANSWERED_BY_THE_FILE or (path.parent == CONFIGS and not value and not comment):
+            continue
+        assert comment, f"{key} has no comment"
+        shown = f"{key}={value} {comment}" if value else f"{key} {comment}"
+        assert " ".join(shown.split()) in text
+
+
+def test_help_names_options_as_the_command_line_takes_them() -> None:
+    text = help_text("scripts/train.py", CONFIGS, "train")
+    options = re.findall(r"^  ([\w.]+)=(\S+)  ", text, re.MULTILINE)
+    assert len(options) > 90
+    own = {key: value for key, value in options if not key.startswith(("topology.options", "compression.", "model."))}
+    config = composed()
+    for key in ("training.epochs", "launch.world_size", "checkpoint.keep", "cluster.jitter", "seed", "bucket_cap_mb"):
+        assert OmegaConf.select(OmegaConf.create(config), key) is not None
+        assert float(own[key]) == float(OmegaConf.select(OmegaConf.create(config), key))
+    for name in ("topology=de_bruijn", "compression=choco", "experiment=smoke", "optimizer=adamw"):
+        assert f"\n{name}\n" in text
+    assert "bench." not in text
+
+
+def test_help_is_printed_and_nothing_is_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flag in ("--help", "-h"):
+        monkeypatch.setattr("sys.argv", ["train.py", "topology=ring", flag])
+        assert train_command.main(CONFIGS, "train") == 0
+        assert capsys.readouterr().out.startswith("python train.py [group=file ...] [option=value ...]\n")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,207 @@
+"""What a user got wrong is one line and exit status 2, before any worker starts."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from composing import CommandLine, composed
+
+from gossip.lab.experiments.run_folder import claim, lock, write_summary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["topology=rign"], "error: there is no topology=rign; did you mean ring? Available: "),
+        (["optimizer=adam"], "error: there is no optimizer=adam; did you mean adamw? Available: adamw, sgd"),
+        (
+            ["-m", "model=mlp,cn"],
+            "error: there is no model=cn; did you mean cnn? Available: char_transformer, cnn, mlp",
+        ),
+        (["experiment=nope"], "error: there is no experiment=nope; did you mean none? Available: char_lm, "),
+        (["data.folder=x"], "error: the configuration has no key data.folder; it is an option of data=cifar10"),
+        (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
+        (["data=stdlib_text"], "error: MLP cannot take the inputs of stdlib_text"),
+        (["output_root=/proc/nowhere"], "error: /proc/nowhere: No such file or directory; output_root=..."),
+        (["topology.name=rign"], "error: topology.name=rign: unknown topology 'rign'. Did you mean 'ring'?"),
+        (["topolgy=ring"], "error: the configuration has no key topolgy; did you mean topology?"),
+        (["training.epoch=1"], "error: the configuration has no key training.epoch; did you mean training.epochs?"),
+        (["topology=graph"], "error: topology.options.graph has no value; set it: topology.options.graph=..."),
+        (["method=gosip"], "error: there is no method=gosip; did you mean gossip? Available: gossip, ddp, local"),
+        (
+            ["topology=hypercube", "launch.world_size=3"],
+            "error: launch.world_size=3: topology 'hypercube' needs a world_size that is a power",
+        ),
+        (["data=cifar10", "data.folder=nowhere"], "error: data.folder=nowhere: CIFAR-10: nowhere is not a folder."),
+        (["training.epochs=0"], "error: training.epochs must be an integer of at least 1, got 0"),
+        (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535, got 99999"),
+        (["launch.timeout_s=soon"], "error: launch.timeout_s must be a positive number, got 'soon'"),
+        (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
+        (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
+        (
+            ["model._target_=nowhere.Model", "trusted_targets=[nowhere]"],
+            "error: model._target_=nowhere.Model cannot be imported: No module named 'nowhere'",
+        ),
+        (["trusted_targets=torch"], "error: trusted_targets='torch' is no list of packages; write trusted_targets=["),
+        (["model._target_=null"], "error: model has no _target_"),
+        (["optimizer.lr=-1"], "error: optimizer.lr=-1: Invalid learning rate: -1; it must be a number of at least 0"),
+        (["data.partition.alpha=1"], "error: data.partition.alpha=1: alpha=1 means nothing for scheme 'iid'"),
+        (["~topology"], "error: the configuration has no key topology.name; set topology.name=..."),
+        (["topology.every=2.5"], "error: topology.every must be an integer of at least 1, got 2.5"),
+        (["topology.every=0"], "error: topology.every must be an integer of at least 1, got 0"),
+        (["topology.evry=2"], "error: the configuration has no key topology.evry; did you mean topology.every?"),
+        (["topology.warmup_rounds=-1"], "error: topology.warmup_rounds must be an integer of at least 0, got -1"),
+        (["checkpoint.every=-1"], "error: checkpoint.every must be an integer of at least 0, got -1"),
+        (["checkpoint.keep=0"], "error: checkpoint.keep must be an integer of at least 1, got 0"),
+        (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
+        (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
+        (["algorithm=combine"], "error: there is no algorithm=combine; did you mean adapt_then_combine? Available: "),
+        (["algorithm.gamma=2"], "error: algorithm.gamma=2: gamma must be between 0 and 1"),
+        (
+            ["algorithm._target_=torch.nn.Identity", "~algorithm.gamma"],
+            "error: algorithm._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
+            "algorithm these are classes of gossip.algorithms.",
+        ),
+        (["clip_grad_norm=0"], "error: clip_grad_norm must be a positive number, got 0"),
+        (["clip=globl"], "error: there is no clip=globl; did you mean global? Available: global, bucket"),
+        (["buffers=mean"], "error: there is no buffers=mean. Available: local, average"),
+        (["step_in_backward=1"], "error: step_in_backward must be true or false, got 1"),
+        (["debug=details"], "error: there is no debug=details; did you mean detail? Available: detail"),
+        (["debug=detail", "profile=true"], "error: profile=true traces the usual exchanges, but debug=detail brings"),
+        (
+            ["clip=bucket", "clip_grad_norm=1", "step_in_backward=false"],
+            "error: clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global",
+        ),
+        (["seed=["], "error: "),
+    ],
+)
+def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str, tmp_path: Path) -> None:
+    status, stderr = command(*arguments)
+    assert status == 2
+    assert stderr.startswith(line)
+    assert stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusals_of_the_folder_of_another_run(command: CommandLine, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "config.yaml").write_text("of another run")
+    status, stderr = command("hydra.run.dir=taken")
+    assert status == 2
+    assert "taken already holds a run" in stderr
+    assert [path.name for path in taken.iterdir()] == ["config.yaml"]
+    assert (taken / "config.yaml").read_text() == "of another run"
+
+
+def test_refusals_of_the_folder_of_another_sweep(command: CommandLine, tmp_path: Path) -> None:
+    taken = tmp_path / "taken" / "0"
+    taken.mkdir(parents=True)
+    (taken / "config.yaml").write_text("of another run")
+    with pytest.raises(SystemExit) as caught:
+        command("-m", "seed=0,1", "hydra.sweep.dir=taken")
+    assert caught.value.code == 2
+    assert [path.name for path in taken.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "error: the run in {run} has left no checkpoint in checkpoints/ to go on from; begin it anew, with"),
+        (["hydra.run.dir=other"], "error: resume=run goes on in that folder; leave out hydra.run.dir="),
+        (["seed=5", "topology=ring", "optimizer.lr=0.1", "launch.world_size=2"], "error: the run in {run} has left no"),
+        (
+            ["topology=path", "seed=0", "optimizer=sgd"],
+            "error: resume=run goes on as that run was configured, but seed is 5 there and 0 here, topology.name is "
+            '"ring" there and "path" here; leave that out, or begin another run\n',
+        ),
+        (["experiment=digits_cnn"], "error: resume=run goes on as that run was configured, but model._target_ is "),
+        (["+optimizer.dampening=0.1"], "error: resume=run goes on as that run was configured, but optimizer.dampening"),
+        (["~training.epochs"], "error: resume=run goes on as that run was configured, but training.epochs is 20 there"),
+    ],
+)
+def test_refusals_to_resume(command: CommandLine, tmp_path: Path, arguments: list[str], line: str) -> None:
+    folder = tmp_path / "run"
+    claim(folder, composed("topology=ring", "seed=5"))
+    content = {path: path.read_bytes() for path in folder.iterdir()}
+    status, stderr = command("resume=run", *arguments)
+    assert status == 2
+    assert stderr.startswith(line.format(run=folder))
+    assert stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in folder.iterdir()} == content
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_refusals_to_resume_what_has_ended_or_is_in_use(command: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    claim(folder, composed())
+    with lock(folder):
+        status, stderr = command("resume=run")
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith(f"error: {folder} is in use by the run with process id {os.getpid()} on ")
+    write_summary(folder, {"status": "completed"})
+    status, stderr = command("resume=run")
+    assert status == 2
+    assert stderr == f"error: the run in {folder} has ended (summary.json): there is nothing to resume\n"
+
+
+def test_refusals_to_resume_in_a_sweep(command: CommandLine, tmp_path: Path) -> None:
+    claim(tmp_path / "run", composed())
+    with pytest.raises(SystemExit) as caught:
+        command("-m", "resume=run", "hydra.sweep.dir=sweep")
+    assert caught.value.code == 1
+    assert "goes on with one run; leave out -m" in (tmp_path / "sweep" / "sweep.csv").read_text()
+
+
+def test_refusals_within_a_sweep_are_rows_of_its_table(command: CommandLine, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("-m", "topology=graph,hypercube", "launch.world_size=3", "hydra.sweep.dir=sweep")
+    assert caught.value.code == 1
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        reasons = [row["reason"] for row in csv.DictReader(file)]
+    assert reasons[0] == "topology.options.graph has no value; set it: topology.options.graph=..."
+    assert "power of two" in reasons[1]
+
+
+def test_refusals_of_a_missing_package_come_first(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossip.lab.experiments.experiment_build._NEEDED_AT_THE_END", ("no_such_package",))
+    status, stderr = command("training.epochs=1")
+    assert status == 2
+    assert stderr == (
+        "error: a run needs no_such_package; install it in a clone of the repository: pip install '.[experiments]'\n"
+    )
+
+
+def test_refusals_leave_no_folder(command: CommandLine, tmp_path: Path) -> None:
+    for arguments in (["optimizer.lr=abc"], ["data=cifar10", "hydra.run.dir=a/b/c"], ["-m", "model=mlp,cn"]):
+        assert command(*arguments)[0] == 2
+        assert not list(tmp_path.iterdir()), arguments
+
+
+def test_refusals_leave_folders_that_were_there(command: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "earlier").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    assert (
+        command("seed=x")[0]
+        == command("seed=x", "hydra.run.dir=empty/run")[0]
+        == command("seed=x", "hydra.run.dir=empty")[0]
+        == 2
+    )
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "empty",
+        "outputs",
+        "outputs/earlier",
+    ]
+
+
+def test_refusals_of_a_taken_port_leave_no_folder(command: CommandLine, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, stderr = command(f"launch.port={port}")
+    assert status == 2
+    assert stderr.splitlines()[-1].startswith(f"error: port {port} on 127.0.0.1 is taken")
+    assert not list(tmp_path.iterdir())

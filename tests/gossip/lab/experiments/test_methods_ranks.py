@@ -1,0 +1,172 @@
+"""The methods against their definitions: what each of them makes of the same batches."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composing import composed
+from safetensors.torch import load_file
+
+from gossip.communication.world import World
+from gossip.errors import ExchangeError, LaunchError
+from gossip.lab.experiments.evaluation import cross_entropy
+from gossip.lab.experiments.experiment_build import build
+from gossip.lab.experiments.job import PRELOAD, run_job
+from gossip.lab.experiments.rank_training import train
+from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.experiments.training_methods import AllReduceMethod
+from gossip.launching.launcher import launch
+
+SMALL = ("training.epochs=1", "training.batch_size=60", "launch.world_size=3", "training.consensus_every_steps=0")
+
+
+def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    summaries = launch(train, config, str(folder), world_size=config["launch"]["world_size"], preload=PRELOAD)
+    assert all(summary == summaries[0] for summary in summaries)
+    return dict(summaries[0])
+
+
+def trained_alone(
+    config: dict[str, Any], ranks: tuple[int, ...], max_norm: float = math.inf
+) -> dict[str, torch.Tensor]:
+    """One model in this process on the joined batches of ``ranks``: what all-reduce and no exchange amount to."""
+    experiment = build(config)
+    torch.manual_seed(experiment.settings.seed)
+    module = experiment.make_module()
+    optimizer = experiment.make_optimizer(list(module.named_parameters()))
+    shards, data = experiment.shards, experiment.data
+    scheduler = experiment.make_scheduler(optimizer, shards.steps_per_epoch)
+    streams = []
+    for rank in ranks:
+        mine = torch.from_numpy(shards.indices[rank])
+        streams.append(shards.batches(data.train_inputs[mine], data.train_targets[mine], rank=rank, epoch=0))
+    for batches in zip(*streams, strict=True):
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        cross_entropy(module(inputs), targets).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        optimizer.step()
+        scheduler.step()
+    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_ddp_trains_as_one_model_on_all_batches(tmp_path: Path, max_norm: float | None) -> None:
+    config = composed(*SMALL, "method=ddp", f"clip_grad_norm={max_norm or 'null'}")
+    summary = run(config, tmp_path / "run")
+    averaged = load_file(tmp_path / "run" / "model.safetensors")
+    for name, expected in trained_alone(config, (0, 1, 2), max_norm or math.inf).items():
+        torch.testing.assert_close(averaged[name], expected, rtol=1e-4, atol=1e-5)
+    assert summary["consensus_distance_before"] == 0
+    numel = sum(tensor.numel() for tensor in averaged.values())
+    assert summary["bytes_sent_per_step"] == round(2 * 2 / 3 * 4 * numel)
+    assert summary["exposed_wait_s"] > 0
+    assert (summary["algorithm"], summary["overlapped_s"], summary["wait_by_peer_s"]) == (None, None, {})
+    assert summary["clipping"] == ("0.5 (global)" if max_norm else None)
+    for record in read_jsonl(tmp_path / "run" / "rank1.jsonl"):
+        assert record["backward_s"] > 0
+        assert record["forward_s"] > 0
+        assert record["update_s"] > 0
+        assert ("gradient_norm" in record) == (max_norm is not None)
+
+
+def test_local_trains_every_rank_alone(tmp_path: Path) -> None:
+    config = composed(*SMALL, "method=local")
+    summary = run(config, tmp_path / "run")
+    averaged = load_file(tmp_path / "run" / "model.safetensors")
+    alone = [trained_alone(config, (rank,)) for rank in range(3)]
+    for name, tensor in averaged.items():
+        expected = torch.stack([replica[name] for replica in alone]).mean(0)
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
+    assert summary["consensus_distance_before"] > 0.1
+    assert summary["consensus_distance_after"] == 0
+    assert summary["bytes_sent_per_step"] == 0
+    worst, mean, best = (summary[f"local_test_accuracy_{which}"] for which in ("worst", "mean", "best"))
+    assert worst < mean < best
+
+
+@pytest.mark.parametrize("method", ["gossip", "ddp"])
+def test_methods_repeat_themselves_by_seed(tmp_path: Path, method: str) -> None:
+    config = composed(*SMALL, f"method={method}", "model=cnn", "model.channels=[4]")
+    for name in ("one", "two", "other"):
+        run({**config, "seed": 1 if name == "other" else 0}, tmp_path / name)
+    records = {
+        name: [
+            [record["loss"], record["accuracy"], record.get("averaged_test_loss"), record.get("consensus_distance")]
+            for rank in range(3)
+            for record in read_jsonl(tmp_path / name / f"rank{rank}.jsonl")
+        ]
+        for name in ("one", "two", "other")
+    }
+    assert records["one"] == records["two"]
+    assert records["one"] != records["other"]
+
+
+@pytest.mark.parametrize("method", ["gossip", "ddp"])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", "ArithmeticError: injected at step 3"),
+        ("killed", "the process ended without a word, with signal 9 (SIGKILL)"),
+    ],
+)
+def test_methods_name_the_rank_that_dies(tmp_path: Path, method: str, how: str, reason: str) -> None:
+    config = composed("training.epochs=1", "launch.world_size=3", f"method={method}", "trusted_targets=[faulty_models]")
+    config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": how}
+    with pytest.raises(LaunchError) as caught:
+        run(config, tmp_path / "run")
+    assert str(caught.value) == f"rank 1 failed: {reason}"
+
+
+@pytest.mark.parametrize("method", ["gossip", "ddp", "local"])
+def test_methods_serve_one_rank(tmp_path: Path, method: str) -> None:
+    config = composed("training.epochs=1", "launch.world_size=1", f"method={method}", "model.hidden=[8]")
+    summary = run_job(config, tmp_path / "run", ["some=override"])
+    assert summary["local_test_accuracy_mean"] == summary["averaged_test_accuracy"]
+    assert summary["consensus_distance_before"] == 0
+    assert summary["bytes_sent_per_step"] == 0
+    assert summary["overrides"] == ["some=override"]
+    assert (tmp_path / "run" / "topology.svg").exists() == (method == "gossip")
+
+
+def test_gossip_trains_a_character_model(tmp_path: Path) -> None:
+    overrides = [
+        "experiment=char_lm",
+        "data.context_length=16",
+        "data.max_bytes=40000",
+        "model.width=32",
+        "model.depth=1",
+        "model.dropout=0.1",
+        "model.tied_head=true",
+        "training.epochs=2",
+        "launch.world_size=2",
+    ]
+    summary = run(composed(*overrides), tmp_path / "run")
+    first = read_jsonl(tmp_path / "run" / "rank0.jsonl")[0]
+    assert summary["averaged_test_loss"] < 0.8 * first["loss"]
+    assert 0.1 < summary["averaged_test_accuracy"] < 1
+    assert "standard library of Python" in summary["data_notes"]
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert "embedding.weight" in saved
+    assert "head.weight" not in saved  # tied to the embedding
+
+
+def test_ddp_tells_a_failed_exchange_from_a_failed_model() -> None:
+    method = AllReduceMethod.__new__(AllReduceMethod)
+    method._world, method._step = World(timedelta(seconds=5)), 3
+    with (
+        pytest.raises(
+            ExchangeError, match=r"^rank 0: step 3: the all-reduce failed: the connection to another rank is closed$"
+        ),
+        method._exchange("the all-reduce"),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match=r"^shapes differ$") as caught, method._exchange("the all-reduce"):
+        raise RuntimeError("shapes differ")
+    assert not isinstance(caught.value, ExchangeError)

@@ -1,0 +1,154 @@
+"""Runs that were stopped and go on: bit for bit what they would have been, or with another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composing import composed
+
+from gossip.errors import LaunchError
+from gossip.lab.experiments.attempts import State, state_of
+from gossip.lab.experiments.job import run_job
+from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.experiments.resuming import continued_configuration
+from gossip.lab.experiments.run_folder import claim, read_overrides
+
+FAILS_AT = 11
+LAST_CHECKPOINT = 10
+SMALL = (
+    "~model.hidden",
+    "model._target_=faulty_models.FailingModel",
+    "trusted_targets=[faulty_models]",
+    f"+model.step={FAILS_AT}",
+    "+model.dropout=0.2",
+    "training.epochs=2",
+    "training.batch_size=60",
+    "training.consensus_every_steps=3",
+    "launch.world_size=3",
+    "checkpoint.every=5",
+)
+STEPS_PER_EPOCH = 7
+
+
+def interrupted(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Train until the model fails; the configuration that goes on in ``folder``."""
+    config = composed(*SMALL, *overrides, f"+model.once={folder}.failed")
+    with pytest.raises(LaunchError, match="injected at step "):
+        run_job(config, folder, ["first=1"])
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    return {**config, "resume": str(folder)}
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """All that a run leaves but times."""
+    summary = json.loads((folder / "summary.json").read_text())
+    records = {path.name: [timeless(record) for record in read_jsonl(path)] for path in folder.glob("rank*.jsonl")}
+    model = (folder / "model.safetensors").read_bytes()
+    return {"summary": timeless(summary) | {"overrides": []}, "records": records, "model": model}
+
+
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if not key.endswith("_s")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("method=gossip",),
+        ("method=local",),
+        ("algorithm=adapt_then_combine", "clip_grad_norm=1", "step_in_backward=false", "optimizer=adamw"),
+    ],
+)
+def test_resumed_run_is_bit_identical(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "whole.failed").touch()  # it will not
+    overrides = (*options, "bucket_cap_mb=0.001")
+    whole = run_job(composed(*SMALL, *overrides, f"+model.once={tmp_path}/whole.failed"), tmp_path / "whole")
+    config = interrupted(tmp_path / "run", *overrides)
+    steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(steps) == ["step_0000000005", f"step_{LAST_CHECKPOINT:010}"]
+
+    resumed = run_job(config, tmp_path / "run", ["second=2"])
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    assert len(result(tmp_path / "run")["records"]["rank2.jsonl"]) == whole["steps"] == 2 * STEPS_PER_EPOCH
+    assert resumed["overrides"] == ["first=1", "second=2"]
+    assert resumed["wall_time_s"] > resumed["training_time_s"] > 0
+    assert (tmp_path / "run" / "training.svg").read_bytes() == (tmp_path / "whole" / "training.svg").read_bytes()
+    assert not list((tmp_path / "run").glob("*.lock"))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_resumed_run_takes_another_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+    folder = tmp_path / "run"
+    config = interrupted(folder)
+    config["launch"] = {**config["launch"], "world_size": world_size}
+    summary = run_job(config, folder)
+    steps_per_epoch = 1437 // world_size // 60
+    done = (LAST_CHECKPOINT - STEPS_PER_EPOCH) * steps_per_epoch // STEPS_PER_EPOCH  # of the second epoch
+    total = LAST_CHECKPOINT + steps_per_epoch - done
+    assert (summary["steps"], summary["world_size"]) == (total, world_size)
+    for rank in range(max(3, world_size)):
+        steps = [record["step"] for record in read_jsonl(folder / f"rank{rank}.jsonl")]
+        first, last = LAST_CHECKPOINT if rank >= 3 else 0, total if rank < world_size else LAST_CHECKPOINT
+        assert steps == list(range(first, last))
+    # The learning rate is where the schedule of a run of so many ranks has it at that place of the data.
+    (tmp_path / "other").mkdir()
+    other = composed(*SMALL, f"launch.world_size={world_size}", "model.step=-1", "training.consensus_every_steps=0")
+    run_job(other, tmp_path / "other")
+    rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "other" / "rank0.jsonl")]
+    resumed_rates = [record["learning_rate"] for record in read_jsonl(folder / "rank0.jsonl")]
+    assert resumed_rates[LAST_CHECKPOINT:] == rates[steps_per_epoch + done :]
+    assert summary["averaged_test_accuracy"] > 0.6
+    assert continued_configuration(folder, {"resume": "x"}, {}, [])["launch"]["world_size"] == world_size
+
+
+def test_resumed_run_of_given_steps_is_as_long_on_other_ranks(tmp_path: Path) -> None:
+    config = interrupted(tmp_path / "run", "training.steps=17")
+    config["launch"] = {**config["launch"], "world_size": 2}
+    summary = run_job(config, tmp_path / "run")
+    assert (summary["steps"], summary["world_size"]) == (17, 2)
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "rank0.jsonl")] == list(range(17))
+
+
+def test_run_without_a_checkpoint_begins_again_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(folder, "checkpoint.every=0", "training.epochs=1", "model.step=3")
+    assert state_of(folder) is State.BEGIN_AGAIN
+    config = composed(*SMALL, "training.epochs=1", "checkpoint.every=0", "model.step=-1")
+    summary = run_job(config, folder, again=True)
+    assert summary["steps"] == STEPS_PER_EPOCH
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    assert [record["step"] for record in read_jsonl(folder / "rank1.jsonl")] == list(range(STEPS_PER_EPOCH))
+    assert state_of(folder) is State.ENDED
+
+
+def test_run_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoints").write_text("no folder")
+    summary = run_job(composed(*SMALL, "model.step=-1", "training.epochs=1"), folder)
+    assert summary["status"] == "completed"
+    assert (folder / "checkpoints").read_text() == "no folder"
+
+
+def test_resumed_configuration_is_the_folders(tmp_path: Path) -> None:
+    given = ("topology=ring", "experiment=digits_cnn", "seed=5", "launch.world_size=8", "optimizer.lr=0.2")
+    claim(tmp_path, composed(*given), given)
+    assert read_overrides(tmp_path) == list(given)
+    defaults = composed()
+
+    def resumed(*overrides: str) -> dict[str, Any]:
+        keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+        return continued_configuration(tmp_path, composed("resume=here", *overrides), defaults, keys)
+
+    same = composed(*given, "resume=here")
+    assert resumed() == same
+    assert resumed(*given) == same
+    changed = resumed("seed=5", "launch.world_size=2", "checkpoint.every=7", "checkpoint.keep=1", "profile=true")
+    assert changed["launch"] == {**same["launch"], "world_size": 2}
+    assert changed["checkpoint"] == {"every": 7, "keep": 1}
+    assert changed["profile"] is True
+    may_change = dict.fromkeys(("launch", "checkpoint", "profile"))
+    assert changed | may_change == same | may_change

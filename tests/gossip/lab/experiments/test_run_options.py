@@ -1,0 +1,125 @@
+"""Every option of the wrapper that a configuration has: a run with it, and what the run leaves about it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composing import composed
+from loguru import logger
+
+import gossip
+from gossip.lab.experiments.experiment_build import build
+from gossip.lab.experiments.job import PRELOAD
+from gossip.lab.experiments.rank_training import train
+from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.experiments.training_methods import _say_what_is_ignored
+from gossip.launching.launcher import launch
+
+SMALL = (
+    "training.epochs=1",
+    "training.batch_size=80",
+    "training.consensus_every_steps=0",
+    "launch.world_size=2",
+)
+CLIPPED = "clip_grad_norm=0.5"
+BY_DEFAULT = "AdaptWhileCommunicating(gamma=1)"
+
+Records = list[dict[str, Any]]
+
+
+def run(folder: Path, *overrides: str) -> tuple[dict[str, Any], Records]:
+    """The summary and rank 1's records."""
+    folder.mkdir(parents=True)
+    summaries = launch(train, composed(*SMALL, *overrides), str(folder), world_size=2, preload=PRELOAD)
+    return dict(summaries[0]), read_jsonl(folder / "rank1.jsonl")
+
+
+def losses(records: Records) -> list[float]:
+    return [record["loss"] for record in records]
+
+
+@pytest.mark.parametrize("method", ["gossip", "local"])
+@pytest.mark.parametrize(
+    ("overrides", "algorithm", "clipping"),
+    [
+        (("algorithm=adapt_then_combine",), "AdaptThenCombine(gamma=1)", None),
+        (("algorithm.gamma=0.5",), "AdaptWhileCommunicating(gamma=0.5)", None),
+        ((CLIPPED, "clip=bucket", "bucket_cap_mb=0.001"), BY_DEFAULT, "0.5 (bucket)"),
+        (("debug=detail",), BY_DEFAULT, None),
+    ],
+)
+def test_options_run(
+    tmp_path: Path, method: str, overrides: tuple[str, ...], algorithm: str, clipping: str | None
+) -> None:
+    summary, records = run(tmp_path / "run", f"method={method}", *overrides)
+    assert (summary["algorithm"], summary["clipping"]) == (algorithm, clipping)
+    assert losses(records)[-1] < losses(records)[0]
+    if clipping is None and method == "gossip":
+        _, others = run(tmp_path / "default")
+        is_same = "debug=detail" in overrides
+        assert (losses(records) == pytest.approx(losses(others), rel=1e-4)) == is_same
+
+
+@pytest.mark.parametrize("overrides", [(), (CLIPPED,)])
+def test_options_step_after_backward_is_the_same_mathematics(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    inside = run(tmp_path / "inside", *overrides)
+    after = run(tmp_path / "after", *overrides, "step_in_backward=false")
+    assert losses(after[1]) == pytest.approx(losses(inside[1]), rel=1e-5)
+    assert after[0]["clipping"] == inside[0]["clipping"] == ("0.5 (global)" if overrides else None)
+    if overrides:
+        norms = [record["gradient_norm"] for record in inside[1]]
+        assert max(norms) > 0.5  # as they were before clipping
+        assert losses(inside[1]) != pytest.approx(losses(run(tmp_path / "unclipped")[1]), rel=1e-3)
+
+
+def test_options_buffers_are_mixed_like_parameters(tmp_path: Path) -> None:
+    model = ("model=cnn", "model.channels=[4]")
+    local, _ = run(tmp_path / "local", *model)
+    average, _ = run(tmp_path / "average", *model, "buffers=average")
+    statistics_bytes = 4 * 2 * 4  # mean and variance of four channels
+    assert average["bytes_sent_per_step"] == local["bytes_sent_per_step"] + statistics_bytes
+
+
+def test_options_without_meaning_for_ddp_are_named_only_if_changed() -> None:
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{level} {message}")
+    try:
+        _say_what_is_ignored(build(composed("method=ddp", CLIPPED)))
+        assert not lines
+        changed = ("algorithm.gamma=0.5", "clip=bucket", "buffers=average", "step_in_backward=false", "debug=detail")
+        _say_what_is_ignored(build(composed("method=ddp", *changed)))
+    finally:
+        logger.remove(sink)
+    assert lines == [
+        "INFO without meaning for method=ddp, and ignored: algorithm AdaptWhileCommunicating(gamma=0.5), clip=bucket, "
+        "buffers=average, step_in_backward=false, debug=detail\n"
+    ]
+
+
+def test_records_hold_all_that_a_step_costs(tmp_path: Path) -> None:
+    summary, _ = run(tmp_path / "run", "bucket_cap_mb=0.001", "topology=ring")
+    by_rank = [read_jsonl(tmp_path / "run" / f"rank{rank}.jsonl") for rank in range(2)]
+    names = {field.name for field in fields(gossip.StepStats)}
+    for rank, records in enumerate(by_rank):
+        for record in records:
+            assert names <= record.keys()
+            assert sum(record["bytes_by_peer"].values()) == record["bytes_sent"] > 0
+            assert record["bytes_by_peer"].keys() == {str(1 - rank)}
+            assert record["gradient_norm"] > 0
+            assert (record["num_refused"], record["num_skipped"]) == (0, 0)
+        assert records[0]["consensus_distance_estimate"] is None
+        assert all(record["consensus_distance_estimate"] > 0 for record in records[1:])
+    for name in ("exposed_wait_s", "overlapped_s", "forward_s", "backward_s", "update_s"):
+        totals = [sum(record[name] for record in records) for records in by_rank]
+        assert summary[name] == pytest.approx(statistics.fmean(totals)), name
+        assert summary[name] > 0, name
+    for peer in range(2):
+        waits = sum(record["wait_by_peer_s"].get(str(peer), 0.0) for record in by_rank[1 - peer])
+        assert summary["wait_by_peer_s"][str(peer)] == pytest.approx(waits)
+    assert (summary["num_refused"], summary["num_skipped"]) == (0, 0)
+    json.dumps(summary, allow_nan=False)

@@ -1,0 +1,114 @@
+"""A signal to any rank stops all of them after the same step, or ends the process if that cannot be had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from gossip.lab.experiments.stopping import Stopping
+
+PATIENCE_S = 60
+
+
+class Ring:
+    """Ranks that train: none begins a step before its neighbour has made as many as it, but for ``lead``."""
+
+    def __init__(self, world_size: int, lead: int) -> None:
+        self.steps = [0] * world_size
+        self._lead = lead
+        self._changed = threading.Condition()
+
+    def train(self, rank: int, stopping: Stopping, after_step: Callable[[int], None]) -> None:
+        """Until all stop."""
+        neighbour = (rank + 1) % len(self.steps)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.steps[neighbour] + self._lead >= self.steps[rank], PATIENCE_S)
+                self.steps[rank] += 1
+                self._changed.notify_all()
+            after_step(self.steps[rank])
+            if not stopping.goes_on(self.steps[rank]):
+                return
+
+
+@pytest.mark.parametrize(("world_size", "lead"), [(1, 0), (2, 0), (5, 0), (5, 3)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, number: signal.Signals) -> None:
+    store, ring = dist.HashStore(), Ring(world_size, lead)
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+
+    def other_rank(rank: int) -> None:
+        with Stopping(store, rank, world_size, 1) as stopping:
+            ring.train(rank, stopping, lambda _: None)
+        numbers.append(stopping.signal_number)
+
+    def send(step: int) -> None:
+        if step == 20:
+            os.kill(os.getpid(), number)
+
+    numbers: list[int | None] = []
+    others = [threading.Thread(target=other_rank, args=(rank,)) for rank in range(1, world_size)]
+    for thread in others:
+        thread.start()
+    with Stopping(store, 0, world_size, 1) as stopping:  # in the main thread: it gets the signal, and the others do not
+        ring.train(0, stopping, send)
+    for thread in others:
+        thread.join(PATIENCE_S)
+    assert ring.steps == [ring.steps[0]] * world_size
+    assert ring.steps[0] >= 20
+    assert [stopping.signal_number, *numbers] == [number] * world_size
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_stopping_without_a_signal_leaves_nothing() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with Stopping(dist.HashStore(), 0, 2, 1) as stopping:
+        assert all(stopping.goes_on(step) for step in range(1, 4))
+    assert stopping.signal_number is None
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+GIVING_UP = """
+import os, signal, threading
+import torch.distributed as dist
+from gossip.lab.experiments.stopping import Stopping
+
+signal.signal(signal.SIGTERM, lambda number, _: exit(128 + number))
+with Stopping(dist.HashStore(), 0, {world_size}, 1, saves={saves}, last_words="so: {{}}\\n".format, grace_s=0.3):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
+    {then}
+"""
+STUCK = "dist.HashStore().wait(['never'])"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "saves", "name", "then", "text"),
+    [
+        (3, True, "SIGTERM", "threading.Event().wait(60)", "no answer from ranks 1, 2"),
+        (1, True, "SIGTERM", STUCK, "step 1, after which all stop, has not ended"),
+        (1, True, "SIGINT", STUCK, "the call that the main thread is in has not returned"),
+        (2, False, "SIGTERM", STUCK, "the call that the main thread is in has not returned"),
+    ],
+)
+def test_stopping_gives_up_where_the_ranks_do_not_get_there(
+    world_size: int, saves: bool, name: str, then: str, text: str
+) -> None:
+    source = GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then)
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 128 + signal.Signals[name]
+    why = f"0.3 s after {name}: {text}; nothing is saved"
+    assert run.stderr.splitlines() == [f"rank 0: {why}", f"so: {why}"]
+
+
+def test_stopping_leaves_signals_to_the_program_where_nothing_is_saved() -> None:
+    source = GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then="threading.Event().wait(60)")
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (143, "")

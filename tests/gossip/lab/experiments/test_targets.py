@@ -1,0 +1,303 @@
+"""What a configuration from elsewhere may have called, and by which ways more cannot be reached."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composing import composed
+from omegaconf import OmegaConf
+from repository import CONFIGS
+from safetensors.torch import load_file
+
+from gossip.lab.experiments.experiment_build import build, check
+from gossip.lab.experiments.job import run_job
+from gossip.lab.experiments.resuming import continued_configuration
+from gossip.lab.experiments.run_folder import claim
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.targets import check_targets
+
+
+class Touches:
+    """A pickle of this makes a file when it is loaded: what it stands for could do anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> tuple[str, Path]:
+    """A file, and what appears when it is unpickled."""
+    file, appears = tmp_path / "weights.pt", tmp_path / "code_was_run"
+    file.write_bytes(pickle.dumps(Touches(appears)))
+    return str(file), appears
+
+
+def load(file: str) -> dict[str, Any]:
+    return {"_target_": "torch.load", "f": file, "weights_only": False}
+
+
+def placed(file: str) -> dict[str, dict[str, Any]]:
+    """Configurations that hide a ``torch.load`` somewhere, by the place that the error must name."""
+    config = composed("training.epochs=1", "launch.world_size=1")
+    deferred = {**load(file), "_partial_": True}
+    deeper = {"_target_": "gossip.lab.experiments.models.MLP", "hidden": [64, load(file)]}
+    changes: dict[str, tuple[str, dict[str, Any]]] = {
+        "data._target_": ("data", load(file)),
+        "model.hidden._target_": ("model", {"hidden": load(file)}),
+        "model.hidden[1]._target_": ("model", {"hidden": [64, load(file)]}),
+        "model._args_[0].a.b[0][0]._target_": ("model", {"_args_": [{"a": {"b": [[load(file)]]}}]}),
+        "model.hidden[0].hidden[1]._target_": ("model", {"hidden": [deeper]}),
+        "optimizer.lr._target_": ("optimizer", {"lr": deferred}),
+        "optimizer.weight_decay._target_": (
+            "optimizer",
+            {"_recursive_": False, "_convert_": "object", "weight_decay": load(file)},
+        ),
+        "scheduler._target_": ("scheduler", load(file)),
+        "algorithm.gamma._target_": ("algorithm", {"gamma": load(file)}),
+        "compression.dtype._target_": ("compression", {"dtype": load(file)}),
+        "logger._target_": ("logger", load(file)),
+        "topology.options.seed._target_": ("topology", {"options": {"seed": load(file)}}),
+        "training.steps._target_": ("training", {"steps": load(file)}),
+    }
+    return {place: {**config, key: {**config[key], **change}} for place, (key, change) in changes.items()}
+
+
+def test_targets_that_run_code_are_refused_wherever_they_stand(pickled: tuple[str, Path]) -> None:
+    file, appears = pickled
+    for place, config in placed(file).items():
+        with pytest.raises(ConfigurationError) as caught:
+            check(config)
+        section = place.partition(".")[0]
+        text = str(caught.value)
+        assert text.startswith(
+            f"{place}=torch.load is not among the targets that a configuration may name: below {section}"
+        )
+        assert text.endswith("add trusted_targets=[torch.load]")
+        with pytest.raises(ConfigurationError, match=re.escape(place)):
+            build(config)
+    assert not appears.exists()
+
+
+def test_targets_of_a_folder_that_goes_on_are_refused(pickled: tuple[str, Path], tmp_path: Path) -> None:
+    file, appears = pickled
+    for number, config in enumerate(placed(file).values()):
+        folder = tmp_path / f"foreign_{number}"
+        claim(folder, {**config, "trusted_targets": ["torch"]})
+        (folder / "checkpoints").mkdir()
+        asked = composed("training.epochs=1", "launch.world_size=1") | {"resume": str(folder)}
+        continued = continued_configuration(folder, asked, asked, [])
+        assert continued["trusted_targets"] == []
+        with pytest.raises(ConfigurationError, match=r"_target_=torch.load is not among"):
+            check(continued)
+    assert not appears.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("model", "os.system"),
+        ("model", "builtins.eval"),
+        ("model", "subprocess.Popen"),
+        ("model", "torch.hub.load"),
+        ("model", "torch.ops.load_library"),
+        ("model", "torch.classes.load_library"),
+        ("model", "torch.package.PackageImporter"),
+        ("model", "torch.utils.cpp_extension.load_inline"),
+        ("model", "torch.jit.load"),
+        ("model", "torch.nn.init.torch.load"),
+        ("model", "torch.nn.modules.module.torch.load"),
+        ("model", "torch.nn.Module.load_state_dict"),
+        ("model", "torch.nn.modules.module.warnings.sys.modules.clear"),
+        ("model", "torch.nn.utils.parametrize.register_parametrization"),
+        ("optimizer", "torch.optim.adam.torch.load"),
+        ("optimizer", "torch.optim.swa_utils.deepcopy"),
+        ("optimizer", "torch.optim.lr_scheduler.partial"),
+        ("optimizer", "torch.nn.Linear"),
+        ("scheduler", "gossip.lab.experiments.lr_schedules.math.exp"),
+        ("scheduler", "functools.partial"),
+        ("data", "gossip.lab.experiments.datasets.os.system"),
+        ("data", "gossip.lab.experiments.datasets._cifar10_folder"),
+        ("data", "sklearn.datasets.fetch_openml"),
+        ("data", "gossip.lab.experiments.models.MLP"),
+        ("model", "gossip.launch"),
+        ("model", "gossip.load"),
+        ("model", "gossip.lab.experiments.run_folder.update_config"),
+        ("model", "gossip.lab.benchmarks.shaped_hosts.Lab"),
+        ("model", "hydra.utils.instantiate"),
+        ("model", "hydra.utils.get_method"),
+        ("model", "hydra._internal.utils._locate"),
+        ("model", "omegaconf.OmegaConf.register_new_resolver"),
+        ("cluster", "torch.optim.SGD"),
+    ],
+)
+def test_targets_that_may_not_be_named(place: str, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{place}._target_={re.escape(name)}.* may name: below {place} "):
+        check_targets({place: {"_target_": name}})
+
+
+@pytest.mark.parametrize("name", ["torch.optim.sgd.cast.__code__", "torch.optim.adam"])
+def test_targets_that_are_nothing_to_call(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no class or function, but"):
+        check_targets({"optimizer": {"_target_": name}})
+
+
+@pytest.mark.parametrize("name", ["torch.optim.SGD()", "", "torch..load", 5, ["torch.load"], "${oc.env:HOME}"])
+def test_targets_that_are_no_names(name: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"^optimizer._target_=.* is no name of a class or function"):
+        check_targets({"optimizer": {"_target_": name}})
+
+
+def test_targets_of_packages_that_are_not_trusted_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_another.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("module_of_another.Model", "module_of_another"):
+        with pytest.raises(ConfigurationError, match="is not among the targets"):
+            check_targets({"model": {"_target_": name}, "optimizer": {"_target_": "torch.optim.SGD"}})
+    assert "module_of_another" not in sys.modules
+
+
+def test_targets_misspelt_are_told_from_those_that_exist() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"torch.optim.Adamm cannot be imported: .*; did you mean torch.optim.Ada"
+    ):
+        check_targets({"optimizer": {"_target_": "torch.optim.Adamm"}})
+
+
+def test_targets_of_every_file_in_configs_may_be_named() -> None:
+    num_found = 0
+    for path in sorted(CONFIGS.glob("*/*.yaml")):
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(content, dict)
+        num_found += "_target_" in content
+        values = {key: value for key, value in content.items() if "${" not in str(value)}
+        check_targets({path.parent.name: values} if path.parent.name != "experiment" else values)
+    assert num_found > 15
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("model", "torch.nn.LazyLinear"),
+        ("optimizer", "torch.optim.Adagrad"),
+        ("scheduler", "torch.optim.lr_scheduler.LinearLR"),
+        ("compression", "gossip.compression.modulo.ModuloQuantization"),
+        ("data", "gossip.lab.experiments.datasets.digits"),
+    ],
+)
+def test_targets_that_may_be_named(place: str, name: str) -> None:
+    check_targets({place: {"_target_": name}})
+
+
+MODELS = """
+from functools import partial
+
+import torch
+from torch import load
+from torch.nn import Flatten
+
+class Net(torch.nn.Sequential):
+    def __init__(self, input_shape, num_classes, *, last=torch.nn.Linear):
+        super().__init__(torch.nn.Flatten(), last(64, num_classes))
+
+    @classmethod
+    def made(cls, *args, **options):
+        return cls(*args, **options)
+
+made_in_part = partial(Net)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of the user's own."""
+    name = "models_of_the_user"
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_trusted_packages_may_be_named_and_no_more_through_them(models: str) -> None:
+    trusted = {"trusted_targets": [models]}
+    for name in ("Net", "Net.made", "Flatten"):
+        check_targets({"model": {"_target_": f"{models}.{name}"}, **trusted})
+    with pytest.raises(ConfigurationError, match=rf"{models}.load is torch.serialization.load, which is not among"):
+        check_targets({"model": {"_target_": f"{models}.load"}, **trusted})
+    with pytest.raises(ConfigurationError, match=r"is no class or function, but functools.partial"):
+        check_targets({"model": {"_target_": f"{models}.made_in_part"}, **trusted})
+    check_targets({"model": {"_target_": f"{models}.load"}, "trusted_targets": [models, "torch.serialization.load"]})
+    check_targets({"model": {"_target_": f"{models}.load"}, "trusted_targets": [f"{models}.load"]})
+    with pytest.raises(ConfigurationError, match="is not among the targets"):
+        check_targets({"model": {"_target_": f"{models}.Net"}, "trusted_targets": [models[:-1]]})
+
+
+@pytest.mark.parametrize("names", ["torch", [5], {"a": 1}])
+def test_trusted_targets_are_a_list_of_names(names: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no list of packages; write trusted_targets=\[package\]"):
+        check_targets({"trusted_targets": names})
+
+
+def test_trusted_targets_train(models: str, tmp_path: Path) -> None:
+    config = composed("training.epochs=1", "launch.world_size=2", "engine=virtual", f"trusted_targets=[{models}]")
+    last = {"_target_": "torch.nn.Linear", "_partial_": True, "bias": False}
+    config["model"] = {"_target_": f"{models}.Net", "last": last}
+    run_job(config, tmp_path / "run")
+    assert list(load_file(tmp_path / "run" / "model.safetensors")) == ["1.weight"]
+
+
+def test_trusted_targets_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
+    config = composed("model._target_=" + models + ".Net", "~model.hidden", f"trusted_targets=[{models}]")
+    claim(tmp_path / "run", config)
+
+    def goes_on_with(*overrides: str) -> dict[str, Any]:
+        asked = composed(f"resume={tmp_path}/run", *overrides)
+        return continued_configuration(
+            tmp_path / "run", asked, composed(), [each.partition("=")[0] for each in overrides]
+        )
+
+    with pytest.raises(ConfigurationError, match=rf"model._target_={models}.Net is not among the targets"):
+        check(goes_on_with())
+    check(goes_on_with(f"trusted_targets=[{models}]"))
+
+
+def test_imports_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    claim(folder, composed(f"imports=[{models}]"))
+    with pytest.raises(ConfigurationError) as caught:
+        continued_configuration(folder, composed(f"resume={folder}"), composed(), [])
+    assert str(caught.value) == (
+        f"{folder}/config.yaml has imports=[{models}], which would run that module here; if you trust it, add "
+        f"trusted_targets=[{models}]"
+    )
+    for option in ("imports", "trusted_targets"):
+        asked = composed(f"resume={folder}", f"{option}=[{models}]")
+        assert continued_configuration(folder, asked, composed(), [option])["imports"] == [models]
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "${oc.create:{_target_: torch.load}}", "${oc.decode:'1'}"])
+def test_interpolations_of_a_folder_are_not_resolved(value: str, tmp_path: Path) -> None:
+    config = composed()
+    config["optimizer"] = {**config["optimizer"], "lr": value}
+    claim(tmp_path / "run", config)
+    continued = continued_configuration(tmp_path / "run", composed(f"resume={tmp_path}/run"), composed(), [])
+    assert continued["optimizer"]["lr"] == value
+    with pytest.raises(ConfigurationError, match=r"^optimizer.lr=\$\{.*a run's configuration has no"):
+        check(continued)
+
+
+def test_pickles_in_these_tests_do_run_code(pickled: tuple[str, Path]) -> None:
+    file, appears = pickled
+    with pytest.raises(RuntimeError, match="Invalid magic number"):
+        torch.load(file, weights_only=False)
+    assert appears.exists()

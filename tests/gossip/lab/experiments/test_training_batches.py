@@ -1,0 +1,81 @@
+"""The order of the samples: equal numbers of steps, nothing lost for good, the same by seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gossip.lab.experiments.sample_batches import Shards
+
+
+def uneven(seed: int = 0) -> Shards:
+    return Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=2, seed=seed)
+
+
+def epoch(shards: Shards, rank: int, number: int) -> list[list[int]]:
+    mine = torch.from_numpy(shards.indices[rank])
+    return [inputs.tolist() for inputs, _ in shards.batches(mine, mine, rank=rank, epoch=number)]
+
+
+def test_shards_have_as_many_steps_on_every_rank() -> None:
+    shards = uneven()
+    assert (shards.steps_per_epoch, shards.left_out_per_epoch) == (2, 4)
+    assert [len(epoch(shards, rank, 0)) for rank in range(2)] == [2, 2]
+
+
+def test_shards_lose_no_sample_over_the_epochs() -> None:
+    shards = uneven()
+    for rank, indices in enumerate(shards.indices):
+        seen = [sample for number in range(20) for batch in epoch(shards, rank, number) for sample in batch]
+        assert set(seen) == set(indices.tolist())
+
+
+def test_shards_batches_never_repeat_a_sample_within_an_epoch() -> None:
+    samples = [sample for batch in epoch(uneven(), 0, 3) for sample in batch]
+    assert len(samples) == len(set(samples)) == 4
+
+
+def test_shards_epoch_goes_on_where_it_was_left() -> None:
+    shards = Shards([np.arange(7)], batch_size=2, seed=0)
+    for first in range(4):
+        batches = shards.batches(torch.arange(7), torch.arange(7), rank=0, epoch=1, first=first)
+        assert [inputs.tolist() for inputs, _ in batches] == epoch(shards, 0, 1)[first:]
+
+
+def test_shards_order_follows_from_seed_rank_and_epoch() -> None:
+    assert epoch(uneven(), 0, 1) == epoch(uneven(), 0, 1)
+    orders = {str(epoch(uneven(seed), 0, number)) for seed in range(3) for number in range(3)}
+    assert len(orders) > 6
+
+
+def test_shards_targets_stay_with_their_inputs() -> None:
+    inputs = torch.arange(7)
+    for some_inputs, some_targets in uneven().batches(inputs, 10 * inputs, rank=0, epoch=0):
+        assert torch.equal(some_targets, 10 * some_inputs)
+
+
+def test_shards_smaller_than_a_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank 1 has only 5 samples, less than one batch of training\.batch_size=6"):
+        Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=6, seed=0)
+
+
+def batch_of(step: int, shards: Shards, rank: int) -> list[int]:
+    number, batch = divmod(step, shards.steps_per_epoch)
+    return epoch(shards, rank, number)[batch]
+
+
+def test_shards_repeat_small_ones_in_orders_of_their_own() -> None:
+    shards = Shards([np.arange(0, 7), np.arange(7, 10)], batch_size=2, seed=0, repeats=True)
+    assert (shards.steps_per_epoch, shards.left_out_per_epoch) == (2, 0)
+    for rank, indices in enumerate(shards.indices):
+        samples = [sample for step in range(21) for sample in batch_of(step, shards, rank)]
+        passes = [samples[start : start + len(indices)] for start in range(0, len(samples), len(indices))]
+        assert all(sorted(each) == indices.tolist() for each in passes)
+        assert len({str(each) for each in passes}) > 1
+
+
+def test_shards_of_one_sample_fill_a_batch() -> None:
+    shards = Shards([np.arange(1), np.arange(1, 12)], batch_size=5, seed=0, repeats=True)
+    assert batch_of(0, shards, 0) == [0] * 5
+    assert batch_of(3, shards, 0) == [0] * 5

@@ -1,0 +1,118 @@
+"""All replicas in one process: the same run as one process per rank, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composing import composed
+
+from gossip.lab.experiments.console_table import print_run, print_sweep
+from gossip.lab.experiments.job import run_job
+from gossip.lab.experiments.records import read_jsonl, record_files
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings
+
+SHORT = ("training.steps=8", "training.evaluate_every_steps=4", "training.batch_size=8", "model.hidden=[12]")
+NOT_IID = ("data.partition.scheme=dirichlet", "data.partition.alpha=0.3", "figures=false")
+
+
+def run(folder: Path, *overrides: str) -> dict[str, Any]:
+    run_job(composed(*SHORT, *NOT_IID, *overrides), folder, overrides)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("topology=one_peer_exponential",),
+        ("topology=star", "algorithm=adapt_then_combine", "clip_grad_norm=0.5"),
+        ("method=ddp", "clip_grad_norm=0.5"),
+    ],
+    ids=lambda method: "_".join(method),
+)
+def test_virtual_run_is_that_of_processes(tmp_path: Path, method: tuple[str, ...]) -> None:
+    processes = run(tmp_path / "processes", *method, "engine=processes", "launch.world_size=4")
+    virtual = run(tmp_path / "virtual", *method, "engine=virtual", "launch.world_size=4")
+    assert virtual.keys() == processes.keys()
+    assert (processes["engine"], virtual["engine"]) == ("processes", "virtual")
+    same = (
+        "steps",
+        "epochs",
+        "method",
+        "topology",
+        "algorithm",
+        "compression",
+        "clipping",
+        "seed",
+        "world_size",
+        "data",
+    )
+    assert {key: virtual[key] for key in same} == {key: processes[key] for key in same}
+    assert virtual["bytes_sent_per_step"] == pytest.approx(processes["bytes_sent_per_step"], rel=1e-6)
+    for key in ("averaged_test_loss", "local_test_loss_mean", "local_test_loss_worst"):
+        assert virtual[key] == pytest.approx(processes[key], rel=1e-4)
+    for key in ("averaged_test_accuracy", "local_test_accuracy_worst", "local_test_accuracy_best"):
+        assert virtual[key] == pytest.approx(processes[key], abs=1 / 360 + 1e-9)  # one image
+    assert virtual["consensus_distance_before_relative"] == pytest.approx(
+        processes["consensus_distance_before_relative"], rel=1e-3, abs=1e-6
+    )
+    (together,) = (read_jsonl(path) for path in record_files(tmp_path / "virtual", 4))
+    by_rank = [read_jsonl(path) for path in record_files(tmp_path / "processes", 4)]
+    for of_all, *of_ranks in zip(together, *by_rank, strict=True):
+        assert of_all["loss"] == pytest.approx(sum(record["loss"] for record in of_ranks) / 4, rel=1e-4)
+        assert of_all["learning_rate"] == of_ranks[0]["learning_rate"]
+        assert ("averaged_test_loss" in of_all) == ("averaged_test_loss" in of_ranks[0])
+
+
+def test_virtual_run_leaves_and_shows_what_others_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = run(tmp_path, "engine=virtual", "launch.world_size=3", "figures=true", "topology=ring")
+    assert summary["status"] == "completed"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml",
+        "overrides.yaml",
+        "versions.json",
+        "workers.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "training.svg",
+        "consensus.svg",
+        "topology.svg",
+    }
+    print_run(summary, tmp_path)
+    print_sweep([{**summary, "job": "0"}], tmp_path)
+    assert capsys.readouterr().out.count(f"{summary['averaged_test_accuracy']:.2%}") == 2
+    records = read_jsonl(tmp_path / "workers.jsonl")
+    assert [record["step"] for record in records] == list(range(8))
+    assert [record["step"] for record in records if "averaged_test_accuracy" in record] == [3, 7]
+
+
+def test_virtual_run_of_epochs_and_one_replica(tmp_path: Path) -> None:
+    summary = run(tmp_path, "engine=virtual", "launch.world_size=1", "training.steps=null", "training.epochs=1")
+    assert summary["steps"] == 1437 // 8
+    assert summary["local_test_accuracy_mean"] == summary["averaged_test_accuracy"] > 0.5
+
+
+def test_virtual_run_of_text(tmp_path: Path) -> None:
+    text = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16", "model=char_transformer")
+    small = ("model.width=16", "model.depth=1", "training.steps=3", "training.batch_size=2", "figures=false")
+    config = composed(*text, *small, "engine=virtual", "launch.world_size=3", "data.partition.scheme=by_class")
+    summary = run_job(config, tmp_path)
+    assert 3 < summary["local_test_loss_mean"] <= summary["local_test_loss_worst"] < 6
+
+
+@pytest.mark.parametrize(
+    "option", ["step_in_backward=false", "debug=detail", "profile=true", "checkpoint.every=5", "resume=somewhere"]
+)
+def test_virtual_run_refuses_what_needs_processes(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option.partition('=')[0]}.* is for ranks that are processes"):
+        Settings.from_config(composed("engine=virtual", option))
+
+
+def test_batch_of_all_ranks_is_divided_among_them() -> None:
+    config = composed("training.total_batch_size=64", "launch.world_size=16", "training.batch_size=5")
+    assert Settings.from_config(config).batch_size == 4
+    with pytest.raises(ConfigurationError, match=r"total_batch_size=64 is no multiple of launch\.world_size=5"):
+        Settings.from_config(composed("training.total_batch_size=64", "launch.world_size=5"))

@@ -1,0 +1,109 @@
+"""What a probe recommends on networks where the answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import topologies
+from gossip.lab.probe import Measured, advise
+from gossip.simulation import Cluster, SlowRank, Workload
+from topologies.reports.comparing import chosen_topologies
+from topologies.reports.disguises import without_disguises
+from topologies.reports.samples import title_of
+
+WORKLOAD = Workload(0.03, 0.06, (25_000_000,) * 2, update_s=0.01, mix_s=0.005)
+
+
+def measured(n: int, gbps: float, workload: Workload = WORKLOAD, local_size: int = 1) -> Measured:
+    cluster = Cluster(n // local_size, local_size, latency_us=50.0, bandwidth_gbps=gbps)
+    return Measured(cluster, workload, is_regular=True, num_pairs=n)
+
+
+def test_advice_on_a_slow_network_is_one_peer_per_round() -> None:
+    """50 MB at 1 Gbit/s: 0.4 s for one message, twice that for all-reduce."""
+    advice = advise(measured(8, 1.0))
+    assert advice.helps
+    assert advice.best is not None
+    assert advice.best.messages == pytest.approx(1.0)
+    assert advice.best.rounds == 3  # of those that send as little, none agrees sooner
+    assert advice.best.run.step_time_s == pytest.approx(0.4, rel=0.02)
+    assert advice.all_reduce.run.step_time_s == pytest.approx(0.7, rel=0.2)
+    assert str(advice).splitlines()[-1] == advice.sentence
+    assert advice.sentence.startswith(f"Gossip helps here: take {advice.best.title}, ")
+
+
+def test_advice_on_a_fast_network_is_all_reduce() -> None:
+    advice = advise(measured(8, 400.0))
+    assert not advice.helps
+    assert advice.sentence.startswith("Gossip does not help here: ")
+    assert advice.sentence.endswith("take all-reduce.")
+
+
+def test_advice_for_one_rank() -> None:
+    advice = advise(measured(1, 1.0))
+    assert not advice.helps
+    assert [row.title for row in advice.rows] == ["ddp"]
+    assert "there is one rank" in str(advice).splitlines()[-1]
+
+
+@pytest.mark.parametrize(("n", "local_size"), [(2, 1), (3, 1), (5, 1), (8, 4)])
+def test_rows_are_ddp_and_every_topology_that_serves_the_ranks(n: int, local_size: int) -> None:
+    advice = advise(measured(n, 1.0, local_size=local_size), num_steps=5)
+    serving = without_disguises(t for t in chosen_topologies(None, n, local_size) if t.doubly_stochastic)
+    assert sorted(row.title for row in advice.rows) == sorted(["ddp", *map(title_of, serving)])
+    times = [row.run.step_time_s for row in advice.rows]
+    assert times == sorted(times)
+    lines = str(advice).splitlines()
+    for row in advice.rows:
+        assert any(line.startswith(f"{row.title} ") for line in lines)
+
+
+def test_what_hardly_agrees_is_not_recommended_however_short_its_steps() -> None:
+    chosen: list[str | topologies.Topology] = [
+        topologies.build("one_peer_hypercube", 8).every(20),
+        "one_peer_hypercube",
+        "complete",
+    ]
+    advice = advise(measured(8, 1.0), topologies=chosen)
+    assert advice.rows[0].topology is chosen[0]
+    assert advice.best is not None
+    assert advice.best.title == "one_peer_hypercube"
+    alone = advise(measured(8, 1.0), topologies=chosen[:1])
+    assert alone.best is None
+    assert "no topology brings 8 ranks to agree soon enough" in alone.sentence
+
+
+def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
+    workload = Workload(0.03, 0.06, (25_000_000,) * 2, stragglers=(SlowRank(3, 2.5),))
+    cluster = Cluster(2, 4, latency_us=50.0, bandwidth_gbps=1.0, shares_memory=True)
+    text = str(advise(Measured(cluster, workload, is_regular=False, num_pairs=4), num_steps=5))
+    assert "Rank 3 computes 2.50 times as long as the others." in text
+    assert "Between nodes: 50 us, 1 Gbit/s of a node each way." in text
+    assert "gossip reads parameters in memory" in text
+    assert "each rank counts as a node" in text
+    assert "ddp: 1.75 x 50 MB / 1 Gbit/s = 700 ms on the link of a node, beside backward of 60 ms" in text
+    assert f"at most {4 * math.ceil(math.log2(8))} rounds" in text
+
+
+def test_one_node_is_not_told_to_be_idle_in_every_second_round() -> None:
+    """On one node local_global is complete in every other round: the shortest step, and no topology of its own."""
+    cluster = Cluster(1, 4, local_latency_us=50.0, local_bandwidth_gbps=1.0)
+    advice = advise(Measured(cluster, WORKLOAD, is_regular=True, num_pairs=4))
+    assert advice.best is not None
+    assert advice.best.topology is not None
+    assert not any(advice.best.topology.round(t).is_identity for t in range(advice.best.topology.period or 16))
+    assert "local_global" not in str(advice)
+    asked = advise(Measured(cluster, WORKLOAD, is_regular=True, num_pairs=4), topologies=["complete", "local_global"])
+    assert {row.title for row in asked.rows} == {"ddp", "complete", "local_global (local_size=4)"}
+
+
+@pytest.mark.parametrize(("jitter", "is_weak"), [(0.1, False), (0.39, False), (0.4, True), (1.7, True)])
+@pytest.mark.parametrize("gbps", [1.0, 400.0])
+def test_a_busy_machine_makes_a_weak_answer(jitter: float, gbps: float, is_weak: bool) -> None:
+    workload = Workload(0.03, 0.06, (25_000_000,) * 2, jitter=jitter)
+    advice = advise(measured(8, gbps, workload), topologies=["one_peer_exponential"], num_steps=20)
+    said = f"The machine is busy (the same step's computation varies by {100 * jitter:.0f} %), so this answer is weak"
+    assert (said in str(advice).splitlines()[-1]) == is_weak
+    assert ("busy" in advice.sentence) == is_weak

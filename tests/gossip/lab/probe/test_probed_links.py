@@ -1,0 +1,83 @@
+"""Which pairs are measured, and what is made of their times."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gossip.lab.probe.cluster_measuring import cluster_of, local_size_of, workload_of
+from gossip.lab.probe.compute_probe import StepTimes
+from gossip.lab.probe.link_probe import Link, matchings
+from gossip.simulation import SlowRank
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_matchings_of_few_ranks_are_all_pairs_once(n: int) -> None:
+    found = matchings(n)
+    assert sorted(itertools.chain.from_iterable(found)) == list(itertools.combinations(range(n), 2))
+    for pairs in found:
+        ranks = list(itertools.chain.from_iterable(pairs))
+        assert len(ranks) == len(set(ranks))
+
+
+@pytest.mark.parametrize("n", [9, 16, 17, 100])
+def test_matchings_of_many_ranks_hold_a_ring_and_each_rank_once_at_a_time(n: int) -> None:
+    found = matchings(n)
+    assert found == matchings(n)
+    assert len(found) == 5
+    for pairs in found:
+        ranks = list(itertools.chain.from_iterable(pairs))
+        assert len(ranks) == len(set(ranks)) >= n - 1
+        assert set(ranks) <= set(range(n))
+    ring = {frozenset(pair) for pairs in found[:2] for pair in pairs}
+    neighbours = {frozenset((rank, (rank + 1) % n)) for rank in range(n)}
+    assert neighbours - ring == (set() if n % 2 == 0 else {frozenset((n - 1, 0))})
+
+
+def test_cluster_adds_up_what_the_ranks_of_a_node_send_at_once() -> None:
+    """Two nodes of two ranks: both ranks of a node send 1 MB/s to the other node, and 1 GB/s to each other."""
+    links = [
+        Link(rank, peer, matching, 5e-6 if matching == 0 else 3e-4, 1e9 if matching == 0 else 1e6)
+        for matching, pairs in enumerate([((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))])
+        for pair in pairs
+        for rank, peer in (pair, pair[::-1])
+    ]
+    cluster = cluster_of(links, 4, 2, on_cpu=True)
+    assert (cluster.num_nodes, cluster.local_size, cluster.shares_memory) == (2, 2, True)
+    assert cluster.latency_us == pytest.approx(300)
+    assert cluster.bandwidth_gbps == pytest.approx(2 * 8e-3)
+    assert cluster.local_latency_us == pytest.approx(5)
+    assert cluster.local_bandwidth_gbps == pytest.approx(8)
+    assert not cluster_of(links, 4, 2, on_cpu=False).shares_memory
+    alone = cluster_of(links, 4, 1, on_cpu=True)  # every rank a node: the median link is one across
+    assert alone.bandwidth_gbps == pytest.approx(8e-3)
+    assert not alone.shares_memory
+
+
+@pytest.mark.parametrize(
+    ("machines", "local_size"), [("a", 1), ("abc", 1), ("aabb", 2), ("aaa", 3), ("aba", None), ("aab", None)]
+)
+def test_nodes_are_as_the_cluster_has_them_or_each_rank_is_one(machines: str, local_size: int | None) -> None:
+    assert local_size_of(machines) == local_size
+
+
+def _times(scale: float) -> StepTimes:
+    return StepTimes([0.9 * scale, 1.1 * scale], [1.8 * scale, 2.2 * scale], [0.5, 0.7], [0.1, 0.1], (400, 100))
+
+
+def test_workload_is_the_mean_step_of_the_usual_ranks() -> None:
+    workload = workload_of([_times(1.0), _times(1.0), _times(3.0)])
+    assert workload.forward_s == pytest.approx(1.0)
+    assert workload.backward_s == pytest.approx(2.0)
+    assert workload.update_s == pytest.approx(0.6)
+    assert workload.mix_s == pytest.approx(0.1)
+    assert workload.bucket_bytes == (400, 100)
+    assert workload.jitter == pytest.approx(0.1)  # each rank's steps vary by 10 % of its own mean
+    (straggler,) = workload.stragglers
+    assert isinstance(straggler, SlowRank)
+    assert (straggler.rank, straggler.factor) == (2, pytest.approx(3.0))
+
+
+def test_workload_of_one_rank_has_no_straggler() -> None:
+    assert workload_of([_times(2.0)]).stragglers == ()

@@ -1,0 +1,195 @@
+"""What the page's charts and table make of numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from report_documents import TOPOLOGIES, comparison, document, failed_row, heterogeneity, row, value
+
+from gossip.lab.report import Value, read_document, write_report
+from gossip.lab.report.charts import charts
+from gossip.lab.report.columns import best, columns
+from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
+from gossip.lab.report.scales import Scale
+from gossip.lab.report.series import DASHES, NUM_COLOURS, SHAPES, Style, panels
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number", "text"),
+    [
+        (FRACTION, 0.97254, "97.25 %"),
+        (FRACTION, 0.0, "0.00 %"),
+        (BYTES, 0.0, "0 B"),
+        (BYTES, 1000.0, "1000 B"),
+        (BYTES, 1024.0, "1 KiB"),
+        (BYTES, 38400.0, "37.5 KiB"),
+        (BYTES, 3.2 * 2**30, "3.2 GiB"),
+        (SECONDS, 0.0, "0 s"),
+        (SECONDS, 0.0123, "12.3 ms"),
+        (SECONDS, 59.0, "59 s"),
+        (SECONDS, 90.0, "1.5 min"),
+        (SECONDS, 5400.0, "1.5 h"),
+        (SECONDS, 200_000.0, "2.315 d"),
+        (NUMBER, 440.0, "440"),
+        (NUMBER, 123_456.0, "123456"),
+        (NUMBER, 0.00123456, "0.001235"),
+        (NUMBER, 1e-5, "10⁻⁵"),
+        (NUMBER, -2.5e7, "-2.5·10⁷"),
+    ],
+)
+def test_text_of_a_value(quantity: Quantity, number: float, text: str) -> None:
+    assert quantity.text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("quantity", "mean", "spread", "text"),
+    [
+        (FRACTION, 0.97254, 0.0031, "97.25 ± 0.31 %"),
+        (FRACTION, 0.97254, None, "97.25 %"),
+        (FRACTION, 0.95, 0.0, "95.00 ± 0.00 %"),
+        (BYTES, 38400.0, 0.0, "37.5 KiB"),
+        (BYTES, 38400.0, 512.0, "37.5 ± 0.5 KiB"),
+        (NUMBER, 210.0, 8.0, "210 ± 8"),
+        (NUMBER, 210.0, 12.4, "210 ± 12"),
+        (NUMBER, 0.0206, 0.00103, "0.0206 ± 0.0010"),
+        (NUMBER, 0.0, 0.5, "0.0 ± 0.5"),
+        (NUMBER, 2e-7, 3e-8, "(2.0 ± 0.3)·10⁻⁷"),
+        (SECONDS, 1.5, 0.25, "1.5 ± 0.2 s"),
+    ],
+)
+def test_text_of_a_mean_with_its_spread(quantity: Quantity, mean: float, spread: float | None, text: str) -> None:
+    assert quantity.value_text(Value(mean, spread, 3)) == text
+
+
+@pytest.mark.parametrize("quantity", [FRACTION, BYTES, SECONDS, NUMBER])
+@pytest.mark.parametrize("low", [1e-7, 0.004, 0.7, 1.0, 33.0, 5e3, 1e8])
+@pytest.mark.parametrize("ratio", [1.0001, 1.3, 4.0, 11.0, 99.0, 3e4, 1e12])
+def test_ticks_are_few_within_the_axis_and_differ_as_text(quantity: Quantity, low: float, ratio: float) -> None:
+    scale = Scale.over([low, low * ratio], quantity, may_be_log=True)
+    assert scale.is_log == (ratio > 10)
+    ticks = scale.ticks
+    assert 1 <= len(ticks) <= 8
+    assert ticks == sorted(set(ticks))
+    shares = [scale.share(tick) for tick in ticks]
+    assert all(share is not None and -1e-6 <= share <= 1 + 1e-6 for share in shares)
+    if ratio > 1.01:
+        assert len({quantity.tick_text(tick) for tick in ticks}) == len(ticks)
+
+
+def test_scale_of_equal_values_has_room_on_both_sides() -> None:
+    for number in (0.0, 0.5, -3.0):
+        scale = Scale.over([number, number], NUMBER, may_be_log=True)
+        assert scale.low <= number < scale.high
+        assert scale.ticks
+
+
+def test_zero_has_no_place_on_a_logarithmic_axis() -> None:
+    scale = Scale.over([0.0, 1.0, 1000.0], NUMBER, may_be_log=True)
+    assert scale.share(0.0) is None
+    assert 0 < (scale.share(1.0) or 0) < (scale.share(1000.0) or 0) < 1
+
+
+def test_styles_of_many_series_differ() -> None:
+    many = NUM_COLOURS * len(SHAPES) * len(DASHES)
+    assert len({Style.numbered(number) for number in range(many)}) == many
+
+
+def test_panels_divide_by_ranks_and_partition_and_keep_names_and_styles() -> None:
+    divided = panels(read_document(comparison()).rows)
+    assert [panel.title for panel in divided] == ["16 ranks", "25 ranks", "64 ranks"]
+    looks = [[(series.name, series.style) for series in panel.series] for panel in divided]
+    assert looks[0] == looks[1] == looks[2]
+    assert len({style for _, style in looks[0]}) == 12
+
+
+def test_crowded_panels_divide_further_with_the_baselines_in_each() -> None:
+    divided = panels(read_document(heterogeneity()).rows)
+    assert [panel.title for panel in divided] == ["iid", "dirichlet(0.1)", "by_class(2)"]
+    assert "ring, gradient tracking, int8" in {series.name for series in divided[0].series}
+    more = [
+        row(label, world_size=n, algorithm=algorithm)
+        for n in (16, 64)
+        for algorithm in ("adapt_while_communicating", "gradient_tracking")
+        for label in ("ring", "torus", "grid", "star", "complete", "hypercube", "exponential")
+    ]
+    baselines = [row("all-reduce", world_size=n) for n in (16, 64)]
+    divided = panels(read_document(document([*more, *baselines])).rows)
+    assert [panel.title for panel in divided] == [
+        "16 ranks, adapt while communicating",
+        "16 ranks, gradient tracking",
+        "64 ranks, adapt while communicating",
+        "64 ranks, gradient tracking",
+    ]
+    assert all([series.name for series in panel.series][-1] == "all-reduce" for panel in divided)
+    assert all(len(panel.series) == 8 for panel in divided)
+
+
+def test_baselines_without_compression_stand_beside_rows_with_it() -> None:
+    gossip = [row(label, compression=each) for each in ("none", "int8") for label in [*TOPOLOGIES] * 2]
+    rows = read_document(document([*gossip, row("all-reduce"), row("no communication")])).rows
+    assert [(panel.title, len(panel.series)) for panel in panels(rows)] == [
+        ("compression none", 22),
+        ("compression int8", 22),
+    ]
+
+
+def test_rows_of_baselines_alone_are_in_panels() -> None:
+    rows = [row(label, world_size=n) for n in (1, 2) for label in ("all-reduce", "no communication")]
+    assert [(panel.title, len(panel.series)) for panel in panels(read_document(document(rows)).rows)] == [
+        ("1 rank", 2),
+        ("2 ranks", 2),
+    ]
+
+
+def test_best_is_marked_among_rows_that_can_be_compared() -> None:
+    read = read_document(comparison())
+    by_name = {column.name: column for column in columns(read.rows, read.metric)}
+    sent = best(read.rows, by_name["bytes_per_step"])
+    assert {(read.rows[index].label, read.rows[index].world_size) for index in sent} == {
+        (label, n) for n in (16, 25, 64) for label in ("one_peer_exponential", "random_matching")
+    }
+    consensus = best(read.rows, by_name["consensus_distance_relative"])
+    assert {read.rows[index].label for index in consensus} == {"complete"}
+    assert best(read.rows, by_name["training_time_s"]) == set()
+
+
+def test_best_needs_a_difference() -> None:
+    read = read_document(document([row("ring"), row("torus", values=row("ring")["values"]), failed_row("grid")]))
+    assert all(best(read.rows, column) == set() for column in columns(read.rows, read.metric))
+
+
+def test_columns_begin_with_the_metric_and_leave_out_what_nobody_has() -> None:
+    values = {"averaged_accuracy": value(0.5), "averaged_loss": value(1.0), "steps": value(10), "own": value(3.0)}
+    rows = [row("ring", values=values), row("torus", values={**values, "steps": value(12)})]
+    metric = {"name": "loss", "higher_is_better": False, "target": None}
+    read = read_document(document(rows, metric=metric))
+    assert [column.name for column in columns(read.rows, read.metric)] == [
+        "averaged_loss", "averaged_accuracy", "steps", "own",
+    ]  # fmt: skip
+    same = read_document(document(rows[:1]))
+    assert "steps" not in [column.name for column in columns(same.rows, same.metric)]
+
+
+@pytest.mark.parametrize(("accuracy", "is_beyond"), [(0.2, True), (0.96, False)])
+def test_a_baseline_far_away_does_not_squeeze_the_others(accuracy: float, is_beyond: bool, tmp_path: Path) -> None:
+    alone = row("no communication", curves=None)
+    alone["values"]["averaged_accuracy"] = value(accuracy)
+    whole = document([row("ring"), row("torus"), alone])
+    read = read_document(whole)
+    scales = charts(read)[0].scales(read.rows)
+    assert scales is not None
+    assert scales[0].low > 0  # what sends nothing is a level, not a place on the axis
+    assert scales[1].reaches(accuracy) != is_beyond
+    write_report(whole, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert ("Beyond this axis: no communication: 20.00 % at 0 B" in page) == is_beyond
+
+
+def test_end_of_a_row_without_curves_comes_from_its_values() -> None:
+    read = read_document(document([row("ring", curves=None)]))
+    ends = {chart.identifier: chart.end(read.rows[0]) for chart in charts(read)}
+    values = read.rows[0].values
+    assert ends["bytes"] == (75_000.0 * 440, values["averaged_accuracy"].mean, 0.0021)  # type: ignore[union-attr]
+    assert ends["time"] is not None
+    assert ends["consensus"] is None

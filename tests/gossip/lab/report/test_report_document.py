@@ -1,0 +1,214 @@
+"""Reading the result document of a sweep, and the files that it becomes."""
+
+from __future__ import annotations
+
+import configparser
+import copy
+import csv
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_documents import comparison, document, failed_row, heterogeneity, row, value
+from repository import GOSSIP, REPOSITORY
+
+from gossip.lab import report
+from gossip.lab.report import read_document, write_report
+
+PACKAGE = Path(report.__file__).parent
+
+
+def first_row(change: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda whole: whole["rows"][0].update(change)
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda whole: whole.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (drop("title"), "document has no 'title'"),
+        (drop("rows"), "document has no 'rows'"),
+        (lambda whole: whole.update(rows={}), "rows must be a list, got {}"),
+        (lambda whole: whole["rows"].append("ring"), r"rows\[1\] must be a mapping, got 'ring'"),
+        (lambda whole: whole["metric"].update(name="speed"), "metric.name must be one of accuracy, loss, got 'speed'"),
+        (lambda whole: whole["metric"].update(higher_is_better=1), "metric.higher_is_better must be true or false"),
+        (lambda whole: whole["metric"].update(target=float("nan")), "metric.target must be a finite number"),
+        (first_row({"label": None}), r"rows\[0\].label must be text, got None"),
+        (first_row({"method": "magic"}), r"rows\[0\].method must be one of gossip, ddp, local, got 'magic'"),
+        (first_row({"world_size": 0}), r"rows\[0\].world_size must be at least 1, got 0"),
+        (first_row({"world_size": 4.0}), r"rows\[0\].world_size must be an integer, got 4.0"),
+        (first_row({"num_failed": True}), r"rows\[0\].num_failed must be an integer, got True"),
+        (first_row({"seeds": ["0"]}), r"rows\[0\].seeds\[0\] must be an integer, got '0'"),
+        (first_row({"status": "done"}), r"rows\[0\].status must be one of completed, partly failed, failed"),
+        (first_row({"commands": "python"}), r"rows\[0\].commands must be a list, got 'python'"),
+        (first_row({"values": {"steps": 3}}), r"rows\[0\].values\['steps'\] must be a mapping, got 3"),
+        (first_row({"values": {"steps": value(float("inf"))}}), r"values\['steps'\].mean must be a finite number"),
+        (first_row({"values": {"steps": value(1.0, -1.0)}}), r"values\['steps'\].spread must be at least 0, got -1.0"),
+        (first_row({"curves": {"step": []}}), r"rows\[0\].curves has no 'bytes'"),
+        (lambda whole: whole["rows"][0]["curves"]["step"].pop(), r"rows\[0\].curves must hold lists of one length"),
+        (lambda whole: whole.update(drawings={"ring": "<svg"}), r"drawings\['ring'\] must be well-formed SVG, but: "),
+        (lambda whole: whole.update(drawings={"ring": "<p/>"}), r"drawings\['ring'\] must be an <svg> element"),
+    ],
+)
+def test_malformed_document_is_refused_with_its_place(
+    spoil: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    whole = copy.deepcopy(document([row("ring")]))
+    spoil(whole)
+    with pytest.raises(ValueError, match=message):
+        write_report(whole, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_what_may_be_missing_is_empty() -> None:
+    read = read_document({"title": "sweep", "metric": {"name": "loss", "higher_is_better": False}, "rows": []})
+    assert (read.description, read.settings, read.cluster, read.drawings) == ("", {}, {}, {})
+    assert read.metric.target is None
+
+
+def test_settings_of_any_plain_kind_are_text() -> None:
+    settings = {"a": 1, "b": 0.5, "c": [1, 2], "d": {"lr": 0.1}, "e": None, "f": True}
+    read = read_document(document([], settings=settings))
+    assert read.settings == {"a": "1", "b": "0.5", "c": "1, 2", "d": "lr=0.1", "f": "True"}
+
+
+def test_csv_has_one_line_per_row_and_json_is_the_document(tmp_path: Path) -> None:
+    whole = document([row("ring"), failed_row("torus"), row("all-reduce", values={"own_measure": value(2.5, count=1)})])
+    write_report(whole, tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text()) == whole
+    with (tmp_path / "results.csv").open() as file:
+        ring, torus, all_reduce = csv.DictReader(file)
+    assert (ring["label"], ring["world_size"], ring["seeds"], ring["status"]) == ("ring", "16", "0 1 2", "completed")
+    assert float(ring["averaged_accuracy"]) == whole["rows"][0]["values"]["averaged_accuracy"]["mean"]
+    assert float(ring["averaged_accuracy_spread"]) == 0.0021
+    assert ring["commands"].count("; ") == 2
+    assert (torus["averaged_accuracy"], torus["averaged_accuracy_spread"], torus["num_failed"]) == ("", "", "3")
+    assert torus["reasons"].startswith("seed 0: RuntimeError")
+    assert (all_reduce["own_measure"], all_reduce["own_measure_spread"], all_reduce["topology"]) == ("2.5", "", "")
+
+
+class Checker(HTMLParser):
+    """Checks that every element ends where it must, and gathers text and what would be loaded."""
+
+    VOID = frozenset({"meta", "input", "img", "wbr", "br", "link"})
+    LOADING = frozenset({"src", "srcset", "xlink:href", "data", "action", "poster"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.loaded: list[str] = []
+        self.identifiers: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, text in attrs:
+            if name in self.LOADING or (name == "href" and tag not in ("a",)):
+                self.loaded.append(text or "")
+            if name == "id":
+                self.identifiers.append(text or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+def check_page(folder: Path) -> tuple[str, str]:
+    """The page's markup, found to be sound, and its text."""
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert all(url.startswith("data:image/svg+xml,") for url in checker.loaded)
+    assert "b" not in checker.tags
+    assert len(set(checker.identifiers)) == len(checker.identifiers)
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert "nan" not in re.findall(r'\sd="[^"]*"', page)
+    return page, "".join(checker.text)
+
+
+AWKWARD = '<b onclick="x">&amp;\'</b>\u2028]]>--></script>'
+
+
+def test_page_escapes_everything(tmp_path: Path) -> None:
+    changes = {"label": AWKWARD, "partition": AWKWARD, "engine": AWKWARD, "reasons": [AWKWARD], "commands": [AWKWARD]}
+    other = {**row("ring"), **changes, "status": "partly failed", "values": {AWKWARD: value(1.0)}}
+    texts = {AWKWARD: AWKWARD}
+    drawings = {AWKWARD: "<svg><text>\"'&amp;#%</text><style>* { display: none }</style></svg>"}
+    whole = document(
+        [row("ring"), other], title=AWKWARD, description=AWKWARD, settings=texts, cluster={"description": AWKWARD},
+        environment=texts, drawings=drawings,
+    )  # fmt: skip
+    write_report(whole, tmp_path)
+    page, text = check_page(tmp_path)
+    assert page.count("</script>") == 1
+    assert text.count(AWKWARD) >= 12
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "The sweep has no rows"),
+        ([row("ring")], "1 setting, 3 runs, none failed."),
+        ([failed_row("ring")], "Nothing to draw"),
+        ([row("ring", values=dict.fromkeys(row("ring")["values"]), curves=None)], "Nothing to draw"),
+        ([row("ring", curves=None), row("all-reduce", curves=None)], "Accuracy against bytes"),
+        ([row("ring", seeds=[0], commands=[], values={"averaged_accuracy": value(0.5, None, 1)})], "50.00 %"),
+    ],
+    ids=["empty", "one row", "failed", "all null", "no curves", "no commands"],
+)
+def test_page_of_an_unusual_sweep(rows: list[dict[str, Any]], expected: str, tmp_path: Path) -> None:
+    write_report(document(rows), tmp_path)
+    _, text = check_page(tmp_path)
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [
+        {"step": [1], "bytes": [10], "time_s": [0.5], "metric": [0.9], "consensus": [0.1]},
+        {"step": [0], "bytes": [0], "time_s": [0], "metric": [0], "consensus": [0]},
+        {"step": [], "bytes": [], "time_s": [], "metric": [], "consensus": []},
+        {"step": [1, 2, 3], "bytes": [5] * 3, "time_s": [1.0] * 3, "metric": [0.5] * 3, "consensus": [0.2] * 3},
+        {"step": [1, 2], "bytes": [None, None], "time_s": [1, None], "metric": [None, 1], "consensus": [None, 1]},
+        {"step": [1, 2], "bytes": [1, 2], "time_s": [1e-9, 1e9], "metric": [1e30, -3], "consensus": [1e-300, 9]},
+    ],
+    ids=["one point", "zero", "no point", "constant", "gaps", "extreme"],
+)  # fmt: skip
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_page_of_unusual_curves(curves: dict[str, Any], metric: str, tmp_path: Path) -> None:
+    rows = [row("ring", curves=curves, values={}), row("no communication", curves=curves)]
+    about = {"name": metric, "higher_is_better": metric == "accuracy", "target": None}
+    write_report(document(rows, metric=about), tmp_path)
+    page, _ = check_page(tmp_path)
+    places = [float(place) for path in re.findall(r'\sd="([^"]*)"', page) for place in re.findall(r"-?[\d.]+", path)]
+    assert places
+    assert all(abs(place) < 1e6 for place in places)
+
+
+def test_page_of_many_rows_is_small(tmp_path: Path) -> None:
+    for name, whole in (("comparison", comparison()), ("heterogeneity", heterogeneity())):
+        write_report(whole, tmp_path / name)
+        page, _ = check_page(tmp_path / name)
+        assert len(page.encode()) < 350_000
+
+
+def test_every_file_of_the_page_is_in_the_package() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    patterns = [pattern.strip() for pattern in setup["options.package_data"]["gossip"].split(",")]
+    packaged = {path for pattern in patterns for path in GOSSIP.glob(pattern)}
+    assert {path for path in PACKAGE.iterdir() if path.suffix in (".css", ".js")} <= packaged

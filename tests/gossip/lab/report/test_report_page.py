@@ -1,0 +1,333 @@
+"""The report's page in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import pytest
+from report_documents import TOPOLOGIES, comparison, document, failed_row, heterogeneity, row, value
+
+from gossip.lab.report import write_report
+
+pytestmark = pytest.mark.skipif(browser.executable() is None, reason="no chromium or google-chrome is installed")
+
+AWKWARD = "<img src=x onerror=\"document.title='broken'\">"
+DRAWING = "<svg width='300' height='200'><style>* { display: none }</style><script>broken()</script></svg>"
+DOCUMENTS = {
+    "comparison": comparison(drawings={"ring, 16 ranks": DRAWING, "torus, 16 ranks": DRAWING}),
+    "heterogeneity": heterogeneity(),
+    "empty": document([]),
+    "one row": document([row("ring")]),
+    "failed": document([failed_row("ring"), failed_row("all-reduce", world_size=25)]),
+    "mixed": document(
+        [
+            row("all-reduce"),
+            row("no communication"),
+            failed_row("ring"),
+            {**row("torus"), "label": AWKWARD * 2, "status": "partly failed", "reasons": [AWKWARD * 9]},
+            row("complete", values={**row("complete")["values"], "bytes_to_target": None, "own": value(1e-9, 1e-10)}),
+        ],
+        settings={"a_very_long_name_" * 8: "a_very_long_value_" * 12},
+        title="a_very_long_title_" * 6,
+    ),
+    "loss": document(
+        [row(label) for label in ("ring", "complete", "all-reduce")],
+        metric={"name": "loss", "higher_is_better": False, "target": 0.5},
+    ),
+}
+
+LAYOUT = """(() => {
+    const found = [];
+    const say = (element) => (element.textContent || element.outerHTML).trim().slice(0, 60);
+    const box = (element) => element.getBoundingClientRect();
+    const visible = (element) => element.checkVisibility() && box(element).width > 0;
+    const apart = (a, b) => a.right <= b.left + 0.5 || b.right <= a.left + 0.5 || a.bottom <= b.top + 0.5 || b.bottom <= a.top + 0.5;
+    const width = document.documentElement.scrollWidth;
+    if (width > innerWidth) found.push(`the page is ${width} wide`);
+    const groups = [...document.querySelectorAll(".plot")].map((plot) => [plot, [...plot.querySelectorAll("text")]]);
+    for (const [selector, inner] of [[".filters", "label, button"], [".legend", "li"], ["dl", "div"], ["main", "section > h2, section > p, .panel, .gallery, .scroller"]])
+        for (const container of document.querySelectorAll(selector)) groups.push([container, [...container.querySelectorAll(inner)]]);
+    for (const [container, members] of groups) {
+        const shown = members.filter(visible);
+        shown.forEach((one, index) => {
+            const inside = box(container), own = box(one);
+            if (own.left < inside.left - 0.5 || own.right > inside.right + 0.5 || own.top < inside.top - 0.5 || own.bottom > inside.bottom + 0.5)
+                found.push(`clipped: ${say(one)}`);
+            for (const other of shown.slice(index + 1))
+                if (!apart(own, box(other))) found.push(`overlap: ${say(one)} and ${say(other)}`);
+        });
+    }
+    for (const cell of document.querySelectorAll("th, td"))
+        if (cell.scrollWidth > cell.clientWidth + 1) found.push(`too wide: ${say(cell)}`);
+    for (const mark of document.querySelectorAll(".plot .mark")) {
+        const inside = box(mark.closest("svg")), own = box(mark);
+        if (own.width === 0) continue;
+        if (own.left < inside.left || own.right > inside.right || own.top < inside.top || own.bottom > inside.bottom)
+            found.push(`clipped mark: ${say(mark.parentElement)}`);
+    }
+    return found;
+})()"""  # noqa: E501
+
+CONTRAST = """(() => {
+    const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+    const light = (rgb) => {
+        const [r, g, b] = rgb.map((part) => (part /= 255) <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (element) => {
+        for (; element; element = element.parentElement) {
+            const [r, g, b, a = 1] = parse(getComputedStyle(element).backgroundColor);
+            if (a === 1) return [r, g, b];
+        }
+        throw new Error("there is no background");
+    };
+    const contrast = (element, colour) => {
+        const [a, b] = [light(parse(colour).slice(0, 3)), light(behind(element))];
+        return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    };
+    const found = [];
+    let checked = 0;
+    for (const element of document.body.querySelectorAll("*")) {
+        const owns = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+        if (!owns || !element.checkVisibility() || element.matches("title, script, option")) continue;
+        const style = getComputedStyle(element);
+        const ratio = contrast(element, element.matches("text") ? style.fill : style.color);
+        checked += 1;
+        if (ratio < 4.5) found.push(`${ratio.toFixed(2)}: ${element.textContent.slice(0, 40)}`);
+    }
+    for (const line of document.querySelectorAll(".plot .line")) {
+        const ratio = contrast(line, getComputedStyle(line).stroke);
+        if (ratio < 3) found.push(`${ratio.toFixed(2)}: line of ${line.parentElement.dataset.name}`);
+    }
+    for (const field of document.querySelectorAll(".filters :is(input, select, button)")) {
+        const ratio = contrast(field.parentElement, getComputedStyle(field).borderTopColor);
+        if (ratio < 3) found.push(`${ratio.toFixed(2)}: border of a field`);
+    }
+    return checked > 10 ? found : ["hardly any text"];
+})()"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    for name, whole in DOCUMENTS.items():
+        write_report(whole, folder / name)
+    return {name: folder / name / "report.html" for name in DOCUMENTS}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    with browser.chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+def labels(page: browser.Browser) -> list[str]:
+    """The names of the rows that are shown, in order."""
+    selected = "[...document.querySelectorAll('tbody:not([hidden]) .label')].map((label) => label.textContent)"
+    found: list[str] = page.evaluate(selected)
+    return found
+
+
+def cells(page: browser.Browser, title: str) -> list[float | None]:
+    """A column's numbers, in order."""
+    found: list[float | None] = page.evaluate(
+        f"""(() => {{
+            const header = [...document.querySelectorAll("thead th")].find((th) => th.textContent.startsWith({json.dumps(title)}));
+            return [...document.querySelectorAll("tbody:not([hidden])")].map((body) => {{
+                const value = body.rows[0].cells[header.cellIndex].dataset.value;
+                return value === undefined ? null : Number(value);
+            }});
+        }})()"""  # noqa: E501
+    )
+    return found
+
+
+def header(page: browser.Browser, title: str) -> str:
+    """A selector of the button that sorts by a column."""
+    index = page.evaluate(
+        f"[...document.querySelectorAll('thead th')].findIndex((th) => th.textContent.startsWith({json.dumps(title)}))"
+    )
+    assert index >= 0
+    return f"thead th:nth-child({index + 1}) button"
+
+
+def choose(page: browser.Browser, setting: str, text: str) -> None:
+    """Choose an option as a person would, as far as the page can tell."""
+    page.evaluate(
+        f"""(() => {{
+            const select = document.querySelector("select[data-setting={setting}]");
+            select.value = {json.dumps(text)};
+            select.dispatchEvent(new Event("input", {{ bubbles: true }}));
+        }})()"""
+    )
+
+
+def drawn_rows(page: browser.Browser) -> set[str]:
+    """The rows that any chart shows."""
+    return set(
+        page.evaluate(
+            "[...document.querySelectorAll('.series')].filter((series) => series.getBoundingClientRect().width > 0)"
+            ".map((series) => series.dataset.row)"
+        )
+    )
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (360, False)])
+def test_page_is_laid_out_readable_and_silent(
+    name: str, width: int, dark: bool, page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open(pages[name], width=width, dark=dark)
+    assert page.evaluate(LAYOUT) == []
+    assert page.evaluate(CONTRAST) == []
+    assert page.complaints == []
+    assert page.requests == [pages[name].as_uri()]
+    assert page.evaluate("document.title") == f"{DOCUMENTS[name]['title']}: sweep"
+
+
+def test_page_sorts_numbers_with_nothing_last(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["mixed"])
+    before = labels(page)
+    button = header(page, "Sent to target")
+    for direction in ("ascending", "descending"):
+        page.click(button)
+        values = cells(page, "Sent to target")
+        numbers = [number for number in values if number is not None]
+        assert len(numbers) == 3
+        assert values == [*sorted(numbers, reverse=direction == "descending"), None, None]
+        assert page.evaluate(f"document.querySelector({button!r}).closest('th').getAttribute('aria-sort')") == direction
+        assert labels(page)[3:] == [before[2], before[4]]
+    page.click(header(page, "Accuracy"))
+    assert page.evaluate("document.querySelectorAll('th[aria-sort]:not([aria-sort=none])').length") == 1
+    assert page.complaints == []
+
+
+def test_page_sorts_text_by_keyboard(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["comparison"])
+    page.evaluate("document.querySelector('thead button').focus()")
+    page.press("Enter")
+    assert labels(page) == sorted(labels(page))
+    page.press(" ")
+    assert labels(page) == sorted(labels(page), reverse=True)
+    assert cells(page, "Ranks")[:3] == [16, 25, 64]  # equal ones keep their order
+
+
+def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["comparison"])
+    count = "document.getElementById('count').textContent"
+    assert page.evaluate(count) == "36 rows"
+    assert len(drawn_rows(page)) == 36
+    page.click("#filter-text")
+    page.type("RING")
+    assert set(labels(page)) == {"ring"}
+    assert page.evaluate(count) == "3 of 36 rows"
+    rows = {str(index) for index, each in enumerate(DOCUMENTS["comparison"]["rows"]) if each["label"] == "ring"}
+    assert drawn_rows(page) == rows
+    choose(page, "world-size", "25")
+    assert page.evaluate(count) == "1 of 36 rows"
+    titles = "[...document.querySelectorAll('.panel h4')].filter((h) => h.checkVisibility()).map((h) => h.textContent)"
+    assert page.evaluate(titles) == ["25 ranks"] * 3
+    legend = (
+        "[...document.querySelectorAll('.legend li')].filter((li) => li.checkVisibility()).map((li) => li.textContent)"
+    )
+    assert page.evaluate(legend) == ["ring"]
+    assert page.evaluate(LAYOUT) == []
+    choose(page, "topology", "torus")
+    assert labels(page) == []
+    assert page.evaluate(count) == "0 of 36 rows"
+    assert page.evaluate("document.getElementById('no-rows').checkVisibility()")
+    page.click("#filters button")
+    assert page.evaluate("new Promise((resolve) => setTimeout(resolve))") is None
+    assert page.evaluate(count) == "36 rows"
+    assert len(drawn_rows(page)) == 36
+    assert page.complaints == []
+
+
+def test_page_filters_by_settings_of_which_some_do_not_apply(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["heterogeneity"])
+    names = page.evaluate("[...document.querySelectorAll('.filters span')].map((span) => span.textContent)")
+    assert names == ["Search", "Topology", "Partition", "Algorithm", "Compression"]
+    choose(page, "algorithm", "gradient tracking")
+    choose(page, "compression", "int8")
+    assert sorted(labels(page)) == sorted(["ring", "one_peer_exponential", "complete"] * 3)
+    choose(page, "compression", "")
+    choose(page, "algorithm", "–")  # noqa: RUF001
+    assert set(labels(page)) == {"all-reduce", "no communication"}
+
+
+def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["comparison"])
+    active = "document.activeElement"
+    page.press("Tab")
+    assert page.evaluate(f"{active}.textContent") == "Skip to the results"
+    assert page.evaluate(f"{active}.getBoundingClientRect().top >= 0")
+    page.press("Enter")
+    assert page.evaluate(f"{active}.textContent") == "Results"
+    stops = []
+    while not page.evaluate(f"{active}.matches('.legend button')"):
+        page.press("Tab")
+        outline = page.evaluate(f"getComputedStyle({active}).outlineStyle")
+        stops.append((page.evaluate(f"{active}.tagName"), outline))
+        assert len(stops) < 200
+    assert {tag for tag, _ in stops} == {"INPUT", "SELECT", "BUTTON", "DIV"}
+    assert {outline for _, outline in stops} == {"solid"}
+    # The first mark of the first chart, then others of the same chart by arrows, then the next chart.
+    page.evaluate("document.querySelector('.series[tabindex=\"0\"]').focus()")
+    name = page.evaluate(f"{active}.dataset.name")
+    page.press("ArrowRight")
+    assert page.evaluate(f"{active}.dataset.name") != name
+    readout = f"{active}.closest('.panel').querySelector('.readout').textContent"
+    assert page.evaluate(readout) == page.evaluate(f"{active}.getAttribute('aria-label')")
+    page.press("ArrowLeft")
+    assert page.evaluate(f"{active}.dataset.name") == name
+    page.press("Tab")
+    assert page.evaluate(f"{active}.closest('.plot').getAttribute('aria-label')") == "Accuracy against bytes, 25 ranks"
+
+
+def test_page_unfolds_and_copies_commands(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["mixed"], width=360)
+    toggle = "tbody[data-row='2'] .toggle"
+    page.evaluate(f'document.querySelector("{toggle}").focus()')
+    page.press("Enter")
+    assert page.evaluate(f'document.querySelector("{toggle}").getAttribute("aria-expanded")') == "true"
+    details = "tbody[data-row='2'] .details"
+    assert page.evaluate(f'document.querySelector("{details}").checkVisibility()')
+    box = page.evaluate(f'document.querySelector("{details}").getBoundingClientRect().toJSON()')
+    assert 0 <= box["left"] < box["right"] <= 360
+    page.click(f"{details} .copy")
+    commands = "\n".join(DOCUMENTS["mixed"]["rows"][2]["commands"])
+    assert page.evaluate("getSelection().toString()").strip() == commands
+    said = f'document.querySelector("{details} .copied").textContent'
+    waited = f"new Promise((resolve) => {{ const look = () => {said} ? resolve({said}) : setTimeout(look); look(); }})"
+    assert page.evaluate(waited) in ("Copied.", "Selected: copy it with Ctrl+C.")
+    page.press("Tab")
+    page.evaluate(f'document.querySelector("{toggle}").click()')
+    assert not page.evaluate(f'document.querySelector("{details}").checkVisibility()')
+    assert page.complaints == []
+
+
+def test_page_brings_out_what_the_legend_names(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["comparison"])
+    names = page.evaluate("[...document.querySelectorAll('.legend button')].map((button) => button.textContent)")
+    assert names == ["all-reduce", "no communication", *TOPOLOGIES]
+    ring = ".legend li:nth-child(5) button"
+    page.click(ring)
+    assert page.evaluate(f"document.querySelector('{ring}').getAttribute('aria-pressed')") == "true"
+    bright = "[...new Set([...document.querySelectorAll('.series:not(.muted)')].map((series) => series.dataset.name))]"
+    assert page.evaluate(bright) == ["ring"]
+    page.click(ring)
+    page.evaluate("document.activeElement.blur()")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    assert len(page.evaluate(bright)) == 12
+
+
+def test_page_shows_awkward_text_as_text(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open(pages["mixed"])
+    assert AWKWARD * 2 in labels(page)
+    assert page.evaluate("document.querySelectorAll('main img').length") == 0
+    page.open(pages["comparison"])
+    assert page.evaluate("document.querySelectorAll('main img').length") == 2
+    assert page.evaluate("document.querySelector('h1').checkVisibility()")

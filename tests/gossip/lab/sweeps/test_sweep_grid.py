@@ -1,0 +1,96 @@
+"""Which runs a sweep is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from composing import composed
+
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.sweeps.sweep_grid import expand
+from gossip.lab.sweeps.sweep_plan import make_plan, why_not_served
+
+
+def axes(**values: str) -> dict[str, list[str]]:
+    """``topology="ring,star"`` as the overrides of an axis; ``__`` stands for a dot."""
+    keys = {key: key.replace("__", ".") for key in values}
+    return {keys[key]: [f"{keys[key]}={value}" for value in text.split(",")] for key, text in values.items()}
+
+
+def compose(overrides: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    chosen = dict(override.split("=", 1) for override in overrides)
+    return composed(*overrides), {
+        "algorithm": chosen.get("algorithm", "adapt_while_communicating"),
+        "compression": chosen.get("compression", "none"),
+    }
+
+
+def test_grid_has_every_combination_and_each_baseline_once_per_setting() -> None:
+    runs = expand(axes(topology="ring,star", compression="none,int8", launch__world_size="4,8", seed="0,1,2"))
+    gossip = [run for run in runs if "method=ddp" not in run and "method=local" not in run]
+    assert len(gossip) == len(set(gossip)) == 2 * 2 * 2 * 3
+    for method in ("ddp", "local"):
+        baselines = [run for run in runs if f"method={method}" in run]
+        assert sorted(baselines) == sorted(
+            (f"launch.world_size={n}", f"seed={seed}", f"method={method}") for n in (4, 8) for seed in range(3)
+        )
+
+
+def test_grid_baselines_drop_what_means_nothing_to_them() -> None:
+    runs = expand(axes(topology="base", topology__options__k="2", algorithm="adapt_then_combine", optimizer__lr="0.1"))
+    assert runs == [
+        ("topology=base", "topology.options.k=2", "algorithm=adapt_then_combine", "optimizer.lr=0.1"),
+        ("optimizer.lr=0.1", "method=ddp"),
+        ("optimizer.lr=0.1", "method=local"),
+    ]
+
+
+@pytest.mark.parametrize("methods", ["ddp", "local,ddp"])
+def test_grid_of_baselines_alone_has_both_once(methods: str) -> None:
+    assert expand(axes(method=methods, topology="ring,star")) == [("method=ddp",), ("method=local",)]
+    assert expand(axes(topology="ring,star"), "ddp") == [("method=ddp",), ("method=local",)]
+
+
+def test_plan_leaves_out_what_is_not_served_and_says_why() -> None:
+    plan = make_plan(axes(topology="hypercube,ring", launch__world_size="4,6"), compose)
+    (line,) = plan.left_out
+    assert line.startswith("hypercube on 6 ranks is left out: ")
+    assert "power of two" in line
+    labels = [(job.setting.label, job.setting.world_size, job.seed) for job in plan.jobs]
+    assert len(labels) == len(set(labels)) == (1 + 2) + 2 * 2
+    assert ("hypercube", 6, 0) not in labels
+
+
+def test_plan_leaves_out_compressions_that_a_topology_cannot_have() -> None:
+    plan = make_plan(axes(topology="ring,one_peer_exponential", compression="none,choco"), compose)
+    (line,) = plan.left_out
+    assert line.startswith("one_peer_exponential on 4 ranks is left out: ")
+    assert [(job.setting.label, job.setting.compression) for job in plan.jobs] == [
+        ("ring", "none"),
+        ("ring", "choco"),
+        ("one_peer_exponential", "none"),
+        ("all-reduce", None),
+        ("no communication", None),
+    ]
+
+
+def test_plan_served_settings_have_no_reason() -> None:
+    assert why_not_served(composed("topology=ring", "launch.world_size=3")) is None
+    assert why_not_served(composed("method=ddp", "topology=hypercube", "launch.world_size=3")) is None
+
+
+def test_plan_runs_have_folders_of_their_own() -> None:
+    plan = make_plan(axes(topology="ring,star", optimizer__lr="0.1,0.2"), compose)
+    names = [job.name for job in plan.jobs]
+    assert len(set(names)) == len(names) == 2 * 2 + 2 * 2
+    assert {job.setting.label for job in plan.jobs if job.setting.method == "ddp"} == {
+        "all-reduce, optimizer.lr=0.1",
+        "all-reduce, optimizer.lr=0.2",
+    }
+
+
+def test_plan_refuses_two_runs_that_are_the_same() -> None:
+    with pytest.raises(ConfigurationError, match=r"two runs of the sweep are the same: .*lr=0\.1 .*lr=0\.10"):
+        make_plan(axes(optimizer__lr="0.1,0.10"), compose)

@@ -1,0 +1,95 @@
+"""What a run of a sweep is called, and whether it has been run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from composing import composed
+
+from gossip.lab.experiments.run_folder import FolderError, claim, lock, write_failure, write_summary
+from gossip.lab.sweeps.sweep_jobs import Job, fingerprint, make_job
+
+CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
+
+
+def job(*overrides: str) -> Job:
+    return make_job(overrides, composed(*overrides), CHOICES, other=[])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (["topology=ring"], "ring"),
+        (["topology=base", "topology.options.k=2"], "base(k=2)"),
+        (["topology=base", "topology.options.k=1"], "base"),
+        (["topology=random_matching"], "random_matching"),
+        (["topology=equi_dyn", "topology.options.eta=0.25"], "equi_dyn(eta=0.25)"),
+        (["topology=ring", "topology.every=4"], "ring, every 4 steps"),
+        (["topology=ring", "topology.warmup_rounds=9"], "ring, after 9 all-reduces"),
+        (["method=ddp"], "all-reduce"),
+        (["method=local"], "no communication"),
+    ],
+)
+def test_job_label(overrides: list[str], label: str) -> None:
+    assert job(*overrides).setting.label == label
+
+
+@pytest.mark.parametrize(
+    ("partition", "text"),
+    [
+        ("{scheme:iid}", "iid"),
+        ("{scheme:dirichlet,alpha:0.1}", "dirichlet(0.1)"),
+        ("{scheme:dirichlet}", "dirichlet(0.5)"),
+        ("{scheme:by_class,shards_per_rank:1}", "by_class(1)"),
+        ("{scheme:by_class}", "by_class(2)"),
+    ],
+)
+def test_job_partition(partition: str, text: str) -> None:
+    assert job(f"data.partition={partition}").setting.partition == text
+
+
+def test_job_setting_is_the_same_for_all_seeds() -> None:
+    assert job("topology=random_matching", "seed=0").setting == job("topology=random_matching", "seed=1").setting
+
+
+def test_job_command_is_quoted_for_a_shell() -> None:
+    assert (
+        job("topology=ring", "data.partition={scheme:dirichlet,alpha:0.1}").command
+        == "python scripts/train.py topology=ring 'data.partition={scheme:dirichlet,alpha:0.1}'"
+    )
+
+
+def test_job_fingerprint_follows_what_is_computed() -> None:
+    first = fingerprint(composed())
+    same = ("output_root=elsewhere", "figures=false", "sweep.target=0.5", "cluster.latency_us=1", "launch.timeout_s=9")
+    assert {fingerprint(composed(override)) for override in same} == {first}
+    others = ("seed=1", "optimizer.lr=0.2", "launch.world_size=5", "training.epochs=3", "engine=virtual")
+    assert len({first, *(fingerprint(composed(override)) for override in others)}) == 1 + len(others)
+
+
+def test_job_is_finished_once_its_summary_says_so(tmp_path: Path) -> None:
+    mine = job("topology=ring")
+    assert not mine.is_finished(tmp_path)
+    assert "without leaving summary.json" in mine.summary(tmp_path)["reason"]
+    folder = tmp_path / mine.name
+    claim(folder, mine.config)
+    assert mine.has_begun(tmp_path)
+    assert not mine.is_finished(tmp_path)
+    write_failure(folder, {"status": "failed", "reason": "because"})
+    assert not mine.is_finished(tmp_path)
+    assert mine.summary(tmp_path)["reason"] == "because"
+    write_summary(folder, {"status": "completed", "reason": ""})
+    assert mine.is_finished(tmp_path)
+    assert not job("topology=ring", "seed=1").is_finished(tmp_path)
+
+
+def test_job_that_failed_is_forgotten_but_not_while_it_runs(tmp_path: Path) -> None:
+    mine = job("topology=ring")
+    mine.forget(tmp_path)
+    folder = tmp_path / mine.name
+    claim(folder, mine.config)
+    with lock(folder), pytest.raises(FolderError, match="is in use by"):
+        mine.forget(tmp_path)
+    mine.forget(tmp_path)
+    assert not folder.exists()

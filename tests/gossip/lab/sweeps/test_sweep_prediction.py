@@ -1,0 +1,57 @@
+"""Predicted times of a run on the described cluster."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from composing import composed
+
+import gossip
+import topologies
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
+
+SUMMARY: dict[str, Any] = {
+    "steps": 12,
+    "parameter_bytes": 4_000_000,
+    "bytes_sent_per_step": 8_000_000.0,
+    "compression": gossip.Uncompressed().describe(),
+}
+STEADY = ("cluster.jitter=0", "cluster.compute_us_per_sample=100", "training.batch_size=30", "launch.world_size=6")
+COMPUTE_S = 0.003
+
+
+def test_prediction_without_communication_is_the_computation() -> None:
+    config = composed(*STEADY, "method=local")
+    assert predict_step_time_s(config, {**SUMMARY, "bytes_sent_per_step": 0.0}) == pytest.approx(COMPUTE_S)
+
+
+def test_prediction_of_all_reduce_follows_the_bandwidth() -> None:
+    slow = predict_step_time_s(composed(*STEADY, "method=ddp", "cluster.bandwidth_gbps=1"), SUMMARY)
+    fast = predict_step_time_s(composed(*STEADY, "method=ddp", "cluster.bandwidth_gbps=1000"), SUMMARY)
+    assert slow - fast == pytest.approx(2 * 5 / 6 * 4e6 * 8e-9, rel=0.01)
+
+
+@pytest.mark.parametrize(("compression", "ratio"), [(gossip.Uncompressed().describe(), 1.0), ("a quarter", 4.0)])
+def test_prediction_of_a_topology_is_the_simulation(compression: str, ratio: float) -> None:
+    config = composed(*STEADY, "topology=ring", "algorithm=adapt_then_combine", "bucket_cap_mb=2")
+    summary = {**SUMMARY, "compression": compression, "bytes_sent_per_step": 8e6 / ratio}
+    workload = gossip.Workload(COMPUTE_S / 3, COMPUTE_S * 2 / 3, (2_000_000, 2_000_000))
+    wanted = gossip.simulate_time(
+        topologies.build("ring", 6),
+        make_cluster(config, 6),
+        workload,
+        12,
+        algorithm="adapt_then_combine",
+        compression_ratio=ratio,
+    )
+    assert predict_step_time_s(config, summary) == pytest.approx(wanted.step_time_s)
+
+
+def test_cluster_has_as_many_nodes_as_the_ranks_fill() -> None:
+    cluster = make_cluster(composed("cluster.local_size=2", "cluster.bandwidth_gbps=inf"), 6)
+    assert (cluster.num_nodes, cluster.local_size, cluster.bandwidth_gbps) == (3, 2, math.inf)
+    with pytest.raises(ConfigurationError, match=r"world_size=5 ranks do not fill nodes of cluster\.local_size=2"):
+        make_cluster(composed("cluster.local_size=2"), 5)

@@ -1,0 +1,115 @@
+"""Curves of runs, and rows over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composing import composed
+
+from gossip.lab.experiments.records import JsonlWriter
+from gossip.lab.sweeps.sweep_curves import Metric, Point, mean_curve, read_curve, steps_to_target
+from gossip.lab.sweeps.sweep_jobs import make_job
+from gossip.lab.sweeps.sweep_rows import Result, aggregate, make_rows
+
+ACCURACY = Metric("accuracy", 0.9)
+CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
+
+
+def point(step: int, accuracy: float | None, loss: float | None = None, consensus: float | None = 0.5) -> Point:
+    return Point(step, 100.0 * step, accuracy, loss, consensus)
+
+
+def result(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Result:
+    overrides = [f"method={method}", f"seed={seed}"]
+    job = make_job(overrides, composed(*overrides), CHOICES, other=[])
+    summary: dict[str, Any] = {"status": status, "reason": "because", "steps": 10 * len(accuracies)}
+    summary["averaged_test_accuracy"] = accuracies[-1] if accuracies else None
+    curve = [point(10 * number, accuracy) for number, accuracy in enumerate(accuracies, start=1)]
+    return Result(job, summary, curve, step_time_s=0.5)
+
+
+def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        with JsonlWriter(tmp_path / f"rank{rank}.jsonl") as writer:
+            for step in range(4):
+                measured = {"consensus_distance_relative": 0.25} if step % 2 else {}
+                if step == 3:
+                    measured |= {"averaged_test_loss": float("nan"), "averaged_test_accuracy": 0.75}
+                writer.log(step, {"bytes_sent": 100 + 100 * rank, **measured})
+    assert read_curve(tmp_path, 2) == [
+        Point(2, 300.0, None, None, 0.25),
+        Point(4, 600.0, 0.75, None, 0.25),
+    ]
+
+
+def test_curve_of_replicas_in_one_process_has_one_file(tmp_path: Path) -> None:
+    with JsonlWriter(tmp_path / "workers.jsonl") as writer:
+        writer.log(0, {"bytes_sent": 12.5, "averaged_test_loss": 1.0, "averaged_test_accuracy": 0.5})
+    assert read_curve(tmp_path, 1000) == [Point(1, 12.5, 0.5, 1.0, None)]
+
+
+def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
+    curve = [point(1, None), point(2, 0.89), point(3, 0.9), point(4, 0.95)]
+    assert steps_to_target(curve, ACCURACY) == curve[2]
+    assert steps_to_target(curve, Metric("accuracy", 0.96)) is None
+    assert steps_to_target(curve, Metric("accuracy", None)) is None
+
+
+def test_target_of_a_loss_is_reached_from_above() -> None:
+    curve = [point(1, 1.0, loss=2.0), point(2, 1.0, loss=1.5), point(3, 1.0, loss=1.0)]
+    assert steps_to_target(curve, Metric("loss", 1.5)) == curve[1]
+
+
+def test_aggregate_is_mean_and_sample_standard_deviation() -> None:
+    values = [1.0, 2.0, 6.0]
+    assert aggregate(values) == {"mean": 3.0, "spread": statistics.stdev(values), "count": 3}
+    assert aggregate([2.0]) == {"mean": 2.0, "spread": None, "count": 1}
+
+
+@pytest.mark.parametrize("values", [[], [None], [1.0, None, 2.0]])
+def test_aggregate_without_a_value_of_every_seed_is_none(values: list[float | None]) -> None:
+    assert aggregate(values) is None
+
+
+def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
+    curves = [[point(1, 0.5), point(2, 0.5), point(3, None)], [point(1, 0.7), point(3, 0.9)]]
+    assert mean_curve(curves, ACCURACY, 0.5) == {
+        "step": [1, 3],
+        "bytes": [100.0, 300.0],
+        "time_s": [0.5, 1.5],
+        "metric": [pytest.approx(0.6), None],
+        "consensus": [0.5, 0.5],
+    }
+    assert mean_curve([], ACCURACY, None) is None
+
+
+def test_rows_put_seeds_together() -> None:
+    results = [result(0, [0.8, 0.92]), result(0, [0.95], method="ddp"), result(1, [0.91, 0.94])]
+    gossip, ddp = make_rows(results, ACCURACY)
+    assert (gossip["label"], gossip["seeds"], gossip["num_failed"]) == ("one_peer_exponential", [0, 1], 0)
+    assert (ddp["label"], ddp["seeds"], ddp["topology"]) == ("all-reduce", [0], None)
+    assert gossip["values"]["averaged_accuracy"]["mean"] == pytest.approx(0.93)
+    assert gossip["values"]["rounds_to_target"] == {"mean": 15.0, "spread": pytest.approx(50**0.5), "count": 2}
+    assert gossip["values"]["bytes_to_target"]["mean"] == 1500.0
+    assert gossip["values"]["predicted_time_to_target_s"]["mean"] == 7.5
+    assert gossip["values"]["predicted_total_time_s"]["mean"] == 10.0
+    assert gossip["values"]["local_accuracy_mean"] is None
+    assert len(gossip["commands"]) == 2
+    assert gossip["curves"]["metric"] == [pytest.approx(0.855), pytest.approx(0.93)]
+
+
+def test_rows_name_the_seeds_that_failed() -> None:
+    partly, failed = make_rows(
+        [
+            result(0, [0.95]),
+            result(1, [], status="failed"),
+            result(0, [], status="failed", method="local"),
+        ],
+        ACCURACY,
+    )
+    assert (partly["status"], partly["num_failed"], partly["reasons"]) == ("partly failed", 1, ["seed 1: because"])
+    assert partly["values"]["averaged_accuracy"]["count"] == 1
+    assert (failed["status"], failed["values"], failed["curves"]) == ("failed", {}, None)

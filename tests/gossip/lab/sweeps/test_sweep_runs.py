@@ -1,0 +1,190 @@
+"""Whole sweeps in this process: what is run, what is not run again, and what they leave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import CONFIGS
+
+from gossip.lab.experiments import train_command, virtual_training
+from gossip.lab.experiments.run_folder import claim
+from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.sweeps.sweeper import GridSweeper
+from gossip.launching import fork_server
+
+Sweep = Callable[..., int]
+
+TINY = ("hydra/launcher=basic", "engine=virtual", "training.steps=2", "training.batch_size=4", "model.hidden=[4]")
+FOLDER = Path("outputs/sweeps/none")
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sweep]:
+    """Run the command line in this process; its exit status."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    monkeypatch.setenv(train_command.NAME_VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fork_server, "start", lambda _: None)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["sweep.py", *TINY, *arguments])
+        try:
+            return train_command.main(CONFIGS, "sweep")
+        except SystemExit as ended:  # as sys.exit in a script
+            return ended.code if isinstance(ended.code, int) else 1
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The method or topology of each run that begins; one whose name is put into ``fails`` fails."""
+    begun: list[str] = []
+    train = virtual_training.make_workers
+
+    def noted(experiment: Any) -> Any:
+        topology = experiment.topology
+        begun.append(experiment.settings.method if topology is None else topology.name)
+        return train(experiment)
+
+    monkeypatch.setattr(virtual_training, "make_workers", noted)
+    return begun
+
+
+def results() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
+    return document
+
+
+def statuses() -> dict[str, str]:
+    return {row["label"]: row["status"] for row in results()["rows"]}
+
+
+def test_sweep_runs_each_once_and_nothing_the_second_time(
+    sweep: Sweep, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("topology=ring", "launch.world_size=3", "seed=0,1", "sweep.target=0.01")
+    assert sweep(*command) == 0
+    assert sorted(ran) == sorted(["ring", "ddp", "local"] * 2)
+    first = results()
+    assert [row["label"] for row in first["rows"]] == ["ring", "all-reduce", "no communication"]
+    ring = first["rows"][0]
+    assert (ring["seeds"], ring["engine"], ring["world_size"]) == ([0, 1], "virtual", 3)
+    assert ring["values"]["rounds_to_target"] == {"mean": 2.0, "spread": 0.0, "count": 2}
+    assert ring["values"]["predicted_time_to_target_s"]["mean"] > 0
+    assert set(first["drawings"]) == {"ring, 3 ranks"}
+    assert (FOLDER / "report.html").exists()
+    with (FOLDER / "sweep.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6
+    assert "no communication" in capsys.readouterr().out
+
+    ran.clear()
+    assert sweep(*command) == 0
+    assert ran == []
+    assert results() == first
+
+
+def test_sweep_runs_only_what_is_new(sweep: Sweep, ran: list[str]) -> None:
+    assert sweep("topology=ring", "launch.world_size=2") == 0
+    ran.clear()
+    assert sweep("topology=ring,complete", "launch.world_size=2") == 0
+    assert ran == ["complete"]
+    ran.clear()
+    assert sweep("method=ddp", "launch.world_size=2", "optimizer.lr=0.05") == 0
+    assert ran == ["ddp", "local"]
+    assert list(statuses()) == ["all-reduce", "no communication"]
+
+
+def test_sweep_records_a_failure_goes_on_and_tries_again(
+    sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish = virtual_training._finish
+
+    def fail(experiment: Any, *rest: Any) -> dict[str, Any]:
+        if experiment.settings.method == "ddp":
+            raise ArithmeticError("injected")
+        return finish(experiment, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(virtual_training, "_finish", fail)
+        assert sweep("method=ddp", "launch.world_size=2") == 1
+    assert statuses() == {"all-reduce": "failed", "no communication": "completed"}
+    assert results()["rows"][0]["reasons"] == ["seed 0: ArithmeticError: injected"]
+    assert "all-reduce, 2 ranks, iid: failed: seed 0: ArithmeticError: injected" in capsys.readouterr().out
+    ran.clear()
+    assert sweep("method=ddp", "launch.world_size=2") == 0
+    assert ran == ["ddp"]
+    assert set(statuses().values()) == {"completed"}
+
+
+def test_sweep_that_is_interrupted_goes_on(sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = virtual_training._finish
+
+    def interrupt(experiment: Any, *rest: Any) -> dict[str, Any]:
+        if experiment.settings.method == "local":
+            raise KeyboardInterrupt
+        return finish(experiment, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(virtual_training, "_finish", interrupt)
+        assert sweep("method=ddp", "launch.world_size=2") == 130
+    assert ran == ["ddp", "local"]
+    ran.clear()
+    assert sweep("method=ddp", "launch.world_size=2") == 0
+    assert ran == ["local"]
+
+
+def test_sweep_begins_runs_again_that_went_with_a_killed_process(
+    sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = GridSweeper._launch
+    sizes = []
+
+    def killed_at_ring(self: GridSweeper, jobs: Sequence[Job]) -> None:
+        sizes.append(len(jobs))
+        for job in jobs:
+            if job.setting.topology == "ring":
+                claim(FOLDER / job.name, job.config)
+                raise BrokenProcessPool("killed")
+            launch(self, [job])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridSweeper, "_launch", killed_at_ring)
+        assert sweep("topology=ring,star", "launch.world_size=2") == 1
+    assert sizes == [4, 1, 3]
+    assert ran == ["star", "ddp", "local"]
+    row = results()["rows"][0]
+    assert (row["label"], row["reasons"]) == ("ring", ["seed 0: its process ended without leaving summary.json"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["topology=ring,star", "optimizr.lr=1"],
+            "error: the configuration has no key optimizr.lr; did you mean optimizer.lr?",
+        ),
+        (["topology=rign,ring"], "error: there is no topology=rign; did you mean ring?"),
+        (["sweep.metric=acuracy"], "error: there is no sweep.metric=acuracy; did you mean accuracy?"),
+        (["sweep.target=high"], "error: sweep.target must be a number or null, got 'high'"),
+        (["cluster.local_size=3"], "error: launch.world_size=4 ranks do not fill nodes of cluster.local_size=3"),
+        (["cluster.latency_us=-1"], "error: cluster.latency_us=-1: latency_us must be"),
+        (["optimizer.lr=interval(0,1)"], "error: optimizer.lr=interval(0,1) is no list of values"),
+    ],
+)
+def test_sweep_that_cannot_be_is_one_line(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert sweep(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(line)
+    assert "Traceback" not in error

@@ -1,0 +1,118 @@
+"""What SLURM's variables say: who a task is, where the store is, and when they are no step's at all."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gossip import launch
+from gossip.launching.joining import find_placement
+from gossip.launching.slurm import FIRST_PORT, NUM_PORTS, hosts, step_of, tasks_per_node
+
+TASK = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "9",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "node[08-10]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),1",
+    "SLURM_NTASKS": "9",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_GTIDS": "4,5,6,7",
+}
+
+
+def test_step_of_a_task() -> None:
+    step = step_of({**TASK, "SLURM_RESTART_COUNT": "3"})
+    assert step is not None
+    assert (step.job, step.step, step.restarts) == (17, 2, 3)
+    assert (step.task, step.num_tasks, step.local_task, step.num_local_tasks) == (5, 9, 1, 4)
+    assert (step.node, step.num_nodes, step.first_host, step.keeps_store) == (1, 3, "node08", False)
+    first = step_of({**TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2,3"})
+    assert first is not None
+    assert first.keeps_store
+    assert first.port == step.port
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "3"},  # a batch script
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"},
+        # What a batch script finds that was submitted from within a step of two tasks: on one node, and on two.
+        TASK | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"), "0"),
+        TASK
+        | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"), "0")
+        | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_JOB_NUM_NODES": "1"},
+    ],
+)
+def test_step_of_what_is_no_step_of_several_tasks(variables: dict[str, str]) -> None:
+    assert step_of(variables) is None
+    assert find_placement(variables) is None
+
+
+def test_placement_prefers_the_ranks_of_torchrun() -> None:
+    placement = find_placement({**TASK, "RANK": "1", "WORLD_SIZE": "2"})
+    assert placement is not None
+    assert (placement.rank, placement.world_size, placement.starter, placement.step) == (1, 2, "torchrun", None)
+    placement = find_placement(TASK)
+    assert placement is not None
+    assert (placement.rank, placement.world_size, placement.starter) == (5, 9, "srun")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS must be a number in a step of SLURM's, got 'many'"),
+        ("SLURM_STEP_NODELIST", "node[1-", "'node[1-' is no list of nodes of SLURM's"),
+        ("SLURM_STEP_NODELIST", "node[a-b]", "'a-b' is no number and no range"),
+        ("SLURM_STEP_NODELIST", "", "SLURM_STEP_NODELIST='' names no host"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4x2", "'4x2' is no count of tasks per node"),
+    ],
+)
+def test_step_of_refuses_what_makes_no_sense(name: str, value: str, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        step_of({**TASK, name: value})
+
+
+@pytest.mark.parametrize(
+    ("node_list", "expected"),
+    [
+        ("vm", ["vm"]),
+        ("node[01-03,7],gpu5", ["node01", "node02", "node03", "node7", "gpu5"]),
+        ("gpu5,node[9-11]", ["gpu5", "node9", "node10", "node11"]),
+        ("rack[0-1]n[098-099]-ib", ["rack0n098-ib", "rack0n099-ib", "rack1n098-ib", "rack1n099-ib"]),
+        ("a-b.c[3]", ["a-b.c3"]),
+        ("", []),
+    ],
+)
+def test_hosts_of_a_node_list(node_list: str, expected: list[str]) -> None:
+    assert list(hosts(node_list)) == expected
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("2(x3),1,4") == [2, 2, 2, 1, 4]
+
+
+def test_port_differs_between_steps_at_the_same_time() -> None:
+    ports = {}
+    for job in range(1_000_000, 1_000_100):
+        for step in range(20):
+            found = step_of({**TASK, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            assert found is not None
+            assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS <= 32768
+            ports[job, step] = found.port
+    assert len(set(ports.values())) == len(ports)
+
+
+def test_launch_in_a_step_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="world_size is 4, but srun started 9 processes; pass world_size=9 or change"):
+        launch(print, world_size=4)

@@ -1,0 +1,75 @@
+"""How parameters are packed into blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gossip.parameters.buckets import make_buckets
+
+
+def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{i}", nn.Parameter(torch.randn(shape).to(dtype))) for i, shape in enumerate(shapes)]
+
+
+def test_buckets_fill_in_reverse_order_up_to_the_cap() -> None:
+    parameters = parameters_of((4,), (4,), (4,), (100,), (4,))
+    names = [bucket.names for bucket in make_buckets(parameters, cap_bytes=32)]
+    assert names == [("p4",), ("p3",), ("p2", "p1"), ("p0",)]
+
+
+def test_eleven_layers_of_seven_floats_straddle_a_bucket_of_71_bytes() -> None:
+    buckets = make_buckets(parameters_of(*[(7,)] * 11), cap_bytes=71)
+    assert [len(bucket.names) for bucket in buckets] == [2, 2, 2, 2, 2, 1]
+
+
+def test_values_survive_and_share_one_aligned_block() -> None:
+    parameters = parameters_of((3,), (5, 7), (), (0,), (2, 2, 2))
+    wanted = {name: parameter.detach().clone() for name, parameter in parameters}
+    (bucket,) = make_buckets(parameters, cap_bytes=10**6)
+    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+        assert torch.equal(parameter, wanted[name])
+        assert parameter.numel() == 0 or parameter.data_ptr() % 16 == 0
+    bucket.block.zero_()
+    assert all(not parameter.any() for parameter in bucket.parameters)
+
+
+def test_dtypes_have_buckets_of_their_own() -> None:
+    parameters = [
+        *((f"single{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), (4,)))),
+        *((f"double{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), dtype=torch.float64))),
+        *((f"half{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), dtype=torch.bfloat16))),
+    ]
+    buckets = make_buckets(parameters, cap_bytes=10**6, first_index=5)
+    assert [bucket.names for bucket in buckets] == [("half0",), ("double0",), ("single1", "single0")]
+    assert [bucket.index for bucket in buckets] == [5, 6, 7]
+    assert [bucket.block.dtype for bucket in buckets] == [torch.bfloat16, torch.float64, torch.float32]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+        torch.randn(6, 4).t(),
+        torch.randn(6, 8)[:, ::2],
+        torch.randn(3, 1).expand(3, 1),
+    ],
+)
+def test_strides_are_kept(tensor: torch.Tensor) -> None:
+    parameter = nn.Parameter(tensor)
+    wanted, strides = parameter.detach().clone(), parameter.stride()
+    make_buckets([("before", nn.Parameter(torch.ones(3))), ("p", parameter)], cap_bytes=10**6)
+    assert parameter.stride() == strides
+    assert torch.equal(parameter, wanted)
+
+
+def test_write_to_the_block_is_seen_by_autograd() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    (bucket,) = make_buckets([("p", parameter)], cap_bytes=100)
+    loss = (parameter * parameter).sum()
+    bucket.block.add_(1)
+    bucket.written()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,257 @@
+"""Every parameter has a storage of its own over its part of the block, so that what saves storages saves it alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gossip import GossipDataParallel, VirtualWorkers, launch
+from gossip.parameters.buckets import Bucket, make_buckets
+
+SGD = functools.partial(torch.optim.SGD, lr=1e-3)
+
+
+class Awkward(nn.Module):
+    """Tied, frozen, empty, half, strided and single-number parameters, and one tensor between two larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 5)
+        self.picture = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(4, 5).t())
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.brief = nn.Parameter(torch.randn(3).to(torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.head = nn.Linear(5, 6)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) @ self.transposed @ self.transposed.t() * self.temperature
+        return self.head(hidden) + self.picture(torch.ones(1, 3, 3, 3)).sum() + self.brief.float().sum()
+
+
+def make_module() -> Awkward:
+    torch.manual_seed(0)
+    return Awkward()
+
+
+def train(model: nn.Module, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step + (100 * dist.get_rank() if dist.is_initialized() else 0))
+        model(torch.randint(6, (8,), generator=generator)).square().mean().backward()
+
+
+def assert_own_storages(module: nn.Module) -> None:
+    """One storage per parameter, of its values alone; none for those without values."""
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize, name
+        assert parameter.storage_offset() == 0, name
+    held = [parameter.untyped_storage().data_ptr() for parameter in parameters.values() if parameter.numel()]
+    assert len(set(held)) == len(held)
+
+
+def saved_by(save: Callable[[Any, Any], None], content: object) -> bytes:
+    file = io.BytesIO()
+    save(content, file)
+    return file.getvalue()
+
+
+# ------------------------------------------------------------------ in one process
+
+
+def bucket_of(*tensors: torch.Tensor) -> Bucket:
+    (bucket,) = make_buckets([(f"p{i}", nn.Parameter(each)) for i, each in enumerate(tensors)], cap_bytes=10**9)
+    return bucket
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_storage_is_the_parameters_part_of_the_block(dtype: torch.dtype) -> None:
+    pictures = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    shapes = [torch.randn(3), pictures, torch.randn(6, 4).t(), torch.tensor(2.0), torch.zeros(2, 0), torch.randn(5, 7)]
+    bucket = bucket_of(*(each.to(dtype) for each in shapes))
+    start = bucket.block.data_ptr()
+    for parameter, (_, _, offset) in zip(bucket.parameters, bucket.shape.views, strict=True):
+        storage = parameter.untyped_storage()
+        assert storage.nbytes() == parameter.numel() * dtype.itemsize
+        if parameter.numel():
+            assert storage.data_ptr() == parameter.data_ptr() == start + offset * dtype.itemsize
+            assert storage.data_ptr() % 16 == 0
+    bucket.block.fill_(3)
+    assert all(bool((parameter == 3).all()) for parameter in bucket.parameters)
+
+
+def test_storage_of_a_parameter_with_gaps_ends_with_its_last_value() -> None:
+    values = torch.randn(6, 8)[:, ::2]
+    bucket = bucket_of(torch.ones(3), values.clone(memory_format=torch.preserve_format), values)
+    gapped = next(each for each in bucket.parameters if each.stride() == (8, 2))
+    assert gapped.untyped_storage().nbytes() == 4 * (5 * 8 + 3 * 2 + 1)
+    assert torch.equal(gapped, values)
+
+
+def test_parameter_outlives_its_bucket() -> None:
+    parameter = nn.Parameter(torch.arange(5.0))
+    bucket = make_buckets([("before", nn.Parameter(torch.ones(3))), ("p", parameter)], cap_bytes=100)
+    del bucket
+    gc.collect()
+    others = [torch.full((8,), -1.0) for _ in range(50)]  # would get the memory, had it been given back
+    assert torch.equal(parameter, torch.arange(5.0))
+    del others
+
+
+def test_block_is_freed_once_its_parameters_are_released() -> None:
+    bucket = bucket_of(torch.ones(3), torch.ones(4))
+    block, parameters = StorageWeakRef(bucket.block.untyped_storage()), bucket.parameters
+    bucket.release()
+    del bucket
+    gc.collect()
+    assert block.expired()
+    assert [parameter.untyped_storage().nbytes() for parameter in parameters] == [16, 12]
+
+
+def test_block_is_freed_with_the_last_parameter_in_it() -> None:
+    bucket = bucket_of(torch.ones(3), torch.ones(4))
+    block, parameters = StorageWeakRef(bucket.block.untyped_storage()), list(bucket.parameters)
+    del bucket
+    gc.collect()
+    while parameters:
+        assert not block.expired()
+        parameters.pop()
+    assert block.expired()
+
+
+def test_parameter_that_is_brought_back_has_a_storage_of_its_own_again() -> None:
+    bucket = bucket_of(torch.ones(3), torch.ones(4))
+    parameter, home = bucket.parameters[1], bucket.parameters[1].data_ptr()
+    parameter.data = torch.full((3,), 5.0)
+    bucket.reclaim()
+    assert parameter.data_ptr() == home
+    assert parameter.untyped_storage().nbytes() == 12
+    assert torch.equal(bucket.views(bucket.block)[1], torch.full((3,), 5.0))
+
+
+@pytest.fixture
+def warnings_told() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+def test_parameters_in_shared_memory_come_back_into_the_block(warnings_told: list[str]) -> None:
+    """As they do from a process that they were sent to, which shares them too."""
+    with GossipDataParallel(make_module(), SGD) as model, GossipDataParallel(make_module(), SGD) as undisturbed:
+        for steps in (range(2), range(2, 4)):
+            model.module.share_memory()
+            seen = model.module.head.bias.data  # what another process has
+            train(model, steps)
+            train(undisturbed, steps)
+            for ours, theirs in zip(model.parameters(), undisturbed.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+            assert not torch.equal(seen, model.module.head.bias)
+            assert_own_storages(model)
+        assert len(model._buckets) == 2
+        (line,) = warnings_told
+        assert "was put into shared memory" in line
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@pytest.mark.parametrize("part", ["wrapper", "module", "parameter"])
+def test_copies_have_memory_of_their_own(copied: Any, part: str) -> None:
+    with GossipDataParallel(make_module(), SGD) as model:
+        taken = {"wrapper": model, "module": model.module, "parameter": model.module.head.bias}[part]
+        other = copied(taken)
+        if part == "parameter":
+            assert other.untyped_storage().nbytes() == 6 * 4
+            ours, theirs = [taken], [other]
+        else:
+            assert_own_storages(other)
+            ours, theirs = list(taken.parameters()), list(other.parameters())
+        with torch.no_grad():
+            for own, each in zip(ours, theirs, strict=True):
+                assert torch.equal(own, each)
+                assert own.stride() == each.stride()
+                each.add_(1)
+                assert own.numel() == 0 or not torch.equal(own, each)
+
+
+def test_bare_module_of_virtual_workers_has_storages_of_its_own() -> None:
+    workers = VirtualWorkers(make_module(), 3, SGD, "ring", devices=["cpu"])
+    assert_own_storages(workers.module)
+    assert_own_storages(workers.replica(1))
+
+
+# ------------------------------------------------------------------ files, at 1 and 2 ranks
+
+
+def check_files(when: str, folder: str) -> None:
+    """What is saved is as long as what an equal module that was never wrapped gives, and reads back the same."""
+    plain = make_module()
+    model = GossipDataParallel(make_module(), SGD, "complete")
+    train(model, range(2))
+    model.global_avg()
+    if when == "after close":
+        model.close()
+    module = model if when == "wrapped" else model.module
+    plain.load_state_dict(module.state_dict())
+    assert_own_storages(module)
+    _check_torch_files(module, plain)
+    _check_safetensors(module, plain, Path(folder) / f"{model.rank}.safetensors")
+    if when != "after close":
+        train(model, range(2, 4))
+        assert_own_storages(module)
+        model.close()
+
+
+def _check_torch_files(module: nn.Module, plain: nn.Module) -> None:
+    parts: list[Callable[[nn.Module], object]] = [
+        lambda each: each.state_dict(),
+        lambda each: each.embedding,
+        lambda each: each.picture.state_dict(),
+        lambda each: each.temperature,
+        lambda each: each.frozen,
+    ]
+    for part in parts:
+        ours = saved_by(torch.save, part(module))
+        assert len(ours) == len(saved_by(torch.save, part(plain)))
+    state = torch.load(io.BytesIO(saved_by(torch.save, module.state_dict())))
+    _assert_same(state, plain.state_dict())
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+
+
+def _check_safetensors(module: nn.Module, plain: nn.Module, path: Path) -> None:
+    values = {name: each.contiguous() for name, each in module.state_dict().items() if name != "head.weight"}
+    safetensors.torch.save_file(values, path)
+    _assert_same(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
+    path.unlink()
+    safetensors.torch.save_model(module, str(path))
+    found = make_module()
+    assert safetensors.torch.load_model(found, path) == (set(), [])
+    _assert_same(found.state_dict(), plain.state_dict())
+
+
+def _assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("when", ["wrapped", "bare", "after close"])
+def test_files_hold_every_tensor_and_nothing_else(when: str, world_size: int, tmp_path: Path) -> None:
+    launch(check_files, when, str(tmp_path), world_size=world_size)

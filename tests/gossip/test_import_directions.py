@@ -1,0 +1,105 @@
+"""The rooms of the package, and in which direction they import each other."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from repository import GOSSIP, REPOSITORY
+
+ROOMS = (
+    "errors",
+    "version",
+    "measuring",
+    "algorithms",
+    "compression",
+    "communication",
+    "parameters",
+    "optimizers",
+    "step",
+    "wrapper",
+    "checkpoints",
+    "virtual",
+    "launching",
+    "simulation",
+    "__init__",
+    "lab",
+)
+"""Each imports rooms that stand before it, and itself."""
+
+MAX_ENTRIES = 18
+ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich"}
+
+
+def modules(package: Path) -> dict[str, Path]:
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """What a file imports, inside functions and for type checkers too; of this package, modules."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert node.level == 0
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+
+
+def graph(package: str) -> nx.DiGraph:
+    known = modules(REPOSITORY / package)
+    edges = ((name, other) for name, path in known.items() for other in imports(path, known))
+    return nx.DiGraph((name, other) for name, other in edges if other in known and other != name)
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_rooms_are_imported_in_one_direction() -> None:
+    upward = [
+        f"{module} imports {other}"
+        for module, other in graph("gossip").edges
+        if ROOMS.index(room(other)) > ROOMS.index(room(module))
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("package", ["gossip"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    assert [circle for circle in nx.strongly_connected_components(graph(package)) if len(circle) > 1] == []
+
+
+def test_the_listing_of_the_package_is_short() -> None:
+    entries = {path.name for path in GOSSIP.iterdir()} - {"__pycache__"}
+    assert len(entries) <= MAX_ENTRIES
+    assert {Path(name).stem for name in entries if name != "py.typed"} <= set(ROOMS)
+
+
+def test_topologies_import_nothing_of_gossip() -> None:
+    known = modules(REPOSITORY / "topologies")
+    loaded = {name.partition(".")[0] for path in known.values() for name in imports(path, known)}
+    assert not loaded & ({"torch", "gossip"} | ONLY_IN_LAB - {"matplotlib"})
+
+
+def test_applications_alone_load_what_only_they_need() -> None:
+    known = modules(GOSSIP)
+    for module, path in known.items():
+        if room(module) != "lab":
+            assert not ONLY_IN_LAB & {name.partition(".")[0] for name in imports(path, known)}, module
+
+
+def test_names_of_files_tell_them_apart() -> None:
+    names = Counter(path.name for path in GOSSIP.rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

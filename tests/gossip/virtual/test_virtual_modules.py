@@ -1,0 +1,379 @@
+"""Modules of all kinds, vectorised or run one after the other, train as they do apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from loguru import logger
+from separate import Separate, assert_same, batch, make_workers, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gossip import VirtualWorkers
+from gossip.lab.experiments.models import CharTransformer, SmallCNN
+
+
+@pytest.fixture
+def notices() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    found: list[str] = []
+    handle = logger.add(lambda message: found.append(message.record["message"]), level="WARNING")
+    yield found
+    logger.remove(handle)
+
+
+class Last(nn.Module):
+    """The output of a recurrent layer's last time step."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(inputs)[0][:, -1]
+        return output
+
+
+class Replacing(nn.Module):
+    """Puts other tensors in the place of its buffers, and writes one in place."""
+
+    seen: torch.Tensor
+    total: torch.Tensor
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(2))
+        self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("unused", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs)
+        self.seen = self.seen + len(inputs)
+        self.total = self.total + output.detach().sum(0)
+        self.kept.add_(inputs.detach().sum(0))
+        return output
+
+
+class Branching(Replacing):
+    """Looks at values, which vmap cannot."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = super().forward(inputs)
+        if output.detach().sum().item() > 0:
+            output = 2 * output
+        return output + nn.functional.dropout(output, 0.5, self.training)
+
+
+class Repeating(nn.Module):
+    """One layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.second = self.first
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(inputs))
+        return output
+
+
+class Routing(nn.Module):
+    """Each replica uses the one or the other layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.first(inputs) if inputs.sum().item() > 0 else self.second(inputs)
+        return output
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def inner(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(hidden))
+
+        hidden = checkpoint(inner, self.first(inputs), use_reentrant=self.use_reentrant)
+        output: torch.Tensor = self.last(hidden)
+        return output
+
+
+def images(num_samples: int, seed: int) -> torch.Tensor:
+    return batch(num_samples, 3, 4, 4, seed=seed)
+
+
+def vectors(num_samples: int, seed: int) -> torch.Tensor:
+    return batch(num_samples, seed=seed)
+
+
+def texts(num_samples: int, seed: int) -> torch.Tensor:
+    return batch(num_samples, 6, 3, seed=seed)
+
+
+def indices(num_samples: int, seed: int) -> torch.Tensor:
+    return torch.randint(5, (num_samples, 4), generator=torch.Generator().manual_seed(seed))
+
+
+VECTORISED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], torch.Tensor]]] = {
+    "batch norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), vectors),
+    "batch norm without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), images),
+    "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), images),
+    "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), images),
+    "layer norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), vectors),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()), images),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(3, 2, 2), images),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)), indices),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True), texts),
+    "SmallCNN": (lambda: SmallCNN((3, 4, 4), 5, channels=(4, 6)), images),
+    "CharTransformer": (lambda: CharTransformer((4,), 5, width=8, depth=2, num_heads=2, tied_head=True), indices),
+    "one layer in two places": (Repeating, vectors),
+    "replaced buffers": (Replacing, vectors),
+}
+ONE_BY_ONE = {
+    "LSTM": (lambda: Last(nn.LSTM(3, 4, batch_first=True)), texts),
+    "GRU": (lambda: Last(nn.GRU(3, 4, num_layers=2, batch_first=True)), texts),
+    "batch norm with plain means": (lambda: nn.BatchNorm1d(3, momentum=None), vectors),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), vectors),
+    "data-dependent control flow": (lambda: Branching().eval(), vectors),
+    "a layer that some replicas leave out": (Routing, vectors),
+    "checkpoint": (lambda: Checkpointing(use_reentrant=False), vectors),
+    "reentrant checkpoint": (lambda: Checkpointing(use_reentrant=True), vectors),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("case", [*VECTORISED, *ONE_BY_ONE])
+def test_training_equals_separate_modules(case: str, world_size: int, notices: list[str]) -> None:
+    make, inputs = (VECTORISED | ONE_BY_ONE)[case]
+    torch.manual_seed(0)
+    module = make().double()
+    workers, separate = make_workers(module, world_size), Separate(module, world_size)
+    for step in range(3):
+        own = inputs(3 * world_size - 1 if world_size > 1 else 3, step)
+        train(workers, own)
+        separate.train(own)
+    assert_same(workers, separate, atol=1e-10)
+    assert workers.step == 3
+    assert workers.is_vectorised == (case in VECTORISED)
+    assert len(notices) == (case not in VECTORISED)
+    if notices:
+        assert "cannot be vectorised over the replicas, which are run one after the other" in notices[0]
+
+
+@pytest.mark.parametrize("case", ["batch norm", "SmallCNN", "batch norm with plain means"])
+def test_evaluation_uses_each_replicas_own_statistics(case: str) -> None:
+    make, inputs = (VECTORISED | ONE_BY_ONE)[case]
+    torch.manual_seed(0)
+    module = make().double()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(3):
+        train(workers, inputs(6, step))
+        separate.train(inputs(6, step))
+    workers.eval()
+    wanted = [each.eval()(inputs(5, 9)) for each in separate.modules]
+    torch.testing.assert_close(workers.every(inputs(5, 9)), torch.stack(wanted), rtol=1e-9, atol=1e-9)
+    assert_same(workers, separate, atol=1e-10)  # nothing was written by looking
+    workers.train()
+    train(workers, inputs(6, 4))
+    for each in separate.modules:
+        each.train()
+    separate.train(inputs(6, 4))
+    assert_same(workers, separate, atol=1e-10)
+
+
+def test_buffers_that_are_averaged_are_mixed_like_parameters() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    workers = make_workers(module, 4, topology="complete", algorithm="adapt_then_combine", buffers="average")
+    separate = Separate(module, 4, topology="complete", combines_first=True)
+    train(workers, batch(8))
+    separate.train(batch(8))
+    statistics = torch.stack([each[1].running_mean for each in separate.modules])
+    assert float(statistics.std(0).max()) > 1e-3
+    for rank in range(4):
+        replica: Any = workers.replica(rank)
+        torch.testing.assert_close(replica[1].running_mean, statistics.mean(0))
+        assert int(replica[1].num_batches_tracked) == 1
+
+
+def test_a_global_average_takes_the_mean_of_float_buffers_and_rank_0s_integers() -> None:
+    workers = make_workers(Replacing().double(), 3)
+    train(workers, batch(5))  # 2, 2 and 1 samples
+    mean = dict(workers.named_buffers())["kept"].mean(0)
+    workers.global_avg()
+    for rank in range(3):
+        replica: Any = workers.replica(rank)
+        torch.testing.assert_close(replica.kept, mean)
+        assert int(replica.seen) == 2
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.dropout(inputs * self.scale)
+        return output
+
+
+def test_dropout_differs_between_replicas() -> None:
+    torch.manual_seed(0)
+    workers = make_workers(Dropping(), 4)
+    ones = torch.ones(4, 64)
+    masks = workers(ones) != 0
+    assert workers.is_vectorised
+    assert len({tuple(each.tolist()) for each in masks}) == 4
+    assert 0.3 < float(masks.double().mean()) < 0.7
+    same = workers.every(ones[:1])
+    assert len({tuple(each.flatten().tolist()) for each in same}) == 4, "also of inputs that are the same for all"
+    torch.manual_seed(1)
+    first = workers(ones)
+    torch.manual_seed(1)
+    assert torch.equal(workers(ones), first)
+    assert torch.equal(workers.eval()(ones), ones)
+
+
+def test_one_after_the_other_random_numbers_are_those_of_separate_modules() -> None:
+    torch.manual_seed(0)
+    module = Branching().double()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(3):
+        torch.manual_seed(step)
+        train(workers, batch(7, seed=step))
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        separate.train(batch(7, seed=step))
+        assert torch.equal(after, torch.get_rng_state())
+    assert not workers.is_vectorised
+    assert_same(workers, separate)
+
+
+class Forgetful(nn.Linear):
+    """Keeps what it computed in plain attributes, and counts."""
+
+    num_calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.latest = super().forward(input)
+        assert self.num_calls == self.wanted_calls
+        return self.latest if float(self.latest.detach().sum()) > 0 else -self.latest
+
+
+def test_a_failed_attempt_leaves_no_trace_in_the_modules_attributes() -> None:
+    module = Forgetful(3, 2).double()
+    workers = make_workers(module, 3)
+    workers.module.wanted_calls = 1  # type: ignore[assignment]
+    train(workers, batch(6))
+    assert not workers.is_vectorised
+    assert workers.module.num_calls == 0
+    assert not hasattr(workers.module, "latest")
+
+
+@pytest.mark.parametrize("case", ["vectorised", "one by one"])
+def test_a_users_mistake_is_his_own_error_and_changes_nothing(case: str, notices: list[str]) -> None:
+    module = (nn.Linear(3, 2) if case == "vectorised" else Branching()).double()
+    workers = make_workers(module, 3)
+    if case == "one by one":
+        train(workers, batch(6))
+    is_vectorised, num_notices = workers.is_vectorised, len(notices)
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(2x5 and 3x2\)"):
+        workers(batch(6, 5))
+    assert workers.is_vectorised == is_vectorised == (case == "vectorised")
+    assert len(notices) == num_notices
+    train(workers, batch(6))
+    assert workers.is_vectorised == is_vectorised
+
+
+def test_a_checkpoint_around_the_workers_makes_one_step() -> None:
+    def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(model, inputs.clone().requires_grad_(), use_reentrant=True)
+        return output.square().mean()
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(2):
+        train(workers, batch(6, seed=step), loss)
+        separate.train(batch(6, seed=step))
+    assert workers.step == 2
+    assert_same(workers, separate)
+
+
+def test_autocast() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(2):
+        inputs = batch(6, seed=step).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = workers(inputs)
+        output.float().square().mean().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            separate.backward(inputs, lambda model, own: model(own).float().square().mean())
+        separate.update(range(3))
+    assert_same(workers, separate, atol=1e-2)
+
+
+def test_modules_part_by_part_in_evaluation_mode(notices: list[str]) -> None:
+    """A frozen batch norm inside of a model that trains, also where copies run."""
+    torch.manual_seed(0)
+    for make in (
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
+        lambda: nn.Sequential(Branching().eval(), nn.BatchNorm1d(2)),
+    ):
+        module = make().double()
+        workers, separate = make_workers(module, 3), Separate(module, 3)
+        for step in range(3):
+            workers.module[1].train(step != 1)  # type: ignore[index]
+            for each in separate.modules:
+                each[1].train(step != 1)  # type: ignore[index]
+            train(workers, batch(6, seed=step))
+            separate.train(batch(6, seed=step))
+        assert_same(workers, separate)
+    assert len(notices) == 1
+
+
+def test_what_vmap_does_slowly_is_still_right() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 2)).double()
+    workers, separate = make_workers(module, 3), Separate(module, 3)
+    for step in range(2):
+        train(workers, indices(6, step))
+        separate.train(indices(6, step))
+    assert_same(workers, separate)
+
+
+class KeepsHidden(nn.Module):
+    """Keeps what it computed last, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.linear(inputs)
+        return self.hidden.tanh()
+
+
+def test_tensors_kept_in_attributes_do_not_outlive_the_call() -> None:
+    workers = VirtualWorkers(KeepsHidden(), 3, None, "ring", devices=["cpu"])
+    for _ in range(2):
+        workers(torch.ones(6, 3))
+    assert workers.is_vectorised
+    replica = workers.replica(2)
+    torch.testing.assert_close(replica(torch.ones(1, 3)), workers.every(torch.ones(1, 3))[2])

@@ -1,0 +1,90 @@
+"""The contract table of compressions: a new one costs a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from exchanging import View, one_matrix
+
+import topologies
+from gossip import Cast, Choco, Compression, ModuloQuantization, PowerGossip
+from gossip.compression.value_codecs import Uncompressed
+from topologies import Topology
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a compression promises.
+
+    Attributes
+    ----------
+    make : callable
+        The compression, with the seed of its random numbers if it has some.
+    floor : float
+        To which part of the largest value replicas that are left alone come together.
+    num_rounds : int
+        After how many exchanges at the latest.
+    topologies : tuple of str
+        Names in ``TOPOLOGIES`` of those that it serves; the others it refuses.
+    is_random : bool
+    bytes_per_value : float
+        At most, of a large bucket, once it has been exchanged before.
+    views : callable
+        Which parameters a bucket of that many values holds; by default nothing is known of them.
+    """
+
+    make: Callable[[int], Compression]
+    floor: float
+    num_rounds: int
+    topologies: tuple[str, ...]
+    is_random: bool
+    bytes_per_value: float
+    views: Callable[[int], Sequence[View] | None] = lambda _: None
+
+
+def _build(name: str, world_size: int, **options: object) -> Topology:
+    return topologies.build(name, world_size, **options)
+
+
+TOPOLOGIES = {
+    "ring": _build("ring", 5),
+    "complete": _build("complete", 4),
+    "directed_ring": _build("directed_ring", 3),
+    "star": _build("star", 4),
+    "one_peer_hypercube": _build("one_peer_hypercube", 4),
+    "one_peer_exponential": _build("one_peer_exponential", 5),
+    "random_matching": _build("random_matching", 5, seed=2),
+    "every": _build("ring", 4).every(3),
+    "then": _build("complete", 4).then(_build("one_peer_hypercube", 4), after=3),
+    "alone": _build("ring", 1),
+}
+STATIC = ("ring", "complete", "star", "every", "alone")
+ALL = tuple(TOPOLOGIES)
+COMPRESSIONS = {
+    "none": Row(lambda _: Uncompressed(), 2**-22, 150, ALL, is_random=False, bytes_per_value=4),
+    "bf16": Row(lambda _: Cast(torch.bfloat16), 2**-7, 150, ALL, is_random=False, bytes_per_value=2),
+    "fp16": Row(lambda _: Cast(torch.float16), 2**-10, 150, ALL, is_random=False, bytes_per_value=2),
+    "int8": Row(lambda seed: ModuloQuantization(8, seed=seed), 2**-19, 200, ALL, is_random=True, bytes_per_value=1.01),
+    "int4": Row(lambda seed: ModuloQuantization(4, seed=seed), 2**-17, 200, ALL, is_random=True, bytes_per_value=0.51),
+    "choco": Row(lambda _: Choco(), 2**-9, 200, STATIC, is_random=False, bytes_per_value=0.376),
+    "choco random_k": Row(
+        lambda seed: Choco(sparsifier="random_k", ratio=1 / 4, seed=seed),
+        2**-7,
+        300,
+        STATIC,
+        is_random=True,
+        bytes_per_value=1.01,
+    ),
+    "choco sign": Row(lambda _: Choco(sparsifier="sign"), 2**-7, 300, STATIC, is_random=False, bytes_per_value=0.251),
+    "powergossip": Row(
+        lambda seed: PowerGossip(seed=seed),
+        2**-7,
+        800,
+        STATIC,
+        is_random=True,
+        bytes_per_value=0.01,
+        views=one_matrix,
+    ),
+}

@@ -1,0 +1,128 @@
+"""Models that fail or are late at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossip.lab.experiments.stopping import Stopping
+
+
+class FailingModel(nn.Module):
+    """A linear model whose training forward fails on one rank at one step.
+
+    Parameters
+    ----------
+    rank : int or None
+        None: all of them.
+    how : str
+        "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
+        writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
+        to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
+        the launching process as SIGTERM does, and go on once it has passed the signal on; or be "stuck": get SIGTERM in
+        a call that no signal ends, in a process that gives its steps a second then and not GRACE_S.
+    dropout : float
+        Draws random numbers in every step.
+    once : str
+        If given, a path: nothing fails while there is a file, and the failure makes it. So a run that goes on does.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        *,
+        rank: int | None = 1,
+        step: int = 3,
+        how: str = "raise",
+        pipe: str = "",
+        dropout: float = 0.0,
+        once: str = "",
+    ) -> None:
+        super().__init__()
+        self.once = once
+        self.rank, self.step, self.how, self.pipe = rank, step, how, pipe
+        self.layers = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.LazyLinear(num_classes))
+        self.layers(torch.zeros(1, *input_shape))
+        self.steps_made = 0
+        if how == "stuck":
+            Stopping.__init__.__kwdefaults__["grace_s"] = 1.0
+        if how == "interrupt_check" and "RANK" not in os.environ:
+            os.killpg(os.getpgrp(), signal.SIGINT)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            if self.rank in (None, int(os.environ.get("RANK", "-1"))) and self.steps_made == self.step:
+                self.fail()
+            self.steps_made += 1
+        logits: torch.Tensor = self.layers(inputs)
+        return logits
+
+    def fail(self) -> None:
+        """Fail as ``how`` says."""
+        if self.once and Path(self.once).exists():
+            return
+        if self.once:
+            Path(self.once).touch()
+        if self.how == "raise":
+            raise ArithmeticError(f"injected at step {self.step}")
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "kill_all":
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        if self.how == "terminate":
+            launcher = multiprocessing.parent_process()
+            assert launcher is not None
+            assert launcher.pid is not None
+            passed_on = threading.Event()
+            before = signal.signal(signal.SIGTERM, lambda *_: passed_on.set())
+            os.kill(launcher.pid, signal.SIGTERM)
+            passed_on.wait()
+            signal.signal(signal.SIGTERM, before)
+            return
+        if self.how == "stuck":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            dist.HashStore().wait(["never"])
+        if self.how == "block":
+            Path(self.pipe).read_bytes()
+            return
+        assert self.how == "interrupt"
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        signal.pause()
+
+
+class LateModel(nn.Module):
+    """A linear model of two ranks; rank 1's training forward of ``step`` waits until rank 0 is in that of ``step + 1``.
+
+    Parameters
+    ----------
+    step : int
+    pipe : str
+        A named pipe between the two.
+    """
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, *, step: int, pipe: str) -> None:
+        super().__init__()
+        self.step, self.pipe = step, Path(pipe)
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+        self.layers(torch.zeros(1, *input_shape))
+        self.steps_made = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            rank = os.environ.get("RANK")
+            if (rank, self.steps_made) == ("1", self.step):
+                self.pipe.read_bytes()
+            if (rank, self.steps_made) == ("0", self.step + 1):
+                self.pipe.write_bytes(b"go on")
+            self.steps_made += 1
+        logits: torch.Tensor = self.layers(inputs)
+        return logits

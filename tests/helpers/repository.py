@@ -1,0 +1,9 @@
+"""Where the files of the project are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "configs"
+GOSSIP = REPOSITORY / "gossip"
