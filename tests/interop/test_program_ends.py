@@ -11,7 +11,7 @@ from programs import run_programs
 PROGRAM = """
 import ctypes
 
-from gossip.communication import threads
+from gossip.communication import daemon_threads
 
 STUCK_RANK = world_size - 1
 if number % 5:  # what C++ libraries do after the interpreter is gone takes most of the time: one in five shows it
@@ -25,8 +25,8 @@ def run():
     if (case["stuck"] or case["late"]) and rank == STUCK_RANK:
         os.read(heard, 1)  # until it is killed, or rank 0 ends
     train(model, 1)
-    for thread, ending in list(threads._endings.items()):  # else the model's timeout
-        threads._endings[thread] = ending._replace(patience=threads.CLOSING_PATIENCE)
+    for thread, ending in list(daemon_threads._endings.items()):  # else the model's timeout
+        daemon_threads._endings[thread] = ending._replace(patience=daemon_threads.CLOSING_PATIENCE)
     if case["late"] and rank == 0:
         atexit.register(os.write, tell, b".")
     return model

@@ -92,7 +92,7 @@ def test_lab_namespace_is_left_after_an_error(two_hosts: Lab) -> None:
 CONTROLLER = """
 import signal, sys
 from pathlib import Path
-from gossip.lab.benchmarks import workers
+from gossip.lab.benchmarks import bench_workers
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.lab.benchmarks.bench_settings import Settings
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
@@ -107,7 +107,7 @@ settings = Settings(
 )
 lab = Lab(2)
 lab.shape(200_000_000)
-workers.measure(settings, lab, Path(sys.argv[1]), lambda record: print("measuring", lab._bridge.file, flush=True))
+bench_workers.measure(settings, lab, Path(sys.argv[1]), lambda record: print("measuring", lab._bridge.file, flush=True))
 """
 
 

@@ -142,7 +142,7 @@ def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPat
 def test_experiment_modules_load_no_optional_package() -> None:
     code = """
 import sys
-from gossip.lab.experiments import data, figures, loggers, models, partition, records
+from gossip.lab.experiments import datasets, loggers, models, partition, records, run_figures
 optional = {"sklearn", "matplotlib", "tensorboard", "rich", "hydra", "safetensors"}
 loaded = sorted(optional & set(sys.modules))
 sys.exit(f"loaded {loaded}" if loaded else 0)
