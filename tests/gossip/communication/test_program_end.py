@@ -183,10 +183,10 @@ def test_exchange_after_the_end_of_communication_is_refused_at_once(tmp_path: Pa
 
 
 LEFT_TO_THEMSELVES = {
-    "communication/threads.py": "starts all others",
-    "launcher.py": "its worker leaves without finalization",
-    "benchmarks/worker.py": "leaves without finalization",
-    "benchmarks/goodput.py": "is waited for where it is started, and holds no tensor",
+    "communication/daemon_threads.py": "starts all others",
+    "launching/launcher.py": "its worker leaves without finalization",
+    "lab/benchmarks/bench_worker.py": "leaves without finalization",
+    "lab/benchmarks/goodput.py": "is waited for where it is started, and holds no tensor",
 }
 
 
