@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
 import torch
 from cases import WORLD_SIZES, topology_cases
+from covering import covering
 from recursion import AdamW, Momentum, dense_recursion
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -25,7 +25,19 @@ OPTIMIZERS = {
 # 71 bytes: most parameters alone, larger than the bucket; 200: some share one unevenly.
 BUCKET_BYTES = {"float32": 71, "float64": 200}
 
-GRID = list(itertools.product(DTYPES, OPTIMIZERS))
+Case = tuple[int, str, str, str]
+"""World size, and names of topology, dtype and optimizer."""
+
+
+# Every topology at every size that it serves, in some dtype with some optimizer: all pairs of the four.
+CASES: list[Case] = covering(
+    (world_size, label, dtype_name, optimizer_name)
+    for world_size in WORLD_SIZES
+    for label in topology_cases(world_size)
+    for dtype_name in DTYPES
+    for optimizer_name in OPTIMIZERS
+)
+GROUPED = [pytest.param(case, marks=pytest.mark.xdist_group(f"oracle{case[0]}")) for case in CASES]
 
 
 def make_module(dtype: torch.dtype) -> nn.Module:
@@ -47,34 +59,39 @@ def loss_of(module: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torc
     return nn.functional.cross_entropy(module(inputs), targets)
 
 
-def train_all_cases(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
+def cases_of(world_size: int) -> list[Case]:
+    return [case for case in CASES if case[0] == world_size]
+
+
+def train_cases(world_size: int) -> dict[Case, np.ndarray]:
     """Runs on every rank: this rank's parameters, flat, after every case."""
     results = {}
-    for label, topology in topology_cases(world_size).items():
-        for dtype_name, optimizer_name in GRID:
-            dtype = DTYPES[dtype_name][0]
-            model = GossipDataParallel(
-                make_module(dtype),
-                OPTIMIZERS[optimizer_name][0],
-                topology,
-                bucket_cap_mb=BUCKET_BYTES[dtype_name] / 2**20,
-            )
-            for step in range(NUM_STEPS):
-                loss_of(model, model.rank, step, dtype).backward()
-            results[label, dtype_name, optimizer_name] = parameters_to_vector(model.parameters()).detach().numpy()
-            model.close()
+    for case in cases_of(world_size):
+        _, label, dtype_name, optimizer_name = case
+        dtype = DTYPES[dtype_name][0]
+        model = GossipDataParallel(
+            make_module(dtype),
+            OPTIMIZERS[optimizer_name][0],
+            topology_cases(world_size)[label],
+            bucket_cap_mb=BUCKET_BYTES[dtype_name] / 2**20,
+        )
+        for step in range(NUM_STEPS):
+            loss_of(model, model.rank, step, dtype).backward()
+        results[case] = parameters_to_vector(model.parameters()).detach().numpy()
+        model.close()
     return results
 
 
 @functools.cache
-def distributed_results(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
+def distributed_results(world_size: int) -> dict[Case, np.ndarray]:
     """Parameters after every case, [n, numel]; one set of processes for all cases of a world size."""
-    by_rank = launch(train_all_cases, world_size, world_size=world_size)
+    by_rank = launch(train_cases, world_size, world_size=world_size)
     return {case: np.stack([results[case] for results in by_rank]) for case in by_rank[0]}
 
 
-@functools.cache
-def expected(world_size: int, label: str, dtype_name: str, optimizer_name: str) -> np.ndarray:
+def dense_results(case: Case) -> np.ndarray:
+    """The same, by the recursion."""
+    world_size, label, dtype_name, optimizer_name = case
     module = make_module(DTYPES[dtype_name][0]).double()
 
     def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
@@ -88,19 +105,10 @@ def expected(world_size: int, label: str, dtype_name: str, optimizer_name: str) 
     return dense_recursion(topology, start, gradient, OPTIMIZERS[optimizer_name][1](), NUM_STEPS)
 
 
-CASES = [
-    pytest.param(world_size, label, marks=pytest.mark.xdist_group(f"oracle{world_size}"), id=f"{world_size}-{label}")
-    for world_size in WORLD_SIZES
-    for label in topology_cases(world_size)
-]
-
-
-@pytest.mark.parametrize(("dtype_name", "optimizer_name"), GRID)
-@pytest.mark.parametrize(("world_size", "label"), CASES)
-def test_parameters_equal_dense_recursion(world_size: int, label: str, dtype_name: str, optimizer_name: str) -> None:
-    actual = distributed_results(world_size)[label, dtype_name, optimizer_name]
-    wanted = expected(world_size, label, dtype_name, optimizer_name)
-    tolerance = DTYPES[dtype_name][1]
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: "-".join(map(str, case)))
+def test_parameters_equal_dense_recursion(case: Case) -> None:
+    actual, wanted = distributed_results(case[0])[case], dense_results(case)
+    tolerance = DTYPES[case[2]][1]
     sizes = [parameter.numel() for parameter in make_module(torch.float64).parameters()]
     ends = np.cumsum(sizes)
     for begin, end in zip(ends - sizes, ends, strict=True):
@@ -111,6 +119,6 @@ def test_parameters_equal_dense_recursion(world_size: int, label: str, dtype_nam
 
 
 def test_cases_cover_every_family() -> None:
-    cases = [topology for world_size in WORLD_SIZES for topology in topology_cases(world_size).values()]
-    assert {topology.name for topology in cases if topology.registered} == set(topologies.available())
-    assert {len(topology.phases) for topology in cases} == {1, 2, 3}
+    chosen = [topology_cases(world_size)[label] for world_size, label, _, _ in CASES]
+    assert {topology.name for topology in chosen if topology.registered} == set(topologies.available())
+    assert {len(topology.phases) for topology in chosen} == {1, 2, 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import networkx as nx
 
 import topologies
@@ -28,6 +30,7 @@ OPTIONS = {
 """Option values of a family; those not listed run with their defaults."""
 
 
+@functools.cache
 def topology_cases(world_size: int) -> dict[str, Topology]:
     """Every family that serves ``world_size``, with each of its options that do, and compositions, by name."""
     cases = {topology.name: topology for topology in compositions(world_size)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import topology_cases
 from compressions import COMPRESSIONS
+from covering import covering
 from torch import nn
 
 from gossip import Algorithm, Compression, GossipDataParallel, VirtualWorkers, launch
@@ -26,29 +27,35 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 LOSSY = tuple(name for name in COMPRESSIONS if name != "none")
 LOSSES = "losses"
 BUCKET_CAP_MB = 600 / 2**20  # one bucket in float32, two in float64
-Case = tuple[str, str, str, str]
-"""Names of topology, algorithm, compression and dtype."""
+Case = tuple[int, str, str, str, str]
+"""World size, and names of topology, algorithm, compression and dtype."""
 
 
-@functools.cache
-def served(world_size: int) -> dict[str, Topology]:
-    return topology_cases(world_size)
-
-
-def make_cases(world_size: int) -> list[Case]:
-    exact = list(itertools.product(served(world_size), ALGORITHMS, ("none",), TOLERANCES))
+def make_cases() -> list[Case]:
+    """All pairs of the five, of those that can be."""
+    exact = [
+        (world_size, topology, algorithm, "none", dtype)
+        for world_size in WORLD_SIZES
+        for topology in topology_cases(world_size)
+        for algorithm, dtype in itertools.product(ALGORITHMS, TOLERANCES)
+    ]
     lossy = [
-        (topology, algorithm, compression, "float64")
-        for topology, compression in itertools.product(("ring()", "complete()", "random_matching(seed=3)"), LOSSY)
-        for algorithm in ALGORITHMS
+        (world_size, topology, algorithm, compression, "float64")
+        for world_size in WORLD_SIZES
+        for topology in ("ring()", "complete()", "random_matching(seed=3)")
+        for algorithm, compression in itertools.product(ALGORITHMS, LOSSY)
         if topology.partition("(")[0] in COMPRESSIONS[compression].topologies
     ]
-    return exact + lossy
+    return covering([*exact, *lossy])
 
 
-def make_rounded_cases() -> list[Case]:
-    """In float32 a rounding may tip a lossy message over: the curves of the loss stay together, not every number."""
-    return [("ring()", "adapt_while_communicating", compression, "float32") for compression in LOSSY]
+CASES = make_cases()
+# In float32 a rounding may tip a lossy message over: the curves of the loss stay together, not every number.
+ROUNDED: list[Case] = [
+    (world_size, "ring()", "adapt_while_communicating", compression, "float32")
+    for world_size in WORLD_SIZES
+    for compression in LOSSY
+]
 
 
 def make_module(dtype: torch.dtype) -> nn.Module:
@@ -62,11 +69,11 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 5, generator=generator, dtype=torch.float64), torch.randint(3, (4,), generator=generator)
 
 
-def constants_of(case: Case, world_size: int) -> tuple[Topology, dict[str, Algorithm | Compression | float]]:
-    topology, algorithm, compression, _ = case
+def constants_of(case: Case) -> tuple[Topology, dict[str, Algorithm | Compression | float]]:
+    world_size, topology, algorithm, compression, _ = case
     constants: dict[str, Algorithm | Compression | float] = {"algorithm": ALGORITHMS[algorithm]()}
     constants |= {"compression": COMPRESSIONS[compression].make(3), "bucket_cap_mb": BUCKET_CAP_MB}
-    return served(world_size)[topology], constants
+    return topology_cases(world_size)[topology], constants
 
 
 OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -75,10 +82,12 @@ OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_deca
 def train_processes(world_size: int) -> dict[Case, dict[str, np.ndarray]]:
     """Runs on every rank: this rank's parameters after every case, and its losses."""
     results = {}
-    for case in [*make_cases(world_size), *make_rounded_cases()]:
+    for case in [*CASES, *ROUNDED]:
+        if case[0] != world_size:
+            continue
         losses = []
-        dtype = getattr(torch, case[3])
-        topology, constants = constants_of(case, world_size)
+        dtype = getattr(torch, case[-1])
+        topology, constants = constants_of(case)
         with GossipDataParallel(make_module(dtype), OPTIMIZER, topology, **constants) as model:  # type: ignore[arg-type]
             for step in range(NUM_STEPS):
                 inputs, targets = batch(model.rank, step)
@@ -100,11 +109,11 @@ def of_processes(world_size: int) -> dict[Case, dict[str, np.ndarray]]:
     }
 
 
-def train_virtual(case: Case, world_size: int) -> dict[str, np.ndarray]:
+def train_virtual(case: Case) -> dict[str, np.ndarray]:
     """Parameters, [n, *shape], and the mean losses, [steps]."""
     losses = []
-    dtype = getattr(torch, case[3])
-    topology, constants = constants_of(case, world_size)
+    world_size, dtype = case[0], getattr(torch, case[-1])
+    topology, constants = constants_of(case)
     workers = VirtualWorkers(make_module(dtype), world_size, OPTIMIZER, topology, devices=["cpu"], **constants)  # type: ignore[arg-type]
     for step in range(NUM_STEPS):
         batches = [batch(rank, step) for rank in range(world_size)]
@@ -118,37 +127,31 @@ def train_virtual(case: Case, world_size: int) -> dict[str, np.ndarray]:
     return parameters | {LOSSES: np.array(losses)}
 
 
-def check(case: Case, world_size: int) -> None:
-    wanted, actual = of_processes(world_size)[case], train_virtual(case, world_size)
+def grouped(cases: list[Case]) -> pytest.MarkDecorator:
+    """The cases of a world size run where its processes were."""
+    parameters = [
+        pytest.param(case, marks=pytest.mark.xdist_group(f"virtual{case[0]}"), id="-".join(map(str, case)))
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+@grouped(CASES)
+def test_parameters_equal_those_of_processes(case: Case) -> None:
+    wanted, actual = of_processes(case[0])[case], train_virtual(case)
     assert actual.keys() == wanted.keys()
     for name in wanted.keys() - {LOSSES}:
         values = wanted[name]
         error = np.abs(actual[name] - values).max() / np.abs(values).max()
-        assert error <= TOLERANCES[case[3]], name
+        assert error <= TOLERANCES[case[-1]], name
 
 
-CASES = [
-    pytest.param(
-        world_size, case, marks=pytest.mark.xdist_group(f"virtual{world_size}"), id=f"{world_size}-{'-'.join(case)}"
-    )
-    for world_size in WORLD_SIZES
-    for case in make_cases(world_size)
-]
-
-
-@pytest.mark.parametrize(("world_size", "case"), CASES)
-def test_parameters_equal_those_of_processes(world_size: int, case: Case) -> None:
-    check(case, world_size)
-
-
-ROUNDED = [
-    pytest.param(size, case, marks=pytest.mark.xdist_group(f"virtual{size}"), id=f"{size}-{case[2]}")
-    for size in WORLD_SIZES
-    for case in make_rounded_cases()
-]
-
-
-@pytest.mark.parametrize(("world_size", "case"), ROUNDED)
-def test_lossy_messages_give_the_losses_of_processes(world_size: int, case: Case) -> None:
-    wanted, actual = of_processes(world_size)[case][LOSSES].mean(0), train_virtual(case, world_size)[LOSSES]
+@grouped(ROUNDED)
+def test_lossy_messages_give_the_losses_of_processes(case: Case) -> None:
+    wanted, actual = of_processes(case[0])[case][LOSSES].mean(0), train_virtual(case)[LOSSES]
     np.testing.assert_allclose(actual, wanted, rtol=1e-3)
+
+
+def test_cases_cover_every_family() -> None:
+    served = {topology.name for size in WORLD_SIZES for topology in topology_cases(size).values()}
+    assert {topology_cases(size)[label].name for size, label, *_ in CASES} == served
