@@ -53,7 +53,10 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
 
     Examples
     --------
-    >>> gossip.export(model, "model.safetensors")  # doctest: +SKIP
+    >>> import functools, gossip, torch
+    >>> optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    >>> model = gossip.GossipDataParallel(torch.nn.Linear(2, 1), optimizer, "ring")
+    >>> gossip.export(model, "model.safetensors")
     PosixPath('model.safetensors')
     """
     engine_of(model).check_alive()

@@ -107,9 +107,14 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
 
     Examples
     --------
-    >>> checkpoint = gossip.load(model, "checkpoints", scheduler=scheduler)  # doctest: +SKIP
-    >>> checkpoint.step, checkpoint.data["batch"]  # doctest: +SKIP
-    (123, 17)
+    >>> import functools, gossip, torch
+    >>> optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    >>> model = gossip.GossipDataParallel(torch.nn.Linear(2, 1), optimizer, "ring")
+    >>> scheduler = torch.optim.lr_scheduler.ConstantLR(model.optimizer)
+    >>> path = gossip.save(model, "checkpoints", scheduler=scheduler, batch=17)
+    >>> checkpoint = gossip.load(model, "checkpoints", scheduler=scheduler)
+    >>> checkpoint.step, checkpoint.data["batch"]
+    (0, 17)
     """
     engine_of(model).check_between_steps()
     path = Path(path)

@@ -67,8 +67,12 @@ def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int
 
     Examples
     --------
-    >>> gossip.save(model, "checkpoints", scheduler=scheduler, batch=17)  # doctest: +SKIP
-    PosixPath('checkpoints/step_0000000123')
+    >>> import functools, gossip, torch
+    >>> optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    >>> model = gossip.GossipDataParallel(torch.nn.Linear(2, 1), optimizer, "ring")
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> gossip.save(model, "checkpoints", batch=17)
+    PosixPath('checkpoints/step_0000000001')
     """
     engine = engine_of(model)
     engine.check_between_steps()

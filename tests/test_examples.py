@@ -1,0 +1,38 @@
+"""The examples in the docstrings of both packages run as they stand."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+from topologies import registry
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+# By their text: what is not run needs none of what it imports.
+WITH_EXAMPLES = [
+    module_of(path)
+    for package in ("gossip", "topologies")
+    for path in sorted((REPOSITORY / package).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_of_a_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
