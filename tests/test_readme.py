@@ -59,7 +59,7 @@ def test_readme_and_errors_name_extras_as_a_clone_has_them() -> None:
         paths += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".yaml", ".ipynb")]
     found = {(path, *match) for path in paths for match in ADVICE.findall(path.read_text(encoding="utf-8"))}
     assert not [each for each in found if each[1] != "." or each[2] not in EXTRAS]
-    assert {"weights", "plot", "experiments", "sweeps", "tensorboard", "bench"} <= {extra for _, _, extra in found}
+    assert {"weights", "plot", "lab", "tensorboard", "bench"} <= {extra for _, _, extra in found}
 
 
 def test_readme_names_files_that_exist() -> None:

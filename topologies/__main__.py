@@ -1,4 +1,4 @@
-"""``python -m topologies``: list, describe, compare and draw topologies from a terminal."""
+"""``topologies``, or ``python -m topologies``: list, describe, compare and draw topologies from a terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from topologies.drawing import draw
@@ -41,22 +42,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             output = parsed.run(parsed)
         except (ValueError, TypeError, OSError, ImportError) as error:
-            print(f"python -m topologies: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"{_program()}: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except (ArithmeticError, LookupError, MemoryError) as error:  # what no check foresaw, in one line all the same
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(
-                f"python -m topologies: error: {reason}; try a smaller --world-size, or other options", file=sys.stderr
-            )
+            print(f"{_program()}: error: {reason}; try a smaller --world-size, or other options", file=sys.stderr)
             return 2
     for warning in caught:
-        print(f"python -m topologies: warning: {warning.message}", file=sys.stderr)
+        print(f"{_program()}: warning: {warning.message}", file=sys.stderr)
     print(output)
     return 0
 
 
+def command() -> int:
+    """Run the console command, whose exit status this is."""
+    return ends_quietly(main)
+
+
+def _program() -> str:
+    """How a user has started it."""
+    return "topologies" if Path(sys.argv[0]).name == "topologies" else "python -m topologies"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m topologies", description="Communication topologies for decentralized learning.")
+    parser = _Parser(prog=_program(), description="Communication topologies for decentralized learning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     listing = commands.add_parser("list", help="the families and their options")
@@ -261,4 +270,4 @@ def _literal(text: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(ends_quietly(main))
+    sys.exit(command())

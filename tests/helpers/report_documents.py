@@ -59,7 +59,7 @@ def row(label: str, **changes: Any) -> dict[str, Any]:
         "num_failed": 0,
         "status": "completed",
         "reasons": [],
-        "commands": [f"python scripts/train.py topology={label} launch.world_size={n} seed={seed}" for seed in seeds],
+        "commands": [f"gossip train topology={label} launch.world_size={n} seed={seed}" for seed in seeds],
         "values": {
             "averaged_accuracy": value(final, 0.0021),
             "averaged_loss": value(0.08 + 0.1 * (1 - gap), 0.004),

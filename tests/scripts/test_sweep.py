@@ -32,7 +32,7 @@ def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
     assert reason in run.stdout
     assert rows["ring, optimizer.lr=0.1"]["curves"]["step"] == [10]
     assert rows["ring, optimizer.lr=0.1"]["commands"] == [
-        "python scripts/train.py topology=ring compression=none launch.world_size=3 seed=0 experiment=smoke "
+        "gossip train topology=ring compression=none launch.world_size=3 seed=0 experiment=smoke "
         "training.steps=10 optimizer.lr=0.1"
     ]
     assert (folder / "report.html").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""scripts/bench.py's command line: hydra, and what a user's mistakes look like."""
+"""The command line of ``gossip bench``: hydra, and what a user's mistakes look like."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
         from sklearn.model_selection import train_test_split
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"the digits need scikit-learn ({error}); install it in a clone of the repository: pip install "
-            "'.[experiments]'",
+            f"the digits need scikit-learn ({error}); install it in a clone of the repository: pip install '.[lab]'",
             name=error.name,
         ) from error
     bunch = load_digits()

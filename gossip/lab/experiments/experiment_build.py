@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,6 @@ from gossip.lab.experiments.run_settings import ConfigurationError, Settings, va
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
 from topologies import Topology
-
-_NEEDED_AT_THE_END = ("matplotlib", "rich")  # too late to find out then
 
 
 @dataclass(frozen=True)
@@ -187,11 +184,6 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         check_targets(config)
         settings = Settings.from_config(config)
         make_topology(config, settings)
-        for package in _NEEDED_AT_THE_END:
-            if importlib.util.find_spec(package) is None:
-                raise ConfigurationError(
-                    f"a run needs {package}; install it in a clone of the repository: pip install '.[experiments]'"
-                )
         if meanwhile is not None:
             meanwhile()
         experiment = build(config)

@@ -31,7 +31,7 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
     primary = config_folder / f"{config_name}.yaml"
     above = config_folder / "train.yaml" if "- train\n" in primary.read_text(encoding="utf-8") else None
     lines = [
-        f"python {script} [group=file ...] [option=value ...]",
+        f"{'python ' if script.endswith('.py') else ''}{script} [group=file ...] [option=value ...]",
         "",
         *_comment(primary),
         "",

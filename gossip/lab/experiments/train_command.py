@@ -96,7 +96,7 @@ def _prepare_sweep() -> None:
     if not chosen and importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
         raise ConfigurationError(
             "the runs of a sweep are shared among the cores by hydra-joblib-launcher, which is not installed; install "
-            "it in a clone of the repository, pip install '.[sweeps]', or set hydra/launcher=basic"
+            "it in a clone of the repository, pip install '.[lab]', or set hydra/launcher=basic"
         )
 
 

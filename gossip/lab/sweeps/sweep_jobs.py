@@ -71,7 +71,7 @@ class Job:
     @property
     def command(self) -> str:
         """That makes the same run by itself."""
-        return f"python scripts/train.py {shlex.join(self.overrides)}"
+        return f"gossip train {shlex.join(self.overrides)}"
 
     def summary(self, sweep_folder: Path) -> dict[str, Any]:
         """What the run has left, or why it has left nothing."""

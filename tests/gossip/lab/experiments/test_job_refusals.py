@@ -167,15 +167,6 @@ def test_refusals_within_a_sweep_are_rows_of_its_table(command: CommandLine, tmp
     assert "power of two" in reasons[1]
 
 
-def test_refusals_of_a_missing_package_come_first(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossip.lab.experiments.experiment_build._NEEDED_AT_THE_END", ("no_such_package",))
-    status, stderr = command("training.epochs=1")
-    assert status == 2
-    assert stderr == (
-        "error: a run needs no_such_package; install it in a clone of the repository: pip install '.[experiments]'\n"
-    )
-
-
 def test_refusals_leave_no_folder(command: CommandLine, tmp_path: Path) -> None:
     for arguments in (["optimizer.lr=abc"], ["data=cifar10", "hydra.run.dir=a/b/c"], ["-m", "model=mlp,cn"]):
         assert command(*arguments)[0] == 2

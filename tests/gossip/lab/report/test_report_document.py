@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import copy
 import csv
 import json
@@ -14,12 +13,8 @@ from typing import Any
 
 import pytest
 from report_documents import comparison, document, failed_row, heterogeneity, row, value
-from repository import GOSSIP, REPOSITORY
 
-from gossip.lab import report
 from gossip.lab.report import read_document, write_report
-
-PACKAGE = Path(report.__file__).parent
 
 
 def first_row(change: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
@@ -204,11 +199,3 @@ def test_page_of_many_rows_is_small(tmp_path: Path) -> None:
         write_report(whole, tmp_path / name)
         page, _ = check_page(tmp_path / name)
         assert len(page.encode()) < 350_000
-
-
-def test_every_file_of_the_page_is_in_the_package() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(REPOSITORY / "setup.cfg")
-    patterns = [pattern.strip() for pattern in setup["options.package_data"]["gossip"].split(",")]
-    packaged = {path for pattern in patterns for path in GOSSIP.glob(pattern)}
-    assert {path for path in PACKAGE.iterdir() if path.suffix in (".css", ".js")} <= packaged

@@ -56,7 +56,7 @@ def test_job_setting_is_the_same_for_all_seeds() -> None:
 def test_job_command_is_quoted_for_a_shell() -> None:
     assert (
         job("topology=ring", "data.partition={scheme:dirichlet,alpha:0.1}").command
-        == "python scripts/train.py topology=ring 'data.partition={scheme:dirichlet,alpha:0.1}'"
+        == "gossip train topology=ring 'data.partition={scheme:dirichlet,alpha:0.1}'"
     )
 
 

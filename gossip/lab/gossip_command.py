@@ -1,0 +1,95 @@
+"""The command ``gossip train | sweep | bench | probe``: which application it starts, and with which configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from gossip.lab.experiments.option_help import FLAGS
+from gossip.lab.experiments.run_settings import nearest
+from topologies.standard_output import ends_quietly
+
+APPLICATIONS = {
+    "train": "train one experiment, or with -m several",
+    "sweep": "run many experiments, and report on all of them",
+    "bench": "measure gossip against all-reduce and Decent-DP",
+    "probe": "measure this cluster, and predict whether gossip helps on it",
+}
+
+PACKAGES = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+"""What an installation without the extra ``lab`` lacks: the name that is imported, and the one that is installed."""
+
+REFUSED = 2
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the console command: its first argument names the application, which reads the others.
+
+    Returns
+    -------
+    int
+        The exit status, as of :func:`run`.
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else FLAGS[0]
+    if name in FLAGS:
+        rows = [f"  gossip {application}  {what}" for application, what in APPLICATIONS.items()]
+        print("\n".join(["gossip COMMAND [option ...]; --help after a command shows its options", "", *rows]))
+        return 0
+    if name not in APPLICATIONS:
+        names = ", ".join(APPLICATIONS)
+        print(
+            f"error: there is no gossip {name}{nearest(name, list(APPLICATIONS))} Available: {names}", file=sys.stderr
+        )
+        return REFUSED
+    sys.argv[:2] = [f"gossip {name}"]
+    return run(name)
+
+
+def run(name: str) -> int:
+    """Run an application with the other arguments of the command line.
+
+    Parameters
+    ----------
+    name : str
+        Of :data:`APPLICATIONS`.
+
+    Returns
+    -------
+    int
+        The exit status: 2 if the extra is not installed, 130 after Ctrl-C, else the application's.
+    """
+    try:
+        missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+        if missing:
+            print(
+                f"error: gossip {name} needs {', '.join(missing)}; install what the applications need in a clone of "
+                "the repository: pip install '.[lab]'",
+                file=sys.stderr,
+            )
+            return REFUSED
+        return ends_quietly(lambda: _start(name))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def config_folder() -> Path:
+    """Where the configuration lies: within an installed package, beside the packages in a clone of the repository."""
+    installed = Path(__file__).resolve().parent / "configs"
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+
+
+def _start(name: str) -> int:
+    if name == "probe":
+        from gossip.lab.probe import probe_command
+
+        return probe_command.main()
+    if name == "bench":
+        from gossip.lab.benchmarks import bench_command
+
+        return bench_command.main(config_folder(), name)
+    from gossip.lab.experiments import train_command
+
+    return train_command.main(config_folder(), name)

@@ -1,0 +1,71 @@
+"""``gossip COMMAND``: what it starts, and what it says where it starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+from repository import CONFIGS
+
+from gossip.lab import gossip_command
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/gossip", *arguments])
+        status = gossip_command.main()
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_gossip_alone_lists_its_commands(command: Command, arguments: tuple[str, ...]) -> None:
+    status, stdout, stderr = command(*arguments)
+    assert (status, stderr) == (0, "")
+    for name, what in gossip_command.APPLICATIONS.items():
+        assert f"gossip {name}  {what}\n" in stdout
+
+
+@pytest.mark.parametrize("name", ["train", "sweep", "bench"])
+def test_gossip_command_shows_the_options_of_its_configuration(command: Command, name: str) -> None:
+    status, stdout, _ = command(name, "--help")
+    assert status == 0
+    assert stdout.startswith(f"gossip {name} [group=file ...] [option=value ...]\n")
+
+
+def test_gossip_probe_shows_its_options(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("probe", "--help")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: gossip probe ")
+
+
+def test_gossip_refuses_another_command_in_one_line(command: Command) -> None:
+    assert command("trian", "seed=1") == (
+        2,
+        "",
+        "error: there is no gossip trian; did you mean train? Available: train, sweep, bench, probe\n",
+    )
+
+
+@pytest.mark.parametrize("name", gossip_command.APPLICATIONS)
+def test_gossip_command_without_the_extra_says_what_to_install(
+    command: Command, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {"torch": "torch", "no_such_package": "no-such-package", "nor_this_one": "nor-this-one"}
+    monkeypatch.setattr(gossip_command, "PACKAGES", packages)
+    status, stdout, stderr = command(name, "--help")
+    assert (status, stdout) == (2, "")
+    assert stderr == (
+        f"error: gossip {name} needs no-such-package, nor-this-one; install what the applications need in a clone of "
+        "the repository: pip install '.[lab]'\n"
+    )
+
+
+def test_configuration_of_a_clone_is_beside_its_packages() -> None:
+    assert gossip_command.config_folder() == CONFIGS

@@ -1,0 +1,109 @@
+"""What is installed: the same wheel from the tree and from the sdist, with the configuration and both commands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from repository import CONFIGS, REPOSITORY
+from running import TIMEOUT_S
+
+pytestmark = pytest.mark.xdist_group("packaging")  # built once
+
+BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"
+NOT_BUILT_FROM = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", ".*_cache"
+)
+
+
+def program(*arguments: str, folder: Path, **environment: str) -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run(
+        arguments,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def built(kind: str, source: Path, target: Path) -> Path:
+    """The only file that setuptools leaves; no network is used."""
+    program(sys.executable, "-c", BUILD.format(kind, str(target)), folder=source)
+    (file,) = target.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(REPOSITORY, folder / "tree", ignore=NOT_BUILT_FROM)
+    return built("sdist", folder / "tree", folder / "built")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(REPOSITORY, folder / "tree", ignore=NOT_BUILT_FROM)
+    return built("wheel", folder / "tree", folder / "built")
+
+
+def content(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_packages_are_all_named_in_setup_cfg() -> None:
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    found = {
+        ".".join(path.parent.relative_to(REPOSITORY).parts)
+        for package in ("gossip", "topologies")
+        for path in (REPOSITORY / package).rglob("__init__.py")
+    }
+    assert set(setup["options"]["packages"].split()) == found | {"gossip.lab.configs"}
+
+
+def test_wheel_holds_every_module_and_the_configuration(wheel: Path) -> None:
+    files = {path for package in ("gossip", "topologies") for path in (REPOSITORY / package).rglob("*.*")}
+    expected = {path.relative_to(REPOSITORY).as_posix(): path for path in files if "__pycache__" not in path.parts}
+    expected |= {f"gossip/lab/configs/{path.relative_to(CONFIGS)}": path for path in CONFIGS.rglob("*.yaml")}
+    packed = {name: data for name, data in content(wheel).items() if ".dist-info/" not in name}
+    assert packed == {name: path.read_bytes() for name, path in expected.items()}
+
+
+def test_wheel_of_the_sdist_is_that_of_the_tree(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    for folder in ("configs", "docs", "notebooks", "scripts", "tests"):
+        assert any((source / folder).iterdir()), folder
+    assert content(built("wheel", source, tmp_path / "built")) == content(wheel)
+
+
+def test_commands_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
+    program(*pip, "--disable-pip-version-check", f"--target={installed}", str(wheel), folder=elsewhere)
+
+    def command(*arguments: str) -> str:
+        script, *others = arguments
+        return program(str(installed / "bin" / script), *others, folder=elsewhere, PYTHONPATH=str(installed))
+
+    assert "one_peer_exponential" in command("topologies", "list")
+    (installed / "gossip" / "lab" / "configs" / "topology" / "of_the_wheel.yaml").write_text("name: ring\n")
+    tiny = ("engine=virtual", "launch.world_size=2", "training.steps=2", "figures=false", "hydra.run.dir=run")
+    command("gossip", "train", "topology=of_the_wheel", *tiny)
+    assert (elsewhere / "run" / "summary.json").exists()
