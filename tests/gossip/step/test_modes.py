@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import topology_cases
+from covering import covering
 from torch import nn
 from torch.nn.utils import vector_to_parameters
 
@@ -33,6 +34,7 @@ MODES = {
 }
 TOPOLOGIES = ("one_peer_exponential()", "complete()", "ring()", "random_matching(seed=3)", "directed_ring()")
 WORLD_SIZES = (1, 3, 4)
+CASES = covering(itertools.product(WORLD_SIZES, TOPOLOGIES, ALGORITHMS, MODES))
 
 
 class Attending(nn.Module):
@@ -80,9 +82,11 @@ def train(model: GossipDataParallel) -> np.ndarray:
     return flat(model).numpy()
 
 
-def train_all(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
+def train_cases(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
+    """Each case of this size, and the same made in backward."""
     results = {}
-    for label, algorithm, mode in itertools.product(TOPOLOGIES, ALGORITHMS, MODES):
+    cases = [case[1:] for case in CASES if case[0] == world_size]
+    for label, algorithm, mode in dict.fromkeys([*cases, *((*case[:2], "in backward") for case in cases)]):
         topology = topology_cases(world_size)[label]
         with GossipDataParallel(
             make_module(),
@@ -98,7 +102,7 @@ def train_all(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
 
 @functools.cache
 def results_of(world_size: int) -> list[dict[tuple[str, str, str], np.ndarray]]:
-    return launch(train_all, world_size, world_size=world_size)
+    return launch(train_cases, world_size, world_size=world_size)
 
 
 @functools.cache
@@ -112,7 +116,7 @@ def expected(world_size: int, label: str, algorithm: str) -> np.ndarray:
         module.zero_grad(set_to_none=False)
         loss_of(module, rank, step).backward()
         none = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-        return torch.cat([each.flatten() for each in none]).numpy()
+        return torch.cat([gradient.flatten() for gradient in none]).numpy()
 
     def mix(t: int, x: np.ndarray) -> np.ndarray:
         gamma = factor(t) if callable(factor) else factor
@@ -126,24 +130,18 @@ def expected(world_size: int, label: str, algorithm: str) -> np.ndarray:
     return x
 
 
-GROUPED = [pytest.param(size, marks=pytest.mark.xdist_group(f"modes{size}")) for size in WORLD_SIZES]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("label", TOPOLOGIES)
-@pytest.mark.parametrize("world_size", GROUPED)
-def test_every_algorithm_equals_its_recursion(world_size: int, label: str, algorithm: str) -> None:
-    actual = np.stack([results[label, algorithm, "in backward"] for results in results_of(world_size)])
+@pytest.mark.parametrize(
+    ("world_size", "label", "algorithm", "mode"),
+    [pytest.param(*case, marks=pytest.mark.xdist_group(f"modes{case[0]}")) for case in CASES],
+)
+def test_every_algorithm_in_every_mode_equals_its_recursion(
+    world_size: int, label: str, algorithm: str, mode: str
+) -> None:
+    in_backward = np.stack([results[label, algorithm, "in backward"] for results in results_of(world_size)])
     wanted = expected(world_size, label, algorithm)
-    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "in backward"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", GROUPED)
-def test_every_mode_gives_the_same_bits(world_size: int, algorithm: str, mode: str) -> None:
-    for label, results in itertools.product(TOPOLOGIES, results_of(world_size)):
-        np.testing.assert_array_equal(results[label, algorithm, mode], results[label, algorithm, "in backward"])
+    np.testing.assert_allclose(in_backward, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
+    for results, row in zip(results_of(world_size), in_backward, strict=True):
+        np.testing.assert_array_equal(results[label, algorithm, mode], row)  # bit for bit
 
 
 def follow_all_reduce() -> None:
@@ -179,8 +177,8 @@ def await_points() -> dict[str, list[int]]:
     )
     loss_of(model, model.rank, 0).backward()
     awaited: dict[str, list[int]] = {}
-    for name, each in module.named_modules():
-        for hook in each._forward_pre_hooks.values():
+    for name, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
             for index in hook._buckets:
                 awaited.setdefault(model._buckets[index].names[0], []).append(name)
     model.close()
