@@ -1,9 +1,11 @@
-"""Runs scripts/train.py and scripts/sweep.py as a user does, in a process group of its own."""
+"""Runs scripts as a user does: in a process group of their own, or, for what they say, in this process."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -11,11 +13,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
+from unittest import mock
 
 from repository import REPOSITORY
 
-TRAIN = REPOSITORY / "scripts" / "train.py"
-SWEEP = REPOSITORY / "scripts" / "sweep.py"
+SCRIPTS = REPOSITORY / "scripts"
+TRAIN = SCRIPTS / "train.py"
+SWEEP = SCRIPTS / "sweep.py"
 MODELS = REPOSITORY / "tests" / "helpers"  # faulty_models.py
 TIMEOUT_S = 120
 GRACE_S = 3.0
@@ -52,6 +57,33 @@ def sweep(folder: Path, *overrides: str) -> Finished:
     with _start(folder, *overrides, script=SWEEP) as process:
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     return Finished(process.returncode, stdout, stderr, _group(process.pid))
+
+
+def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) -> Finished:
+    """Run one of scripts/ in this process: what a fresh interpreter adds is seen once for each script, elsewhere.
+
+    What it prints is written to ``stdout`` if that is given, else it is returned.
+    """
+    printed, stderr = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    status: int | str | None = 0
+    with (
+        mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
+        mock.patch.dict(os.environ),
+        contextlib.redirect_stdout(stdout or printed),
+        contextlib.redirect_stderr(stderr),
+    ):
+        try:
+            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return Finished(status or 0, printed.getvalue(), stderr.getvalue(), ())
 
 
 @contextlib.contextmanager

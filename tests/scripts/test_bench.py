@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from repository import REPOSITORY
-from running import TIMEOUT_S
+from running import TIMEOUT_S, run_here
 
 TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=2", "bench.warmup_steps=2", "bench.steps=2")
 ONE_ROW = ("bench/methods=buckets", "bench.methods.gossip.bucket_cap_mb=25", "bench.methods.gossip.compression=none")
@@ -61,10 +61,13 @@ def test_bench_leaves_a_table_and_figures(tmp_path: Path) -> None:
         ("--multirun", "error: the benchmark measures all methods in one run: give lists, and leave out -m"),
     ],
 )
-def test_bench_refusals_are_one_line(override: str, words: str, tmp_path: Path) -> None:
-    done = bench(tmp_path, override)
-    assert done.returncode == 2
-    assert done.stderr.strip().startswith(words)
+def test_bench_refusals_are_one_line(
+    override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_here("bench.py", override)
+    assert done.status == 2
+    assert done.last_line.startswith(words)
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from repository import REPOSITORY
-from running import TIMEOUT_S
+from running import TIMEOUT_S, run_here
 
 
 def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +39,6 @@ def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: lis
 
 @pytest.mark.parametrize("script", ["compression_speed.py", "exchange_ways.py", "virtual_speed.py"])
 def test_bad_numbers_are_refused_in_one_line(script: str) -> None:
-    done = run(script, "--repetitions", "0")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith("at least 1")
+    done = run_here(script, "--repetitions", "0")
+    assert done.status == 2
+    assert done.last_line.endswith("at least 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,35 +11,34 @@ import jupytext
 import nbformat
 import pytest
 from repository import REPOSITORY
+from running import run_here
 
 SCRIPT = REPOSITORY / "scripts" / "notebooks.py"
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 240
 
 
-def run(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script where Jupyter's own folders offer a kernel of the same name that does not work."""
-    kernel = home / ".local" / "share" / "jupyter" / "kernels" / "python3"
-    kernel.mkdir(parents=True, exist_ok=True)
+@pytest.fixture
+def _strange_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter's own folders offer a kernel of the same name that does not work."""
+    kernel = tmp_path / ".local" / "share" / "jupyter" / "kernels" / "python3"
+    kernel.mkdir(parents=True)
     broken = {"argv": ["/bin/false", "{connection_file}"], "display_name": "broken", "language": "python"}
     (kernel / "kernel.json").write_text(json.dumps(broken))
-    startup = home / ".ipython" / "profile_default" / "startup"
-    startup.mkdir(parents=True, exist_ok=True)
+    startup = tmp_path / ".ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
     (startup / "print.py").write_text("print('a file of the user')")
-    elsewhere = {"HOME": str(home), "JUPYTER_PATH": str(kernel.parents[1]), "IPYTHONDIR": str(home / ".ipython")}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        env={**os.environ, **elsewhere},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PATH", str(kernel.parents[1]))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / ".ipython"))
+    monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.usefixtures("_strange_home")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_prints_what_is_written(path: Path, tmp_path: Path) -> None:
-    checked = run("--check", path.with_suffix(".py"), home=tmp_path)
+def test_notebook_runs_and_prints_what_is_written(path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--check", path.with_suffix(".py")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert checked.returncode == 0, checked.stderr
 
 
@@ -69,13 +67,14 @@ def test_every_script_has_a_notebook() -> None:
     assert [path.with_suffix(".py") for path in NOTEBOOKS] == sorted((REPOSITORY / "notebooks").glob("*.py"))
 
 
+@pytest.mark.usefixtures("_strange_home")
 def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
     script, written = tmp_path / "small.py", tmp_path / "small.ipynb"
     script.write_text("# %% [markdown]\n# Two\n\n# %%\nprint(1)\nprint(2, flush=True)\n1 + 2\n")
     files = []
     for _ in range(2):
-        found = run(script, home=tmp_path)
-        assert found.returncode == 0, found.stderr
+        found = run_here("notebooks.py", script)
+        assert found.status == 0, found.stderr
         files.append(written.read_bytes())
     assert files[0] == files[1]
     printed, value = nbformat.read(written, as_version=4).cells[1].outputs
@@ -83,6 +82,7 @@ def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
     assert value.data == {"text/plain": "3"}
 
 
+@pytest.mark.usefixtures("_strange_home")
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -99,7 +99,7 @@ def test_check_tells_what_is_wrong(source: str, message: str, tmp_path: Path) ->
     written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(2)" if message == "+2" else "print(1)")])
     written.cells[0].outputs = [nbformat.v4.new_output("stream", text="1\n")]
     nbformat.write(written, tmp_path / "small.ipynb")
-    checked = run("--check", script, home=tmp_path)
-    assert checked.returncode == 1
+    checked = run_here("notebooks.py", "--check", script)
+    assert checked.status == 1
     assert "small" in checked.stderr
     assert message in checked.stderr

@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 from repository import REPOSITORY
-from running import TIMEOUT_S
+from running import TIMEOUT_S, TRAIN, run_here
 
 from topologies.standard_output import CUT, ends_quietly
 
-SCRIPTS = REPOSITORY / "scripts"
 CLUSTER = "--world-size 8 --latency-us 20 --bandwidth-gbps 25 --message-mb 100 --all"
 PROGRAMS = {
-    "train help": [str(SCRIPTS / "train.py"), "--help"],
-    "train configuration": [str(SCRIPTS / "train.py"), "--cfg", "job"],
-    "sweep": [str(SCRIPTS / "sweep.py"), "--help"],
-    "bench": [str(SCRIPTS / "bench.py"), "--help"],
-    "probe": [str(SCRIPTS / "probe.py"), "--help"],
+    "train": [str(TRAIN), "--cfg", "job"],
     "topologies": ["-m", "topologies", "list"],
     "topologies help": ["-m", "topologies", "--help"],
     "topologies recommend": ["-m", "topologies", "recommend", *CLUSTER.split()],
@@ -55,8 +50,18 @@ def test_program_whose_output_is_cut_ends_quietly(name: str, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("script", ["train.py", "sweep.py", "bench.py", "probe.py"])
+def test_help_that_is_cut_ends_quietly(script: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stdout:  # closed as at an interpreter's end: nothing may be left to write
+        help_ = run_here(script, "--help", stdout=stdout)
+    assert help_.stderr == ""
+    assert help_.status in (0, CUT)
+
+
 def test_refusal_is_told_where_the_output_is_cut(tmp_path: Path) -> None:
-    status, stderr = run_into_a_closed_pipe([str(SCRIPTS / "train.py"), "seed=x"], tmp_path)
+    status, stderr = run_into_a_closed_pipe([str(TRAIN), "seed=x"], tmp_path)
     assert (status, stderr) == (2, "error: seed must be an integer of at least 0, got 'x'\n")
 
 

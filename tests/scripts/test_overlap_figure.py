@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab_hosts import why_no_hosts
 from repository import REPOSITORY
-from running import TIMEOUT_S
-
-from gossip.lab.benchmarks import shaped_hosts
-from gossip.lab.benchmarks.namespaces import Namespace
+from running import TIMEOUT_S, run_here
 
 NUM_LAYERS, NUM_STEPS = 3, 3
 MESSAGE, WAIT = "#fd8d3c", "#de2d26"
@@ -36,13 +34,7 @@ def panels(svg: str) -> list[str]:
 
 @pytest.mark.root
 def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
-    missing = shaped_hosts.what_is_missing()
-    if missing is None:
-        try:
-            Namespace().close()
-        except OSError as error:
-            missing = f"network namespaces are not permitted here ({error.strerror})"
-    if missing is not None:
+    if missing := why_no_hosts():
         pytest.skip(missing)
     path = tmp_path / "overlap.svg"
     done = draw(path, "--num-layers", str(NUM_LAYERS), "--width", "40", "--batch-size", "2")
@@ -64,9 +56,9 @@ def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
     ("option", "value", "said"), [("--rate", "fast", "rate must be a number"), ("--width", "x", "")]
 )
 def test_a_bad_option_is_refused_in_one_line(option: str, value: str, said: str, tmp_path: Path) -> None:
-    done = draw(tmp_path / "overlap.svg", option, value)
-    assert done.returncode != 0
-    assert said in done.stderr.splitlines()[-1]
+    done = run_here("overlap_figure.py", tmp_path / "overlap.svg", option, value)
+    assert done.status != 0
+    assert said in done.last_line
     assert not (tmp_path / "overlap.svg").exists()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from repository import REPOSITORY
-from running import TIMEOUT_S
+from running import TIMEOUT_S, run_here
 
 SCRIPT = str(REPOSITORY / "scripts" / "probe.py")
 TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1")
@@ -49,6 +49,6 @@ def test_probe_joins_torchrun_and_prints_once() -> None:
 
 
 def test_probe_refuses_a_bad_number_in_one_line() -> None:
-    done = probe(SCRIPT, "--parameters-mb=-1")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith("--parameters-mb must be positive, got -1.0")
+    done = run_here("probe.py", "--parameters-mb=-1")
+    assert done.status == 2
+    assert done.last_line.endswith("--parameters-mb must be positive, got -1.0")

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import unsupervised
+from lab_hosts import why_no_hosts
 from test_deaths import (
     VICTIM,
     assert_only_the_victim_is_blamed,
@@ -21,8 +22,7 @@ from test_deaths import (
 )
 
 from gossip import ExchangeError
-from gossip.lab.benchmarks.namespaces import Namespace
-from gossip.lab.benchmarks.shaped_hosts import Lab, what_is_missing
+from gossip.lab.benchmarks.shaped_hosts import Lab
 
 TIMEOUT = timedelta(seconds=4)
 
@@ -30,13 +30,7 @@ TIMEOUT = timedelta(seconds=4)
 @pytest.fixture
 def hosts() -> Iterator[Lab]:
     """Skips where there can be none."""
-    missing = what_is_missing()
-    if missing is None:
-        try:
-            Namespace().close()
-        except OSError as error:
-            missing = f"network namespaces are not permitted here ({error.strerror})"
-    if missing is not None:
+    if missing := why_no_hosts():
         pytest.skip(missing)
     made = Lab(4)
     yield made

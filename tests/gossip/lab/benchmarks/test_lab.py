@@ -14,30 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lab_hosts import why_no_hosts
 
 from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.counters import InterfaceBytes
-from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 
 PATIENCE_S = 20
 
 
-def why_not() -> str | None:
-    missing = shaped_hosts.what_is_missing()
-    if missing is None:
-        try:
-            Namespace().close()
-        except OSError as error:
-            missing = f"network namespaces are not permitted here ({error.strerror})"
-    return missing
-
-
 @pytest.fixture
 def two_hosts() -> Iterator[Lab]:
     """Skips where there can be none."""
-    missing = why_not()
-    if missing is not None:
+    if missing := why_no_hosts():
         pytest.skip(missing)
     made = Lab(2)
     yield made
@@ -118,8 +107,7 @@ bench_workers.measure(settings, lab, Path(sys.argv[1]), lambda record: print("me
     ids=["term", "kill", "int"],
 )
 def test_lab_ends_with_its_controller(number: signal.Signals, status: int, tmp_path: Path) -> None:
-    missing = why_not()
-    if missing is not None:
+    if missing := why_no_hosts():
         pytest.skip(missing)
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(CONTROLLER), str(tmp_path)],

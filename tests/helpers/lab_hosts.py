@@ -1,0 +1,17 @@
+"""Where there can be hosts of network namespaces."""
+
+from __future__ import annotations
+
+from gossip.lab.benchmarks import shaped_hosts
+from gossip.lab.benchmarks.namespaces import Namespace
+
+
+def why_no_hosts() -> str | None:
+    """What is missing here for a :class:`gossip.lab.benchmarks.shaped_hosts.Lab`; None if nothing is."""
+    missing = shaped_hosts.what_is_missing()
+    if missing is None:
+        try:
+            Namespace().close()
+        except OSError as error:
+            missing = f"network namespaces are not permitted here ({error.strerror})"
+    return missing
