@@ -8,6 +8,13 @@ workers on this machine.
 from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms import Algorithm as Algorithm
+from gossip.algorithms import Arrived as Arrived
+from gossip.algorithms import BucketView as BucketView
+from gossip.algorithms import ExactDiffusion as ExactDiffusion
+from gossip.algorithms import GradientTracking as GradientTracking
+from gossip.algorithms import MomentumExchange as MomentumExchange
+from gossip.algorithms import PushSum as PushSum
+from gossip.algorithms import Requires as Requires
 from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
@@ -40,7 +47,7 @@ from gossip.simulation import SimulatedRun as SimulatedRun
 from gossip.simulation import SlowRank as SlowRank
 from gossip.simulation import Workload as Workload
 from gossip.simulation import simulate_time as simulate_time
-from gossip.step.mixing import UsesExchange as UsesExchange
+from gossip.step.exchanges import UsesExchange as UsesExchange
 from gossip.version import __version__ as __version__
 from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
@@ -50,7 +57,9 @@ __all__ = [
     "AdaptWhileCommunicating",
     "Algorithm",
     "Arrival",
+    "Arrived",
     "BucketShape",
+    "BucketView",
     "Cast",
     "Checkpoint",
     "CheckpointError",
@@ -61,15 +70,20 @@ __all__ = [
     "DebugTransport",
     "DistributedTransport",
     "DropOut",
+    "ExactDiffusion",
     "Exchange",
     "ExchangeError",
     "GossipDataParallel",
     "GossipError",
+    "GradientTracking",
     "LaunchError",
     "ManifestError",
     "ModuloQuantization",
+    "MomentumExchange",
     "PowerGossip",
+    "PushSum",
     "RandomDelays",
+    "Requires",
     "SimulatedRun",
     "SlowRank",
     "StepStats",

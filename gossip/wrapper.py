@@ -341,7 +341,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         engine.drop_in_flight()
         with engine.fatal():
             engine.frozen.compare()
-            average_module_(self.module, self._buckets, engine.frozen, self._world)
+            average_module_(self.module, self._buckets, engine.frozen, self._world, engine.weights())
             engine.frozen.are_equal()
 
     @contextlib.contextmanager
@@ -372,7 +372,9 @@ class GossipDataParallel(ModuleFace, Outermost):
             engine.frozen.compare()
         with saved_state(self.module, self._buckets), engine.frozen.saved():
             with engine.fatal():
-                average_module_(self.module, self._buckets, engine.frozen, self._world, is_put_back=True)
+                average_module_(
+                    self.module, self._buckets, engine.frozen, self._world, engine.weights(), is_put_back=True
+                )
             engine.is_averaged = True
             try:
                 if recalibrate is not None:
@@ -395,7 +397,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         engine.settle()
         with engine.fatal():
             engine.frozen.compare()
-            return consensus_distance(self._buckets, engine.frozen, self._world)
+            return consensus_distance(self._buckets, engine.frozen, self._world, engine.weights())
 
     # ------------------------------------------------------------------ values and copies
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gossip.algorithms.base import Algorithm
+from gossip.algorithms.mixing_factor import WithMixingFactor
 
 
-class AdaptThenCombine(Algorithm):
+class AdaptThenCombine(WithMixingFactor):
     r"""Update first, then average what was updated, before it is used again (diffusion).
 
     .. math:: x_i(t+1) = \sum_j W_t[i,j]\, \bigl(x_j(t) + u_j(t)\bigr)
@@ -19,4 +19,4 @@ class AdaptThenCombine(Algorithm):
     Transactions on Signal Processing 60 (8), 2012, equation (20).
     """
 
-    combines_before_forward = True
+    before_forward = True

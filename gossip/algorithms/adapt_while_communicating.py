@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gossip.algorithms.base import Algorithm
+from gossip.algorithms.mixing_factor import WithMixingFactor
 
 
-class AdaptWhileCommunicating(Algorithm):
+class AdaptWhileCommunicating(WithMixingFactor):
     r"""The local update and the exchange run side by side (D-PSGD).
 
     With :math:`u_i(t)` the optimizer's update at rank i, computed from the gradient at :math:`x_i(t)`, and
@@ -23,4 +23,4 @@ class AdaptWhileCommunicating(Algorithm):
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, algorithm 1.
     """
 
-    combines_before_forward = False
+    before_forward = False

@@ -5,10 +5,20 @@ from __future__ import annotations
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating
 from gossip.algorithms.base import Algorithm
+from gossip.algorithms.exact_diffusion import ExactDiffusion
+from gossip.algorithms.gradient_tracking import GradientTracking
+from gossip.algorithms.momentum_exchange import MomentumExchange
+from gossip.algorithms.push_sum import PushSum
 
 _BY_NAME: dict[str, type[Algorithm]] = {
     "adapt_while_communicating": AdaptWhileCommunicating,
+    "awc": AdaptWhileCommunicating,
     "adapt_then_combine": AdaptThenCombine,
+    "atc": AdaptThenCombine,
+    "exact_diffusion": ExactDiffusion,
+    "gradient_tracking": GradientTracking,
+    "momentum_exchange": MomentumExchange,
+    "push_sum": PushSum,
 }
 
 

@@ -1,79 +1,207 @@
-"""Update rules: when a rank combines its values with what it got, and how."""
+"""What an algorithm is: when a rank combines its values with what it got, how, and what it keeps."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
-MixingFactor = float | Callable[[int], float]
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.static_rounds import check_static
+from topologies import Topology
+
+VALUES = "values"
+"""The channel of the values themselves."""
+
+Resized = Literal["mean", "zero"]
+"""What a new world makes of a state: the mean over the old ranks at every rank, or zeros, as at the beginning."""
 
 
-class Algorithm:
-    r"""How updates and exchanges follow each other. The base holds what all of them share.
-
-    A message is a rank's flat values as they were sent, :math:`m_i`. When the messages of a round have arrived, they
-    are combined into the values as they are then:
-
-    .. math:: x_i \mathrel{+}= \gamma \Bigl(\sum_j W[i,j]\, m_j - m_i\Bigr)
-
-    With :math:`\gamma = 1` and values that were not edited since the message left this is
-    :math:`x_i \leftarrow \sum_j W[i,j]\, x_j`. In this form the mean over ranks is kept whatever the messages lost on
-    the way, and an edit of the values in between (``load_state_dict``, a clamp) survives.
-
-    Parameters
-    ----------
-    gamma : float or callable
-        The mixing factor: x <- (1 - gamma) x + gamma mix(x), between 0 and 1; or a function of the round's index,
-        ``gamma(t) -> float``. The attribute may be set between steps. It must be the same on every rank: else the mean
-        over ranks is not kept.
+class Requires(NamedTuple):
+    """What an algorithm needs of a topology's matrices W.
 
     Attributes
     ----------
-    combines_before_forward : bool
-        Whether the messages of a step must be combined before the next forward pass reads the parameters; else they
-        are when the same parameters are updated next.
-
-    Raises
-    ------
-    ValueError
-        ``gamma`` is not between 0 and 1.
+    stochastic : str
+        "doubly": rows and columns sum to 1; "column": columns at least; "row": rows at least.
+    static, symmetric : bool
+        Whether W must be the same in every exchange, and W[i, j] = W[j, i].
     """
 
-    combines_before_forward: ClassVar[bool]
+    stochastic: Literal["doubly", "row", "column"] = "doubly"
+    static: bool = False
+    symmetric: bool = False
 
-    def __init__(self, gamma: MixingFactor = 1.0) -> None:
-        if not callable(gamma):
-            _check_gamma(gamma)
-        self.gamma = gamma
+    def check(self, topology: Topology, algorithm: str) -> None:
+        """Refuse a topology that does not have it.
+
+        Raises
+        ------
+        ValueError
+            Says what it lacks, and what to choose.
+        """
+        if topology.stochasticity not in ("doubly", self.stochastic):
+            remedy = (
+                'choose doubly stochastic weights (weights="metropolis" for an undirected graph)'
+                + ', or algorithm="push_sum", which corrects for it' * (topology.stochasticity == "column")
+            )
+            raise ValueError(
+                f"topology {topology.name!r} is only {topology.stochasticity}-stochastic: averages would be biased; "
+                f"{remedy}"
+            )
+        if self.static:
+            instead = "adapt_while_communicating, which remembers nothing"
+            check_static(topology, f"algorithm {algorithm}", instead, symmetric=self.symmetric)
+
+
+class Algorithm:
+    r"""How updates and exchanges follow each other. The base holds what all of them share: gossip itself.
+
+    In every step a bucket goes through one order, at a rank and on virtual workers alike:
+
+    1. what has arrived is combined: :meth:`arrive` (before the next forward pass already if :attr:`before_forward`);
+    2. :meth:`gradient` may put something in the gradient's place, which has been clipped and is finite;
+    3. the optimizer updates, and :meth:`updated` is called;
+    4. :meth:`message` says what is sent.
+
+    A message is what a rank has sent, :math:`m_i`. When the messages of a round have arrived, they are combined into
+    the values as they are then:
+
+    .. math:: x_i \mathrel{+}= \sum_j W[i,j]\, m_j - m_i
+
+    With values that were not edited since the message left this is :math:`x_i \leftarrow \sum_j W[i,j]\, x_j`. In this
+    form the mean over ranks is kept whatever the messages lost on the way, and an edit of the values in between
+    (``load_state_dict``, a clamp) survives.
+
+    All tensors may have leading dimensions, which are workers: see :class:`BucketView`. Hooks change them in place.
+
+    Attributes
+    ----------
+    requires : Requires
+        Of the topology.
+    sends : tuple of str
+        The channels of an exchange, tensors like the values: :meth:`message` has one for each. Each has a codec of its
+        own.
+    numbers : tuple of str
+        Scalars that travel with a bucket's messages, never compressed: entries of :attr:`BucketView.numbers`.
+    keeps : mapping of str to str
+        The tensors in :attr:`BucketView.kept`, and what a change of world size makes of each: "mean" or "zero". Sums
+        over ranks that an algorithm relies on survive both. They are saved in checkpoints by the parameters' names.
+    before_forward : bool
+        Whether the messages of a step must be combined before the next forward pass reads the parameters; else they
+        are when the same parameters are updated next.
+    directs : bool
+        Whether :meth:`gradient` is to be called: a flat gradient is built only then.
+    remembers_before : bool
+        Whether :meth:`updated` wants :attr:`BucketView.before`, a copy of the values before the update.
+    follows_learning_rate : bool
+        Whether the hooks read :attr:`BucketView.learning_rate`.
+    weighs_by : str or None
+        The number by which a rank's values are weighted in a mean over ranks; None: all alike.
+    """
+
+    requires: ClassVar[Requires] = Requires()
+    sends: ClassVar[tuple[str, ...]] = (VALUES,)
+    numbers: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[Mapping[str, Resized]] = {}
+    before_forward: ClassVar[bool] = False
+    directs: ClassVar[bool] = False
+    remembers_before: ClassVar[bool] = False
+    follows_learning_rate: ClassVar[bool] = False
+    weighs_by: ClassVar[str | None] = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether step ``step`` ends with an exchange, if the round of its index has one. The same on all ranks."""
+        del step
+        return True
+
+    def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Refuse optimizers that the algorithm cannot work with.
+
+        Raises
+        ------
+        ValueError
+            Says why, and what to do.
+        """
+
+    def check_messages(self, compression: str) -> None:
+        """Refuse a compression whose messages are no values, but changes along an edge, where that cannot work.
+
+        Raises
+        ------
+        ValueError
+            ``weighs_by`` is set: what is sent must be known to be weighed.
+        """
+        if self.weighs_by is not None:
+            raise ValueError(
+                f"compression {compression} cannot serve algorithm {self.describe()}, which must know what was sent; "
+                "choose none, bf16, fp16, int8 or int4"
+            )
+
+    def begin(self, bucket: BucketView) -> None:
+        """Fill ``bucket.kept`` and ``bucket.numbers``: at the beginning, and where a training begins anew."""
+        bucket.kept.update({name: bucket.zeros() for name in self.keeps})
+        ones = torch.ones(*bucket.values.shape[:-1], 1, dtype=torch.float64, device=bucket.values.device)
+        bucket.numbers.update({name: ones.clone() for name in self.numbers})
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        """Combine what has arrived.
+
+        With one channel it is called part by part, with a view of a part of the bucket each time; with several once.
+
+        Parameters
+        ----------
+        bucket : BucketView
+            Its ``round_index`` is that of the round in which the messages were sent.
+        got : mapping of str to Arrived
+            By channel and number.
+        """
+        self.combine_(bucket.values, got[VALUES].difference, bucket.round_index)
 
     def combine_(self, values: torch.Tensor, difference: torch.Tensor, round_index: int) -> None:
-        r"""Mix what arrived into ``values``, in place.
+        r"""Mix what arrived into ``values``, in place: parameters, and buffers that are averaged.
 
         Parameters
         ----------
         values : Tensor, [..., numel]
-            The flat parameters x_i; changed in place. Leading dimensions are workers.
         difference : Tensor, [..., numel]
             :math:`\sum_j W[i,j] m_j - m_i`, in the dtype of accumulation; used up as scratch.
         round_index : int
-            Index of the round in which the messages were sent.
         """
-        gamma = self.gamma(round_index) if callable(self.gamma) else self.gamma
-        _check_gamma(gamma)
-        if values.dtype == difference.dtype:
-            values.add_(difference, alpha=gamma)
-        else:
-            values.copy_(difference.mul_(gamma).add_(values))
+        del round_index
+        add_(values, difference)
+
+    def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
+        """What the optimizer is to get in the gradient's place, [..., numel]; with :attr:`directs` alone.
+
+        It is not called where the update is skipped: without a gradient, or with one that is not finite.
+
+        Parameters
+        ----------
+        bucket : BucketView
+        gradient : Tensor, [..., numel]
+            In the dtype of accumulation.
+        """
+        del bucket
+        return gradient
+
+    def updated(self, bucket: BucketView) -> None:
+        """Called after the optimizer's update, skipped ones included: like an update by zero."""
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        """What is sent, by channel: tensors like the values, which are encoded before anything else happens."""
+        return {VALUES: bucket.values}
 
     def describe(self) -> str:
         """Name and constants, to be compared between ranks."""
-        gamma = "a schedule" if callable(self.gamma) else f"{self.gamma:g}"
-        return f"{type(self).__name__}(gamma={gamma})"
+        return type(self).__name__
 
 
-def _check_gamma(gamma: float) -> None:
-    if not isinstance(gamma, int | float) or not math.isfinite(gamma) or not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be between 0 and 1, or a function of the round's index, got {gamma!r}")
+def add_(values: torch.Tensor, difference: torch.Tensor, factor: float = 1.0) -> None:
+    """Add ``factor`` times a difference, which is used up, in the wider dtype of the two."""
+    if values.dtype == difference.dtype:
+        values.add_(difference, alpha=factor)
+    else:
+        values.copy_(difference.mul_(factor).add_(values))

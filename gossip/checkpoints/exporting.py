@@ -68,13 +68,14 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
     entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in _exported(module)}
     compare(model, entries, "comparing what is exported")
     tensors: dict[str, torch.Tensor] = {}
+    weights = model._live().weights()
     are_equal = len(set(replicas)) == 1
     with model._live().fatal():
         for name, tensor in _exported(module):
             if are_equal or name in equal or not _is_averaged(tensor):
                 average = tensor.cpu() if world.rank == 0 else None
             else:
-                average = _average(tensor, world, f"averaging {name!r}")
+                average = _average(tensor, world, f"averaging {name!r}", weights.get(name, 1.0))
             if average is not None:
                 tensors[name] = average.contiguous()
     together(model, f"exporting to {path}", lambda: _write(module, tensors, path) if world.rank == 0 else None)
@@ -111,12 +112,14 @@ def _is_averaged(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _average(tensor: torch.Tensor, world: World, what: str) -> torch.Tensor | None:
-    """The mean over ranks, on the CPU of rank 0; in chunks."""
+def _average(tensor: torch.Tensor, world: World, what: str, weight: float) -> torch.Tensor | None:
+    """The mean over ranks, on the CPU of rank 0; in chunks. This rank's values count ``weight``."""
     result = torch.empty(tensor.numel(), dtype=tensor.dtype) if world.rank == 0 else None
     place = 0
     for chunk in chunks_in_memory_order(tensor):
         wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
+        if weight != 1.0:
+            wide.mul_(weight)
         world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, what)
         if result is not None:
             result[place : place + len(chunk)].copy_(wide)

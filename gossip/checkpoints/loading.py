@@ -128,7 +128,7 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
     changes = _changes(model, manifest)
     engine_state = contents.state["engine"]
     if changes:
-        engine_state = {"step": manifest["step"]}
+        engine_state = {key: engine_state[key] for key in ("step", "algorithm") if key in engine_state}
     left_out = together(
         model,
         f"restoring {contents.path} (the model is partly loaded; load again, or construct it anew)",

@@ -110,7 +110,7 @@ def restore(
     left_out = _restore_module(model.module, state)
     for optimizer, saved in zip(optimizers_of(model), state["optimizers"], strict=True):
         _restore_optimizer(optimizer, saved)
-    model._live().load_state_dict(engine_state)
+    left_out += model._live().load_state_dict(engine_state)
     for name, part in parts.items():
         part.load_state_dict(state["stateful"][name])
     if state.get("rng") is not None:  # at last: whatever was called above may have drawn numbers

@@ -9,6 +9,7 @@ import torch
 
 from gossip.checkpoints.checkpoint_files import reason
 from gossip.errors import CheckpointError
+from gossip.step.algorithm_state import for_new_world, weight_of
 
 _Path = tuple[Any, ...]
 
@@ -43,10 +44,14 @@ class _Mean:
         self._counts: dict[_Path, int] = {}
 
     def add(self, state: dict[str, Any]) -> None:
-        averaged = {section: state[section] for section in ("parameters", "buffers", "optimizers")}
-        _map_floats(averaged, (), self._accumulate)
+        algorithm = state["engine"].get("algorithm")
+        weight = None if algorithm is None else weight_of(algorithm)
+        if weight is not None:
+            weighted = {name: values * weight.to(values.dtype) for name, values in state["parameters"].items()}
+            state = state | {"parameters": weighted}
+        _map_floats(self._averaged(state), (), self._accumulate)
         if not self._first:
-            engine = {"step": state["engine"]["step"]}
+            engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
             self._first = state | {"gradients": {}, "rng": None, "engine": engine}
             return
         for mine, theirs in zip(self._first["optimizers"], state["optimizers"], strict=True):
@@ -54,9 +59,17 @@ class _Mean:
                 mine["state"].setdefault(number, entry)
 
     def result(self) -> dict[str, Any]:
-        averaged = {section: self._first[section] for section in ("parameters", "buffers", "optimizers")}
-        averages: dict[str, Any] = _map_floats(averaged, (), self._average)
-        return self._first | averages
+        averages: dict[str, Any] = _map_floats(self._averaged(self._first), (), self._average)
+        kept = averages.pop("kept")
+        engine = self._first["engine"]
+        if "algorithm" in engine:
+            engine = engine | {"algorithm": for_new_world(engine["algorithm"], kept)}
+        return self._first | averages | {"engine": engine}
+
+    @staticmethod
+    def _averaged(state: dict[str, Any]) -> dict[str, Any]:
+        sections = {section: state[section] for section in ("parameters", "buffers", "optimizers")}
+        return sections | {"kept": state["engine"].get("algorithm", {}).get("kept", {})}
 
     def _accumulate(self, path: _Path, tensor: torch.Tensor) -> torch.Tensor:
         if path in self._sums:

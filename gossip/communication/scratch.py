@@ -38,10 +38,15 @@ class Scratch:
         self._num_bytes = 0
         self.num_assigned = 0
 
-    def average(self, tensor: torch.Tensor, what: str) -> None:
-        """The mean over ranks for ``tensor``. Collective. Half precision is summed in float32."""
+    def average(self, tensor: torch.Tensor, what: str, weight: float = 1.0) -> None:
+        """The mean over ranks for ``tensor``, of which this rank's counts ``weight``. Collective.
+
+        Weights add up to the number of ranks. Half precision is summed in float32.
+        """
         dtype = accumulation_dtype(tensor.dtype)
         for scratch in self._copies(tensor, dtype, is_summed=True):
+            if weight != 1.0:
+                scratch.mul_(weight)
             self._world.average_(scratch, what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:

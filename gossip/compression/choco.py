@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Compression, Messages, WholeCodec, chunks
+from gossip.algorithms.static_rounds import check_static
+from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, Messages, WholeCodec, chunks
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
-from gossip.compression.static_rounds import check_static
 from topologies import Round, Topology
 
 #: By what times the ratio gamma is, at most 1. Twice as much begins to diverge, with some topologies.
@@ -88,7 +88,7 @@ class Choco(Compression):
         self.seed = seed
 
     def check(self, topology: Topology) -> None:
-        check_static(topology, self.describe(), symmetric=True)
+        check_static(topology, f"compression {self.describe()}", NO_MEMORY, symmetric=True)
 
     def codec(self, bucket: BucketShape, rank: int) -> ChocoCodec:
         return ChocoCodec(SPARSIFIERS[self.sparsifier](bucket, self.ratio, self.seed), self.gamma, rank)

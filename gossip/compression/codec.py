@@ -15,6 +15,8 @@ Messages = Mapping[int, torch.Tensor]
 """Tensors that go to ranks, or come from them, by rank."""
 Parts = Iterator[tuple[slice, torch.Tensor]]
 """A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
+NO_MEMORY = "int8, which remembers nothing"
+"""What to choose instead of a compression that builds on earlier exchanges."""
 #: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
 CHUNK_NUMEL = 2**18
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Compression, Messages, WholeCodec
+from gossip.algorithms.static_rounds import check_static
+from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, Messages, WholeCodec
 from gossip.compression.random_draws import generator
-from gossip.compression.static_rounds import check_static
 from topologies import Round, Topology
 
 
@@ -54,7 +54,7 @@ class PowerGossip(Compression):
         self.seed = seed
 
     def check(self, topology: Topology) -> None:
-        check_static(topology, self.describe(), symmetric=True)
+        check_static(topology, f"compression {self.describe()}", NO_MEMORY, symmetric=True)
 
     def codec(self, bucket: BucketShape, rank: int) -> PowerCodec:
         return PowerCodec(self, bucket, rank)

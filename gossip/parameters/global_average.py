@@ -24,10 +24,14 @@ def average_module_(
     buckets: Sequence[Bucket],
     frozen: FrozenParameters,
     world: World,
+    weights: Mapping[str, float],
     *,
     is_put_back: bool = False,
 ) -> None:
     """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective.
+
+    ``weights``: by parameter, how much this rank's values count, the same in all of a bucket; else 1. Over ranks they
+    add up to the number of ranks.
 
     Raises
     ------
@@ -41,7 +45,7 @@ def average_module_(
         try:
             _compare_buffers(module, world)
             for bucket in buckets:
-                scratch.average(bucket.block, f"averaging bucket {bucket.index}")
+                scratch.average(bucket.block, f"averaging bucket {bucket.index}", weights.get(bucket.names[0], 1.0))
             for name, values in frozen.differing_values():
                 scratch.average(values, f"averaging frozen parameter {name!r}")
             for name, buffer in module.named_buffers():
@@ -98,13 +102,15 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
                 owned[key] = buffer  # a forward pass may have put another one there
 
 
-def consensus_distance(buckets: Sequence[Bucket], frozen: FrozenParameters, world: World) -> tuple[float, float]:
+def consensus_distance(
+    buckets: Sequence[Bucket], frozen: FrozenParameters, world: World, weights: Mapping[str, float]
+) -> tuple[float, float]:
     """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
     squares = torch.zeros(2, dtype=torch.float64)
     mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
-    exchanged = [(f"bucket {bucket.index}", bucket.block) for bucket in buckets]
-    for name, values in (*exchanged, *frozen.differing_values()):
-        mean = values.clone()
+    exchanged = [(f"bucket {bucket.index}", bucket.block, weights.get(bucket.names[0], 1.0)) for bucket in buckets]
+    for name, values, weight in (*exchanged, *((name, values, 1.0) for name, values in frozen.differing_values())):
+        mean = values.clone() if weight == 1.0 else values * weight
         world.average_(mean, f"consensus distance of {name}")
         squares[0] += _norm(values - mean) ** 2
         mean_norm = math.hypot(mean_norm, _norm(mean))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossip.algorithms import resolve_algorithm
+from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.simulated_methods import AllReduceSteps, GossipSteps, LocalSteps, Steps
 from gossip.simulation.simulation_checks import check_amount
@@ -45,7 +45,7 @@ def simulate_time(
     workload: Workload,
     num_steps: int = 1000,
     *,
-    algorithm: str = "adapt_while_communicating",
+    algorithm: str | Algorithm = "adapt_while_communicating",
     compression_ratio: float = 1.0,
     seed: int = 0,
 ) -> SimulatedRun:
@@ -64,8 +64,8 @@ def simulate_time(
     cluster : Cluster
     workload : Workload
     num_steps : int
-    algorithm : str
-        "adapt_while_communicating" or "adapt_then_combine"; of gossip.
+    algorithm : str or Algorithm
+        Of gossip: how many messages it sends in which steps, and when they are needed.
     compression_ratio : float
         How many times smaller than ``workload.bucket_bytes`` the messages are.
     seed : int
@@ -93,13 +93,11 @@ def simulate_time(
         raise TypeError(f"workload must be a gossip.Workload, got {workload!r} ({type(workload).__name__})")
     workload.check_ranks(cluster.world_size)
     ratio = check_amount("compression_ratio", compression_ratio, positive=True)
-    combines_before_forward = resolve_algorithm(algorithm).combines_before_forward
-    return _run(_steps(method, cluster, workload, ratio, combines_before_forward), workload, cluster, num_steps, seed)
+    steps = _steps(method, cluster, workload, ratio, resolve_algorithm(algorithm))
+    return _run(steps, workload, cluster, num_steps, seed)
 
 
-def _steps(
-    method: Topology | str, cluster: Cluster, workload: Workload, ratio: float, combines_before_forward: bool
-) -> Steps:
+def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: float, algorithm: Algorithm) -> Steps:
     kinds: dict[str, Callable[[], Steps]] = {
         "ddp": lambda: AllReduceSteps(cluster, workload, ratio),
         "none": lambda: LocalSteps(workload),
@@ -110,7 +108,7 @@ def _steps(
                 f"method is a topology for {method.world_size} ranks, the cluster has {cluster.num_nodes} x "
                 f"{cluster.local_size} = {cluster.world_size}; build it for {cluster.world_size}"
             )
-        return GossipSteps(method, cluster, workload, ratio, combines_before_forward)
+        return GossipSteps(method, cluster, workload, ratio, algorithm)
     if method not in kinds:
         raise ValueError(
             f"method must be a topology, 'ddp' or 'none', got {method!r}; build a topology with "

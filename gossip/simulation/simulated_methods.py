@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from gossip.algorithms import Algorithm
 from gossip.communication.transports import MIN_LARGE_BYTES, shared_groups
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.simulated_exchanges import ExchangePlan, Mask, plan_exchange
@@ -95,9 +96,10 @@ class GossipSteps:
     cluster : Cluster
     workload : Workload
     compression_ratio : float
-    combines_before_forward : bool
-        Whether messages are needed where the next forward pass begins, in place of where the bucket is updated: a
-        bucket of several layers is awaited by the module that holds them all.
+    algorithm : Algorithm
+        Says which steps end with an exchange, how many messages a bucket sends in it, and whether they are needed where
+        the next forward pass begins, in place of where the bucket is updated: a bucket of several layers is awaited by
+        the module that holds them all.
     """
 
     def __init__(
@@ -106,13 +108,13 @@ class GossipSteps:
         cluster: Cluster,
         workload: Workload,
         compression_ratio: float,
-        combines_before_forward: bool,
+        algorithm: Algorithm,
     ) -> None:
         self._topology = topology
         self._cluster = cluster
         self._workload = workload
         self._ratio = compression_ratio
-        self._combines_before_forward = combines_before_forward
+        self._algorithm = algorithm
         self._all_reduces = _groups_on_wire(topology, cluster, compression_ratio)
         self._plans: dict[tuple[int, bool], ExchangePlan | None] = {}
         n, num_buckets = cluster.world_size, len(workload.bucket_bytes)
@@ -124,12 +126,12 @@ class GossipSteps:
         told, num_buckets = self._workload, len(self._shares)
         clock = clock + draw.delay_s
         waits_s = np.zeros_like(clock)
-        for bucket in range(num_buckets if self._combines_before_forward else 0):
+        for bucket in range(num_buckets if self._algorithm.before_forward else 0):
             clock = self._combine(bucket, clock, draw, waits_s)
         clock = self._compute(told.forward_s * draw.factor, clock)
         for bucket, share in enumerate(self._shares):
             clock = self._compute(told.backward_s * share * draw.factor, clock)
-            if not self._combines_before_forward:
+            if not self._algorithm.before_forward:
                 clock = self._combine(bucket, clock, draw, waits_s)
             clock = self._compute(told.update_s * share * draw.factor, clock)
             self._post(step, bucket, clock, draw)
@@ -152,11 +154,11 @@ class GossipSteps:
 
     def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
-        plan = self._plan(step, num_bytes, draw.present)
+        plan = self._plan(step, num_bytes, draw.present) if self._algorithm.is_due(step) else None
         if plan is None:
             self._arrives_s[bucket] = -np.inf
             return
-        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes)
+        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes * len(self._algorithm.sends))
         self._free_s = np.where(plan.takes_part, sent_s, self._free_s)
         self._arrives_s[bucket] = np.where(plan.takes_part, arrives_s, -np.inf)
 

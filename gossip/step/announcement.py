@@ -12,7 +12,7 @@ from gossip.communication.transports import DistributedTransport, Transport
 from gossip.compression.codec import Compression
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.frozen_parameters import FrozenParameters
-from gossip.step.mixing import AnyBucket
+from gossip.step.rank_exchanges import AnyBucket
 from gossip.step.wrapper_arguments import Arguments
 from topologies import Topology
 

@@ -9,19 +9,15 @@ import torch
 
 from gossip.parameters.other_wrappers import Outermost
 from gossip.step.await_points import AwaitHook, AwaitPoints
+from gossip.step.backward_steps import BackwardSteps, BucketwiseSteps
 from gossip.step.engine import StepEngine
+from gossip.step.optimizer_steps import OptimizerSteps
 
-_OURS = {
-    StepEngine: (
-        "begin_forward",
-        "watched",
-        "end_forward",
-        "_on_backward",
-        "_on_first_gradient",
-        "_launch_ready",
-        "_on_backward_ended",
-        "step_optimizer",
-    ),
+_OURS: dict[type, tuple[str, ...]] = {
+    StepEngine: ("begin_forward", "watched", "end_forward", "_on_backward", "_on_backward_ended"),
+    BackwardSteps: ("begin_forward", "_on_first_gradient", "step_optimizer"),
+    BucketwiseSteps: ("_launch_ready",),
+    OptimizerSteps: ("step_optimizer",),
     Outermost: ("check_outermost",),
     AwaitPoints: ("call_watched",),
     AwaitHook: ("__call__",),
@@ -39,6 +35,6 @@ def keep_out_of_graphs() -> None:
         for name in names:
             setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
     # Called once per parameter: torch.compiler.disable would make them ten times slower.
-    for constant in StepEngine._make_hook.__code__.co_consts:
+    for constant in BackwardSteps._make_hook.__code__.co_consts:
         if isinstance(constant, types.CodeType):
             torch._dynamo.eval_frame.skip_code(constant)

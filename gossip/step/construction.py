@@ -27,11 +27,13 @@ from gossip.parameters.frozen_parameters import FrozenParameters, broadcast_para
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.step.announcement import announce
+from gossip.step.backward_steps import BucketwiseSteps, GatheredSteps
 from gossip.step.compilation import keep_out_of_graphs
 from gossip.step.engine import StepEngine
-from gossip.step.mixing import AnyBucket, Mixer
+from gossip.step.optimizer_steps import OptimizerSteps
+from gossip.step.rank_exchanges import AnyBucket, RankExchanges
 from gossip.step.updating import Updater
-from gossip.step.wrapper_arguments import Arguments, check_arguments, resolve_topology
+from gossip.step.wrapper_arguments import Arguments, check_algorithm, check_arguments, resolve_topology
 from topologies import Topology
 
 
@@ -104,16 +106,19 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
         rank=world.rank,
     )
-    mixer = Mixer(everything, optimizers, topology, transport, algorithm, compression, world.rank)
+    exchanges = RankExchanges(everything, optimizers, topology, transport, algorithm, compression, world.rank)
     keep_out_of_graphs()
-    engine = StepEngine(
+    if not arguments.step_in_backward:
+        make_engine: type[StepEngine] = OptimizerSteps
+    else:
+        make_engine = BucketwiseSteps if arguments.updates_by_bucket else GatheredSteps
+    engine = make_engine(
         module,
         everything,
         FrozenParameters(frozen, world),
-        mixer,
+        exchanges,
         updater,
         rank=world.rank,
-        step_in_backward=arguments.step_in_backward,
         bucket_cap_bytes=arguments.bucket_cap_bytes,
         watch=OptimizerWatch(module.named_parameters(), optimizers),
     )
@@ -142,6 +147,7 @@ def _check(
     optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
+    check_algorithm(algorithm, topology, optimizers, averages_buffers=arguments.buffers == "average")
     settings = {
         "algorithm": algorithm.describe(),
         "compression": compression.describe(),

@@ -13,7 +13,7 @@ from loguru import logger
 from gossip.communication import forks
 from gossip.errors import GossipError
 from gossip.step.backward_pass import DEAD_BACKWARD
-from gossip.step.mixing import AnyBucket
+from gossip.step.rank_exchanges import AnyBucket
 from gossip.step.step_progress import StepProgress
 from gossip.step.updating import Updater
 
@@ -49,7 +49,6 @@ class Liveness:
     error: BaseException | None
     is_parents = False
     _progress: StepProgress
-    _steps_in_backward: bool
     _lock: threading.RLock  # held against forward passes in other threads
 
     def check_alive(self) -> None:
@@ -108,23 +107,25 @@ class Liveness:
         with self._lock:
             if progress is not self._progress or progress.backward is not backward:
                 return  # it had ended as it should, or another thread has been here
-            if not self._steps_in_backward:
-                progress.backward = None
-                return
-            if progress.num_launched:
-                with self.fatal():
-                    raise GossipError(f"rank {self.rank}: the backward pass of step {self.step} {DEAD_BACKWARD}")
-            if progress.has_gradients:
-                for bucket in self.buckets:
-                    for parameter in bucket.parameters:
-                        parameter.grad = None
-                logger.warning(
-                    "rank {}: the backward pass of step {} was ended by an exception before anything was updated or "
-                    "sent; its gradients are dropped",
-                    self.rank,
-                    self.step,
-                )
-            self._progress = StepProgress(self.buckets)
+            self._drop_dead_step()
+
+    def _drop_dead_step(self) -> None:
+        """Begin anew the step whose backward pass has died."""
+        progress = self._progress
+        if progress.num_launched:
+            with self.fatal():
+                raise GossipError(f"rank {self.rank}: the backward pass of step {self.step} {DEAD_BACKWARD}")
+        if progress.has_gradients:
+            for bucket in self.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+            logger.warning(
+                "rank {}: the backward pass of step {} was ended by an exception before anything was updated or "
+                "sent; its gradients are dropped",
+                self.rank,
+                self.step,
+            )
+        self._progress = StepProgress(self.buckets)
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossip.measuring.step_stats import Meter
 from gossip.step.backward_pass import BackwardPass
-from gossip.step.mixing import AnyBucket
+from gossip.step.rank_exchanges import AnyBucket
 
 
 class StepProgress:
@@ -23,6 +23,7 @@ class StepProgress:
         self.is_counting = False  # there are gradients, and no bucket is withheld
         self.has_begun = False
         self.stepped: list[Optimizer] = []  # by their owner, in this step
+        self.is_directed = False  # the algorithm has seen the gradients of optimizers that are stepped by their owner
         self.meter = Meter()
         self._withheld_by = 0  # a thread
 

@@ -21,7 +21,10 @@ from gossip.measuring.step_stats import Meter
 from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held
 from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
-from gossip.step.mixing import AnyBucket
+from gossip.step.rank_exchanges import AnyBucket
+
+Direct = Callable[[], None]
+"""Called right before the optimizers step by gradients that are complete, clipped and finite."""
 
 _SMALL_NUMEL = 4096
 _CHUNK = 256  # tensors that are copied at once
@@ -76,11 +79,6 @@ class Updater:
             [BucketOptimizer(optimizer, bucket.parameters) for optimizer in self.optimizers] for bucket in buckets
         ]
 
-    @property
-    def needs_all_gradients(self) -> bool:
-        """Whether no bucket can be updated before the last gradient has come."""
-        return self.scaler is not None or (self._clip_grad_norm is not None and not self._clips_buckets)
-
     def check_held(self) -> None:
         """Refuse a parameter that was given to an optimizer in mid-training, but that the module does not have."""
         held = self._count_held()
@@ -100,23 +98,26 @@ class Updater:
             norm = _norm(gradients, bucket)
             return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
 
-    def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter) -> None:
+    def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to one bucket's gradients, which have this norm (None: do not), and drop them."""
         with profiler_range("gossip::update"), _timed(meter):
             if norm is not None:
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
+                direct()
                 for each in self._by_bucket[bucket.index]:
                     each.step()
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def update_all(self, step: int, meter: Meter) -> None:
+    def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to all gradients, and drop them."""
         with profiler_range("gossip::update"), _timed(meter):
             overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
+                if gradients:
+                    direct()
                 for optimizer in self.optimizers:
                     optimizer.step()
             for parameter in self._parameters:
@@ -125,7 +126,7 @@ class Updater:
                 self.scaler.settle(self.optimizers, overflowed)
                 self.scaler.scaler.update()
 
-    def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter) -> Any:
+    def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter, direct: Direct) -> Any:
         """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
         with profiler_range("gossip::update"), _timed(meter):
             make_step: Callable[..., Any] = type(optimizer).step
@@ -134,6 +135,7 @@ class Updater:
                 return make_step(optimizer, closure)
             if self._overflowed_(optimizer) or not self._look_at_gradients(optimizer, step, meter):
                 return None if evaluated is None else evaluated.loss
+            direct()
             if evaluated is None:
                 return make_step(optimizer)
             evaluated.hand_over(f"rank {self._rank}: step {step}")

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 import topologies
 from gossip.algorithms import Algorithm
 from gossip.communication.transports import Transport
 from gossip.compression.codec import Compression
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
 
@@ -107,7 +109,7 @@ def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
     Raises
     ------
     TypeError, ValueError
-        Neither; of another size; or not doubly stochastic.
+        Neither; or of another size.
     """
     if isinstance(topology, str):
         topology = topologies.build(topology, world_size)
@@ -118,12 +120,32 @@ def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
             f"topology {topology.name!r} is for {topology.world_size} ranks, but there are {world_size}; "
             f"build it with world_size={world_size}"
         )
-    if topology.stochasticity != "doubly":
-        raise ValueError(
-            f"topology {topology.name!r} is only {topology.stochasticity}-stochastic: averages would be biased; choose "
-            'doubly stochastic weights (weights="metropolis" for an undirected graph)'
-        )
     return topology
+
+
+def check_algorithm(
+    algorithm: Algorithm, topology: Topology, optimizers: tuple[Optimizer, ...], *, averages_buffers: bool
+) -> None:
+    """Refuse what the algorithm cannot work with.
+
+    Raises
+    ------
+    ValueError
+        Says what it needs.
+    """
+    algorithm.requires.check(topology, algorithm.describe())
+    algorithm.check_optimizers(optimizers)
+    if averages_buffers and topology.stochasticity != "doubly":
+        raise ValueError(
+            f'buffers="average" needs a doubly stochastic topology, but {topology.name!r} is only '
+            f'{topology.stochasticity}-stochastic, and nothing corrects buffers for it; choose buffers="local"'
+        )
+    for optimizer in optimizers if algorithm.directs else ():
+        if requires_closure(optimizer):
+            raise ValueError(
+                f"algorithm {algorithm.describe()} puts another gradient in each gradient's place, but "
+                f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
+            )
 
 
 def check_positive(name: str, value: object, what: str) -> None:

@@ -18,6 +18,7 @@ from gossip.checkpoints.checkpoint_files import HashingFile, reason, sync_folder
 from gossip.checkpoints.plain_state import plain
 from gossip.errors import CheckpointError
 from gossip.parameters.buffers import is_averaged
+from gossip.step.algorithm_state import for_new_world, weight_of
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import has_shape
 
@@ -68,6 +69,22 @@ def load_module_state(saved: Mapping[str, Any], shards: Sequence[Shard]) -> None
         deal_([shard.parameters[name] for shard in shards], resized(values, world_size))
     for name, values in saved["buffers"].items():
         deal_([shard.buffers[name] for shard in shards], resized(values, world_size))
+
+
+def for_other_world_size(
+    saved: Mapping[str, Any], algorithm: Mapping[str, Any], world_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state with values weighted as the algorithm has it, and the algorithm's own for so many replicas."""
+    weight = weight_of(algorithm)
+    parameters = saved["parameters"]
+    if weight is not None:
+        parameters = {name: values * weight.view(-1, *[1] * (values.dim() - 1)) for name, values in parameters.items()}
+    mean = {
+        state: {name: resized(values, world_size) for name, values in by_name.items()}
+        for state, by_name in algorithm["kept"].items()
+    }
+    numbers = {name: resized(values, world_size) for name, values in algorithm["numbers"].items()}
+    return {**saved, "parameters": parameters}, for_new_world({**algorithm, "numbers": numbers}, mean)
 
 
 def optimizer_state(optimizer: Optimizer, num_shards: int) -> dict[str, Any]:

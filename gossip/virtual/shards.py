@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,21 +109,28 @@ def rows_of(shards: Sequence[Shard], first: int, stop: int) -> Iterator[tuple[Sh
             yield shard, rows
 
 
-def mean_of(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+Weights = Mapping[str, Sequence[torch.Tensor]]
+"""By parameter, how much each row counts in a mean, [k, 1] for each shard; all alike where there is none."""
+
+
+def mean_of(stacks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
     """Over all rows of all shards, on the first one's device."""
     wide = torch.promote_types(stacks[0].dtype, torch.float32)
+    if weights is not None:
+        pairs = zip(stacks, weights, strict=True)
+        stacks = [stack * weight.view(-1, *[1] * (stack.dim() - 1)).to(wide) for stack, weight in pairs]
     if len(stacks) == 1:
         return stacks[0].mean(0, dtype=wide).to(stacks[0].dtype)
     total = torch.stack([stack.sum(0, dtype=wide).to(stacks[0].device) for stack in stacks]).sum(0)
     return (total / sum(map(len, stacks))).to(stacks[0].dtype)
 
 
-def distance_from_mean(shards: Sequence[Shard]) -> tuple[float, float]:
+def distance_from_mean(shards: Sequence[Shard], weights: Weights) -> tuple[float, float]:
     """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
     square, mean_square = 0.0, 0.0
     for name in shards[0].parameters:
         stacks = [shard.parameters[name].detach() for shard in shards]
-        mean = mean_of(stacks)
+        mean = mean_of(stacks, weights.get(name)).to(stacks[0].dtype)
         mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
         for stack in stacks:
             square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
@@ -133,13 +140,13 @@ def distance_from_mean(shards: Sequence[Shard]) -> tuple[float, float]:
 
 @torch.no_grad()
 def load_into(
-    module: nn.Module, shards: Sequence[Shard], choose: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    module: nn.Module, shards: Sequence[Shard], choose: Callable[[str, Sequence[torch.Tensor]], torch.Tensor]
 ) -> None:
-    """Write into a bare module what ``choose`` makes of the stacks of each parameter and buffer."""
+    """Write into a bare module what ``choose`` makes of the name and the stacks of each parameter and buffer."""
     for name, parameter in module.named_parameters():
-        parameter.copy_(choose([shard.parameters[name].detach() for shard in shards]))
+        parameter.copy_(choose(name, [shard.parameters[name].detach() for shard in shards]))
     for name, buffer in module.named_buffers():
-        buffer.copy_(choose([shard.buffers[name] for shard in shards]))
+        buffer.copy_(choose(name, [shard.buffers[name] for shard in shards]))
 
 
 def _repeated(values: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from loguru import logger
@@ -14,6 +14,7 @@ from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.step.engine import MAX_NON_FINITE_STEPS
+from gossip.step.step_order import SkippedRows
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import (
     Stacks,
@@ -66,6 +67,7 @@ class StackedUpdater:
         self._clip_grad_norm = clip_grad_norm
         self._clips_all = clip_grad_norm is not None and clip == "global"
         self._names = [list(shards[0].parameters)] if self._clips_all else []
+        self._group_of_bucket: dict[int, int] = {}
         self.add(buckets)
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
@@ -73,8 +75,9 @@ class StackedUpdater:
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these parameters too."""
-        if not self._clips_all:
-            self._names += [list(bucket.names) for bucket in buckets]
+        for bucket in buckets if not self._clips_all else ():
+            self._group_of_bucket[bucket.index] = len(self._names)
+            self._names.append(list(bucket.names))
 
     def note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
         """Keep the scale for those ranks that have none yet; for the others return what makes up the difference."""
@@ -107,33 +110,60 @@ class StackedUpdater:
             check_stacks_held(self._optimizers, self._stacks)
             self._num_held = num_held(self._optimizers)
 
-    def apply(self, step: int) -> torch.Tensor:
-        """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n]."""
+    def apply(self, step: int, direct: Callable[[SkippedRows], None] | None = None) -> torch.Tensor:
+        """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n].
+
+        Parameters
+        ----------
+        step : int
+        direct : callable, optional
+            Called right before the optimizers step, with which rows of a bucket they leave alone: what puts other
+            gradients in all gradients' place.
+        """
         skipped = torch.zeros_like(self.scales, dtype=torch.bool)
-        alone: dict[nn.Parameter, torch.Tensor] = {}
         self._complete_gradients()
         self._scale_gradients()
-        for shard in self._shards:
-            own = slice(shard.ranks.start, shard.ranks.stop)
-            idle = self.scales[own] == 0
-            for some in self._names:
-                parameters = [shard.parameters[name] for name in some if shard.parameters[name].grad is not None]
+        left: list[list[torch.Tensor]] = []  # by group of parameters and shard, the rows that are not updated
+        for names in self._names:
+            left.append([])
+            for shard in self._shards:
+                own = slice(shard.ranks.start, shard.ranks.stop)
+                parameters = [shard.parameters[name] for name in names if shard.parameters[name].grad is not None]
                 spoilt = self._measure_and_clip(parameters)
-                left = idle if spoilt is None else idle | spoilt.cpu()
-                for name in some:
-                    own_left = left | ~self._reached[name][own] if name in self._reached else left
-                    if shard.parameters[name].grad is not None and bool(own_left.any()):
-                        alone[shard.parameters[name]] = own_left.to(shard.device)
+                idle = self.scales[own] == 0
+                left[-1].append(idle if spoilt is None else idle | spoilt.cpu())
                 if spoilt is not None:
                     skipped[own] |= spoilt.cpu()
         if bool(skipped.any()):
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
-        with left_alone(self._optimizers, alone):
+        if direct is not None:
+            direct(
+                lambda index: [
+                    rows.to(s.device) for rows, s in zip(left[self._group(index)], self._shards, strict=True)
+                ]
+            )
+            self._reached = {}
+        with left_alone(self._optimizers, self._rows_left_alone(left)):
             for optimizer in self._optimizers:
                 optimizer.step()
         self.drop_gradients()
         return skipped
+
+    def _group(self, index: int) -> int:
+        """Which of the groups of parameters that are clipped together a bucket belongs to."""
+        return 0 if self._clips_all else self._group_of_bucket[index]
+
+    def _rows_left_alone(self, left: Sequence[Sequence[torch.Tensor]]) -> dict[nn.Parameter, torch.Tensor]:
+        alone: dict[nn.Parameter, torch.Tensor] = {}
+        for names, by_shard in zip(self._names, left, strict=True):
+            for shard, rows in zip(self._shards, by_shard, strict=True):
+                own = slice(shard.ranks.start, shard.ranks.stop)
+                for name in names:
+                    own_rows = rows | ~self._reached[name][own] if name in self._reached else rows
+                    if shard.parameters[name].grad is not None and bool(own_rows.any()):
+                        alone[shard.parameters[name]] = own_rows.to(shard.device)
+        return alone
 
     def _complete_gradients(self) -> None:
         """Give a parameter that has a gradient on some device one on all, as if it were one stack."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossip.algorithms import Algorithm, resolve_algorithm
-from gossip.checkpoints.random_states import restore_rng_states, rng_states
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
@@ -23,29 +22,22 @@ from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.buffers import is_averaged, make_buffer_buckets
 from gossip.step.backward_pass import refuse_compiled_autograd
-from gossip.step.wrapper_arguments import resolve_topology
+from gossip.step.step_order import StepOrder
+from gossip.step.wrapper_arguments import check_algorithm, resolve_topology
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
 from gossip.virtual.replica_calls import ReplicaCalls
-from gossip.virtual.replica_state import (
-    check_fits,
-    load_module_state,
-    load_optimizer_state,
-    module_state,
-    optimizer_state,
-    read_state,
-    write_state,
-)
+from gossip.virtual.saved_replicas import SavesReplicas
 from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_shards, mean_of, rows_of, written
-from gossip.virtual.stacked_exchange import StackedExchange
+from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.stacked_updating import StackedUpdater, along_rows
 from gossip.virtual.virtual_arguments import check_choice, check_integer, check_update, make_module, resolve_devices
 from topologies import Topology
 
 
-class VirtualWorkers(OwnAttributes):
+class VirtualWorkers(OwnAttributes, SavesReplicas):
     r"""Train ``world_size`` replicas in one process; mix them after every step, as :class:`gossip.GossipDataParallel`.
 
     All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
@@ -175,12 +167,15 @@ class VirtualWorkers(OwnAttributes):
             self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
         )
         self._calls = ReplicaCalls(module, self._updater.note_reached)
-        self._exchange = StackedExchange(
+        self._exchanges = StackedExchanges(
             self._shards, buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
+        self._order = StepOrder(self._exchanges)
+        averages_buffers = buffers == "average"
+        check_algorithm(self.algorithm, self.topology, self._optimizers, averages_buffers=averages_buffers)
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
-        self._newest: tuple[int, int, int] | None = None  # step, replicas that were skipped, that refused
+        self._newest: VirtualStats | None = None
         self.module = module  # last: from here on only these attributes can be set
 
     # ------------------------------------------------------------------ what it is
@@ -211,15 +206,12 @@ class VirtualWorkers(OwnAttributes):
         check_integer("rank", rank, 0, self.world_size - 1)
         ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
         copied = copy.deepcopy(self.module)
-        load_into(copied, (shard,), lambda stacks: stacks[0][rows.start])
+        load_into(copied, (shard,), lambda _, stacks: stacks[0][rows.start])
         return copied
 
     def stats(self) -> VirtualStats | None:
         """What the newest step did; None before the first."""
-        if self._newest is None:
-            return None
-        step, num_skipped, num_refused = self._newest
-        return VirtualStats(step, self._exchange.bytes_sent, num_skipped, num_refused)
+        return self._newest
 
     def train(self, mode: bool = True) -> Self:
         """Put the replicas in training mode."""
@@ -363,31 +355,33 @@ class VirtualWorkers(OwnAttributes):
             )
         self._updater.stack_new_groups()
         self._unfreeze(self._frozen.unfrozen())
-        refused = self._exchange.combine_()
-        skipped = self._updater.apply(self.step)
-        self._exchange.send(self.step)
-        if self.algorithm.combines_before_forward:
-            refused = refused + self._exchange.combine_()
-        self._updater.count_bad_steps(skipped | (refused > 0), self.step)
-        self._newest = self.step, int(skipped.sum()), int((refused > 0).sum())
+        meter, everything = StackedMeter(self.world_size), range(len(self._exchanges.in_flight))
+        self._order.begin(everything, meter)
+        direct = partial(self._order.direct, everything, self.step) if self.algorithm.directs else None
+        skipped = self._updater.apply(self.step, direct)
+        self._order.end(everything, self.step, meter)
+        if self.algorithm.before_forward:
+            for index in everything:
+                self._exchanges.combine_(index, meter)
+        if bool(meter.num_refused.any()):
+            ranks = ", ".join(map(str, meter.num_refused.nonzero().flatten().tolist()))
+            logger.warning("a message to each of the ranks {} is not finite and is refused", ranks)
+        refused = meter.num_refused > 0
+        self._updater.count_bad_steps(skipped | refused, self.step)
+        self._newest = VirtualStats(self.step, meter.bytes_sent, int(skipped.sum()), int(refused.sum()))
         self.step += 1
-
-    def _unfreeze(self, names: Sequence[str]) -> None:
-        buckets = self._frozen.release(names)
-        self._updater.add(buckets)
-        self._exchange.add(buckets)
 
     # ------------------------------------------------------------------ averaging
 
     @torch.no_grad()
     def consensus_distance(self) -> tuple[float, float]:
         """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
-        return distance_from_mean(self._shards)
+        return distance_from_mean(self._shards, self._exchanges.weights())
 
     @torch.no_grad()
     def global_avg(self) -> None:
         """Replace every replica by the mean; integer buffers by rank 0's. What is in flight is dropped."""
-        self._exchange.drop()
+        self._exchanges.drop()
         self._load_mean()
         values = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         for name, stack in (*self.named_parameters(), *self.named_buffers()):
@@ -411,89 +405,9 @@ class VirtualWorkers(OwnAttributes):
             self._is_averaged = outer
 
     def _load_mean(self) -> None:
-        load_into(self.module, self._shards, lambda stacks: mean_of(stacks) if is_averaged(stacks[0]) else stacks[0][0])
+        weights = self._exchanges.weights()
 
-    # ------------------------------------------------------------------ saving
+        def choose(name: str, stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+            return mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
 
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """All that the training needs to go on bit for bit: copies, on the CPU, as plain data and tensors [n, ...].
-
-        Parameters, buffers and accumulated gradients by the bare module's names, optimizers, what is in flight, what
-        codecs remember, and the random numbers of torch, Python and NumPy.
-        """
-        self._updater.stack_new_groups()
-        return {
-            "world_size": self.world_size,
-            "step": self.step,
-            "num_bad_steps": self._updater.num_bad_steps.clone(),
-            "scales": self._updater.scales.clone(),
-            "compression": self.compression.describe(),
-            "unfrozen": [list(names) for names in self._frozen.released],
-            **module_state(self._shards),
-            "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
-            **self._exchange.state_dict(),
-            "rng": rng_states(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, on whatever devices; with another number of replicas from the mean of those saved.
-
-        Then, or with another compression or other buckets, what was in flight is left out, which a warning says.
-
-        Raises
-        ------
-        ValueError
-            It is a state of another model.
-        """
-        self._updater.stack_new_groups()
-        check_fits(state, self._shards, self._optimizers)
-        load_module_state(state, self._shards)
-        self._updater.drop_gradients()
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            load_optimizer_state(optimizer, copy.deepcopy(saved), len(self._shards), self.world_size)
-        for names in state.get("unfrozen", ()):
-            self._unfreeze(names)
-        self.step = state["step"]
-        self._exchange.forget()
-        left_out = restore_rng_states(state["rng"])
-        if state["world_size"] == self.world_size:
-            for name, values in state["gradients"].items():
-                for shard in self._shards:
-                    own = values[shard.ranks.start : shard.ranks.stop]
-                    shard.parameters[name].grad = own.to(shard.device, copy=True)
-            self._updater.scales = state["scales"].clone()
-            self._updater.num_bad_steps = state["num_bad_steps"].clone()
-            if state["compression"] != self.compression.describe() or not self._exchange.load_state_dict(state):
-                left_out.append("what was in flight: the compression or the buckets are others")
-        else:
-            self._updater.num_bad_steps.zero_()
-            left_out.append(
-                f"the replicas: {state['world_size']} were saved, all {self.world_size} start from their mean"
-            )
-        if left_out:
-            logger.warning("step {} is restored, but not {}", self.step, "; ".join(left_out))
-        written(self._shards)
-
-    def save(self, path: str | Path) -> None:
-        """Write :meth:`state_dict` into one file, hashed and by one rename: it is whole, or the old one stays.
-
-        Raises
-        ------
-        CheckpointError
-            It cannot be written.
-        """
-        write_state(self.state_dict(), Path(path))
-
-    def load(self, path: str | Path) -> None:
-        """Read what :meth:`save` wrote, and :meth:`load_state_dict`.
-
-        Raises
-        ------
-        CheckpointError
-            The file is missing, damaged, or something else.
-        ValueError
-            It is of another model.
-        """
-        self.load_state_dict(read_state(Path(path)))
+        load_into(self.module, self._shards, choose)

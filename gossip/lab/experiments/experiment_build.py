@@ -106,7 +106,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         data=data,
         shards=shards,
         topology=make_topology(config, settings),
-        algorithm=resolve_algorithm(_factory(config, "algorithm")()),
+        algorithm=make_algorithm(config),
         compression=make_compression(config),
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config, "optimizer"),
@@ -146,12 +146,23 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
         topology = topologies.build("complete", settings.world_size).then(topology, after=settings.warmup_rounds)
     except FAULTS as error:
         raise _blaming_topology(name, options, settings.world_size, error) from error
-    if topology.stochasticity != "doubly":
-        raise ConfigurationError(
-            f"topology {name} is only {topology.stochasticity}-stochastic: averages would be biased; choose doubly "
-            "stochastic weights (topology.options.weights=metropolis for an undirected graph)"
-        )
+    algorithm = make_algorithm(config)
+    try:
+        algorithm.requires.check(topology, algorithm.describe())
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     return topology
+
+
+def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
+    """The configured one.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be built.
+    """
+    return resolve_algorithm(_factory(config, "algorithm")())
 
 
 def _blaming_topology(name: str, options: Mapping[str, Any], world_size: int, error: Exception) -> ConfigurationError:

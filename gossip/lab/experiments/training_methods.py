@@ -243,7 +243,7 @@ class AllReduceMethod:
 
     def global_avg(self) -> None:
         """Average the buffers; the parameters are equal anyway."""
-        average_module_(self.module, (), FrozenParameters((), self._world), self._world)
+        average_module_(self.module, (), FrozenParameters((), self._world), self._world, {})
 
     def close(self) -> None:
         """Nothing is left to do: the group ends with its process."""

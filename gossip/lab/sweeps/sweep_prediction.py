@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gossip
-from gossip.lab.experiments.experiment_build import make_topology
+from gossip.lab.experiments.experiment_build import make_algorithm, make_topology
 from gossip.lab.experiments.options import blaming
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from topologies import Topology
@@ -57,7 +57,7 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
         Of the completed run: how large the model is, and how many bytes a rank sends per step.
     """
     settings = Settings.from_config(config)
-    topology = make_topology(config, settings)
+    topology, algorithm = make_topology(config, settings), make_algorithm(config)
     compute_s = 1e-6 * float(value_of(config, "cluster.compute_us_per_sample")) * settings.batch_size
     num_buckets = math.ceil(summary["parameter_bytes"] / (settings.bucket_cap_mb * 2**20))
     workload = gossip.Workload(
@@ -72,22 +72,17 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
         make_cluster(config, settings.world_size),
         workload,
         min(_NUM_STEPS, summary["steps"]),
-        algorithm=_algorithm(config),
-        compression_ratio=_compression_ratio(summary, topology),
+        algorithm=algorithm,
+        compression_ratio=_compression_ratio(summary, topology, algorithm),
     )
     return run.step_time_s
 
 
-def _algorithm(config: Mapping[str, Any]) -> str:
-    name = str(value_of(config, "algorithm._target_"))
-    return "adapt_then_combine" if name.endswith("AdaptThenCombine") else "adapt_while_communicating"
-
-
-def _compression_ratio(summary: Mapping[str, Any], topology: Topology | None) -> float:
+def _compression_ratio(summary: Mapping[str, Any], topology: Topology | None, algorithm: gossip.Algorithm) -> float:
     """How many times smaller the messages were than the parameters: as sent, so that every compression is served."""
     if topology is None or summary["compression"] == gossip.Uncompressed().describe():
         return 1.0
     rounds = [topology.round(step) for step in range(min(_NUM_STEPS, summary["steps"]))]
-    ranks = range(topology.world_size)
-    messages_per_step = sum(len(each.targets(rank)) for each in rounds for rank in ranks) / len(ranks) / len(rounds)
+    num_targets = [len(round_.targets(rank)) for round_ in rounds for rank in range(topology.world_size)]
+    messages_per_step = len(algorithm.sends) * sum(num_targets) / len(num_targets)
     return float(messages_per_step * summary["parameter_bytes"] / summary["bytes_sent_per_step"])

@@ -88,7 +88,7 @@ def half_a_state(step: int, momentum: float, numbers: tuple[int, ...]) -> dict[s
         "parameters": {"step": torch.tensor(momentum)},  # a name like any other there
         "buffers": {},
         "optimizers": [{"state": entries, "param_groups": groups}],
-        "engine": {"step": step, "mixer": {"in_flight": [None], "codecs": [{}]}},
+        "engine": {"step": step, "exchanges": {"in_flight": [None], "codecs": [{}]}},
     }
 
 
@@ -129,7 +129,7 @@ def load_other_arrangement(folder: str) -> None:
         assert_same(everything(other), wanted)
         state = other._engine.state_dict()
         assert state["step"] == STEP
-        assert state["mixer"]["in_flight"] == [None] * len(other._buckets)
+        assert state["exchanges"]["in_flight"] == [None] * len(other._buckets)
         one_step(other)
 
 

@@ -207,8 +207,8 @@ def bytes_of_each_step() -> dict[str, list[int]]:
     for label, topology in SCHEDULES.items():
         model = GossipDataParallel(torch.nn.Linear(3, 1), functools.partial(torch.optim.SGD, lr=0.1), topology)
         started = []
-        start = model._engine.mixer._transport.start
-        model._engine.mixer._transport.start = lambda *arguments, start=start, started=started, **names: (
+        start = model._engine.exchanges._transport.start
+        model._engine.exchanges._transport.start = lambda *arguments, start=start, started=started, **names: (
             started.append(names["step"]),
             start(*arguments, **names),
         )[1]

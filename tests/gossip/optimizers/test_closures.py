@@ -56,13 +56,13 @@ def train(factory: str, algorithm: str, with_closure: bool) -> tuple[list[torch.
     """Parameters, losses, and in which order gradients were taken and messages mixed in."""
     model = wrap(make_module(), FACTORIES[factory], algorithm=algorithm)
     events: list[str] = []
-    combine_ = model._engine.mixer.combine_
+    combine_ = model._engine.exchanges.combine_
 
     def combine_and_note_(*arguments: Any) -> None:
         events.append("mixed")
         combine_(*arguments)
 
-    model._engine.mixer.combine_ = combine_and_note_
+    model._engine.exchanges.combine_ = combine_and_note_
     losses = []
     for step in range(NUM_STEPS):
         evaluate = make_closure(model, [model.optimizer], step, model.rank)

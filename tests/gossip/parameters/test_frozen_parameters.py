@@ -113,7 +113,7 @@ def unfreezing(mode: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], 
         step_of(model, step)
     model.state_dict()
     values = [parameter.detach().clone() for parameter in model.module.parameters()]
-    sent = [each is not None for each in model._engine.mixer.in_flight]  # type: ignore[union-attr]
+    sent = [each is not None for each in model._engine.exchanges.in_flight]  # type: ignore[union-attr]
     model.close()
     return values, sent
 

@@ -170,7 +170,7 @@ def combine_in_another_thread() -> None:
     before = [parameter.detach().clone() for parameter in module.parameters()]
     engine = model._engine
     is_awaiting, is_wanted = threading.Event(), threading.Event()
-    combine_, lock = engine.mixer.combine_, engine._lock
+    combine_, lock = engine.exchanges.combine_, engine._lock
 
     class Lock:
         def __enter__(self) -> None:
@@ -181,15 +181,15 @@ def combine_in_another_thread() -> None:
         def __exit__(self, *_: object) -> None:
             lock.release()
 
-    def combine_slowly_(bucket: Any, meter: Any) -> None:
-        engine.mixer.combine_ = combine_
-        taken, engine.mixer.in_flight[bucket.index] = engine.mixer.in_flight[bucket.index], None
+    def combine_slowly_(index: int, meter: Any) -> None:
+        engine.exchanges.combine_ = combine_
+        taken, engine.exchanges.in_flight[index] = engine.exchanges.in_flight[index], None
         is_awaiting.set()
         assert is_wanted.wait(20)
-        engine.mixer.in_flight[bucket.index] = taken
-        combine_(bucket, meter)
+        engine.exchanges.in_flight[index] = taken
+        combine_(index, meter)
 
-    engine.mixer.combine_, engine._lock = combine_slowly_, Lock()
+    engine.exchanges.combine_, engine._lock = combine_slowly_, Lock()
     with torch.no_grad():
         actor = threading.Thread(target=lambda: model(batch(0)))
         actor.start()

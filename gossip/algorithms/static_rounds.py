@@ -5,14 +5,16 @@ from __future__ import annotations
 from topologies import Round, Topology
 
 
-def check_static(topology: Topology, compression: str, *, symmetric: bool = False) -> None:
+def check_static(topology: Topology, needed_by: str, instead: str, *, symmetric: bool = False) -> None:
     """Refuse a topology whose exchanges differ from each other; local steps between them do not matter.
 
     Parameters
     ----------
     topology : Topology
-    compression : str
-        Its name, for the error.
+    needed_by : str
+        What cannot do without: "compression choco", "algorithm ExactDiffusion".
+    instead : str
+        What to choose on such a topology.
     symmetric : bool
         Whether W must be symmetric too.
 
@@ -26,23 +28,23 @@ def check_static(topology: Topology, compression: str, *, symmetric: bool = Fals
     round_: Round | None = None
     for phase in topology.phases:
         if phase.topology.period is None:
-            _refuse(topology, "never repeats its rounds", compression)
+            _refuse(topology, "never repeats its rounds", needed_by, instead)
         for exchange in range(phase.num_distinct(sampled=0)):
             other = phase.topology.round(exchange)
             if other.is_identity:
                 continue
             if round_ is not None and other != round_:
-                _refuse(topology, "mixes by another matrix from one exchange to the next", compression)
+                _refuse(topology, "mixes by another matrix from one exchange to the next", needed_by, instead)
             round_ = other
     if symmetric and round_ is not None and not round_.is_symmetric:
         raise ValueError(
-            f"topology {topology.name!r} has edges of one direction, or of two weights: compression {compression} "
-            "needs two ranks that read each other with one weight; choose int8, or an undirected topology such as ring"
+            f"topology {topology.name!r} has edges of one direction, or of two weights: {needed_by} needs two "
+            f"ranks that read each other with one weight; choose {instead}, or an undirected topology such as ring"
         )
 
 
-def _refuse(topology: Topology, what: str, compression: str) -> None:
+def _refuse(topology: Topology, what: str, needed_by: str, instead: str) -> None:
     raise ValueError(
-        f"topology {topology.name!r} {what}: compression {compression} builds on what the same peers sent in all "
-        "exchanges before; choose int8, which remembers nothing, or a static topology such as ring"
+        f"topology {topology.name!r} {what}: {needed_by} builds on what the same peers sent in all "
+        f"exchanges before; choose {instead}, or a static topology such as ring"
     )

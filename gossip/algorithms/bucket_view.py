@@ -1,0 +1,163 @@
+"""What an algorithm sees of a bucket: at one rank, or at many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+PerParameter = float | torch.Tensor
+"""One number, or where parameters differ a tensor [numel]."""
+
+
+class Arrived(NamedTuple):
+    r"""What has arrived of one channel.
+
+    Attributes
+    ----------
+    difference : Tensor, [..., numel]
+        :math:`\sum_j W_{ij} m_j - m_i` over all messages :math:`m_j` as they were sent, in the dtype of accumulation.
+        It may be used up as scratch.
+    """
+
+    difference: torch.Tensor
+
+
+class BucketView:
+    r"""One bucket's values, and what the algorithm keeps for it.
+
+    Leading dimensions are workers: [numel] at one rank, [k, numel] for k virtual workers.
+
+    Parameters
+    ----------
+    values : Tensor, [..., numel]
+        What the forward pass reads; written in place.
+    parameters : sequence of Parameter
+        Those in the bucket; none of a bucket of buffers.
+    split : callable
+        A tensor like ``values`` as one view per parameter, in its shape.
+    optimizers : sequence of Optimizer
+        Of which each parameter is held by one at most.
+
+    Attributes
+    ----------
+    kept : dict of str to Tensor, [..., numel]
+        The algorithm's state, in the dtype of accumulation.
+    numbers : dict of str to Tensor, [..., 1], float64
+        The scalars that travel with the bucket's messages.
+    round_index : int
+        Of the step that is made, and so of the round that it sends; where messages arrive, of the round that sent them.
+    before : Tensor, [..., numel]
+        The values before the optimizer's update, where the algorithm remembers them
+        (:attr:`gossip.Algorithm.remembers_before`); else the values.
+    rates, previous_rates : tuple of float
+        The learning rates of the step that is made, and of the one before, by parameter; empty where the algorithm does
+        not follow them (:attr:`gossip.Algorithm.follows_learning_rate`).
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        parameters: Sequence[nn.Parameter] = (),
+        split: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda _: (),
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        self.values = values
+        self.parameters = parameters
+        self.kept: dict[str, torch.Tensor] = {}
+        self.numbers: dict[str, torch.Tensor] = {}
+        self.round_index = 0
+        self.before = values
+        self.rates: tuple[float, ...] = ()
+        self.previous_rates: tuple[float, ...] = ()
+        self._split = split
+        self._optimizers = optimizers
+
+    def part(self, part: slice) -> BucketView:
+        """The same, of some neighbouring values alone, without the parameters."""
+        view = BucketView(self.values[..., part])
+        view.kept = {name: tensor[..., part] for name, tensor in self.kept.items()}
+        view.numbers, view.round_index = self.numbers, self.round_index
+        return view
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor like the values, in the dtype of accumulation."""
+        wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
+        return torch.zeros_like(self.values, dtype=wide)
+
+    def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A tensor like the values as one view per parameter, in its shape."""
+        return self._split(flat)
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradient(self) -> torch.Tensor:
+        """All gradients, [..., numel], in the dtype of accumulation; zeros where there is none. A copy."""
+        flat = self.zeros()
+        for slot, parameter in zip(self.slots(flat), self.parameters, strict=True):
+            if parameter.grad is not None:
+                slot.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        return flat
+
+    def set_gradient(self, flat: torch.Tensor) -> None:
+        """Give every parameter its part as its gradient."""
+        for slot, parameter in zip(self.slots(flat.to(self.values.dtype)), self.parameters, strict=True):
+            parameter.grad = slot
+
+    # ------------------------------------------------------------------ the optimizers' part
+
+    def follow_learning_rate(self) -> None:
+        """Take note of the rates of a step that has been made."""
+        rates = {
+            id(parameter): float(group["lr"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        now = tuple(rates.get(id(parameter), 0.0) for parameter in self.parameters)
+        self.previous_rates, self.rates = self.rates or now, now
+
+    @property
+    def learning_rate(self) -> PerParameter:
+        """Of the step that is made; 0 for what no optimizer holds."""
+        return self._spread(self.rates)
+
+    @property
+    def learning_rate_ratio(self) -> PerParameter:
+        """By what the learning rate has changed since the step before; 1 where it was 0."""
+        pairs = zip(self.rates, self.previous_rates, strict=True)
+        return self._spread([now / before if before else 1.0 for now, before in pairs])
+
+    def _spread(self, numbers: Sequence[float]) -> PerParameter:
+        if len(set(numbers)) == 1:
+            return numbers[0]
+        flat = torch.ones_like(self.zeros())
+        for slot, number in zip(self.slots(flat), numbers, strict=True):
+            slot.fill_(number)
+        return flat
+
+    def optimizer_state(self, key: str) -> torch.Tensor:
+        """One entry of the optimizers' state of all parameters, [..., numel]; zeros where there is none yet. A copy."""
+        flat = self.zeros()
+        for slot, parameter in zip(self.slots(flat), self.parameters, strict=True):
+            entry = self._entry(parameter).get(key)
+            if entry is not None:
+                slot.copy_(entry)
+        return flat
+
+    def add_to_optimizer_state(self, key: str, difference: torch.Tensor) -> None:
+        """Add to that entry, in place, where there is one."""
+        for slot, parameter in zip(self.slots(difference), self.parameters, strict=True):
+            entry = self._entry(parameter).get(key)
+            if entry is not None:
+                entry.add_(slot)
+
+    def _entry(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        for optimizer in self._optimizers:
+            if parameter in optimizer.state:
+                found: dict[str, torch.Tensor] = optimizer.state[parameter]
+                return found
+        return {}

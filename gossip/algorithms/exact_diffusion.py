@@ -1,0 +1,53 @@
+"""Exact diffusion (D2): diffusion without the bias that heterogeneous data bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView
+
+CORRECTION = "correction"
+_GAIN = 0.5
+
+
+class ExactDiffusion(Algorithm):
+    r"""Diffusion with an integral correction, whose fixed point is the optimum itself.
+
+    With :math:`u_i(t)` the optimizer's update, :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange adds, and
+    :math:`\eta(t)` the learning rate, a step is
+
+    .. math::
+        c_i &\leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \qquad x_i \leftarrow x_i + u_i(t) + c_i
+            \qquad \text{then } x_i \text{ is sent} \\
+        c_i &\leftarrow c_i + \tfrac12 d_i, \qquad x_i \leftarrow x_i + \tfrac12 d_i
+            \qquad \text{before the next forward pass}
+
+    With plain SGD this is :math:`\psi_i = x_i - \eta g_i`, :math:`\phi_i = \psi_i + x_i - \psi_i(t-1)`,
+    :math:`x_i = \sum_j \bar W_{ij} \phi_j` with :math:`\bar W = (I + W) / 2`. :math:`\sum_i c_i = 0`: the average
+    follows the average of the updates.
+
+    Sends one message per step, and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
+    changes from round to round it diverges. Use it where ranks hold different data on a static undirected topology.
+
+    References
+    ----------
+    Yuan, Ying, Zhao and Sayed, "Exact diffusion for distributed optimization and learning, part I", IEEE Transactions
+    on Signal Processing 67 (3), 2019, algorithm 1. Tang et al., "D2: Decentralized training over decentralized data",
+    ICML 2018.
+    """
+
+    requires = Requires(static=True, symmetric=True)
+    keeps: ClassVar[Mapping[str, Resized]] = {CORRECTION: "zero"}
+    before_forward = True
+    follows_learning_rate = True
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        difference = got[VALUES].difference
+        bucket.kept[CORRECTION].add_(difference, alpha=_GAIN)
+        add_(bucket.values, difference, _GAIN)
+
+    def updated(self, bucket: BucketView) -> None:
+        bucket.kept[CORRECTION].mul_(bucket.learning_rate_ratio)
+        bucket.values.add_(bucket.kept[CORRECTION].to(bucket.values.dtype))

@@ -1,0 +1,53 @@
+"""Gossip that mixes the optimizer's momentum like the values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from gossip.algorithms.base import VALUES, Algorithm, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView
+
+MOMENTUM = "momentum_buffer"
+
+
+class MomentumExchange(Algorithm):
+    r"""Adapt while communicating, for the values and for the momentum of SGD alike.
+
+    With :math:`v_i` the momentum buffers of ``torch.optim.SGD``:
+
+    .. math::
+        v_i &\leftarrow \mu \sum_j W_{ij}\, v_j + g_i(t) \\
+        x_i &\leftarrow \sum_j W_{ij}\, x_j + u_i(v_i)
+
+    Local momentum carries each rank's own data along for :math:`1 / (1 - \mu)` steps; mixed, it is an average as the
+    values are.
+
+    Sends two messages per step, and keeps nothing beside the optimizer's own state. Any doubly stochastic W. Use it
+    with SGD with momentum where ranks hold different data, if two messages per step can be afforded.
+
+    References
+    ----------
+    Yu, Jin and Yang, "On the linear speedup analysis of communication efficient momentum SGD for distributed non-convex
+    optimization", ICML 2019, algorithm 2.
+    """
+
+    sends = (VALUES, MOMENTUM)
+
+    def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, SGD) or any(group["momentum"] == 0 for group in optimizer.param_groups):
+                raise ValueError(
+                    f"algorithm MomentumExchange mixes the momentum of torch.optim.SGD, but the optimizer is "
+                    f"{type(optimizer).__name__}{' without momentum' * isinstance(optimizer, SGD)}; give SGD a "
+                    'momentum, or choose algorithm="adapt_while_communicating"'
+                )
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        bucket.add_to_optimizer_state(MOMENTUM, got[MOMENTUM].difference)
+        add_(bucket.values, got[VALUES].difference)
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {VALUES: bucket.values, MOMENTUM: bucket.optimizer_state(MOMENTUM)}

@@ -1,0 +1,54 @@
+"""Push-sum (stochastic gradient push): gossip over directed graphs whose matrices are column-stochastic only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gossip.algorithms.base import VALUES, Algorithm, Requires
+from gossip.algorithms.bucket_view import Arrived, BucketView
+
+WEIGHT = "weight"
+
+
+class PushSum(Algorithm):
+    r"""A scalar weight travels with the values, and corrects what a matrix that is not doubly stochastic biases.
+
+    The parameters are the ratios :math:`z_i = x_i / w_i`, at which gradients are taken; all weights begin at 1. With
+    :math:`u_i(t)` the optimizer's update at :math:`z_i`:
+
+    .. math::
+        x_i &= \sum_j W_{ij}\, x_j, \qquad w_i = \sum_j W_{ij}\, w_j, \qquad z_i = x_i / w_i \\
+        x_i &\leftarrow x_i + u_i(t) \qquad \text{that is, } z_i \leftarrow z_i + u_i(t) / w_i
+
+    The columns of W sum to 1, so that :math:`\sum_i x_i` is kept, and :math:`\sum_i w_i = n`; the mean over ranks is
+    :math:`\sum_i w_i z_i / n`. Each rank decides alone how it shares out what it has among those that read it: nobody
+    need know who sends to him.
+
+    Sends one message and one scalar per step, and keeps one scalar per bucket. Any W whose columns sum to 1; with a
+    doubly stochastic one the weights stay 1, and it is adapt while communicating. Compressions whose messages are no
+    values (CHOCO, PowerGossip) cannot be used.
+
+    References
+    ----------
+    Assran, Loizou, Ballas and Rabbat, "Stochastic gradient push for distributed deep learning", ICML 2019, algorithm 1.
+    Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", FOCS 2003.
+    """
+
+    requires = Requires("column")
+    numbers = (WEIGHT,)
+    remembers_before = True
+    weighs_by = WEIGHT
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        weight = bucket.numbers[WEIGHT]
+        total = bucket.values * weight + got[VALUES].difference
+        weight.add_(got[WEIGHT].difference)
+        bucket.values.copy_(total.div_(weight))
+
+    def updated(self, bucket: BucketView) -> None:
+        bucket.values.copy_(bucket.before + (bucket.values - bucket.before) / bucket.numbers[WEIGHT])
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {VALUES: (bucket.values * bucket.numbers[WEIGHT]).to(bucket.values.dtype)}

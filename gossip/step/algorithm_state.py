@@ -1,0 +1,106 @@
+"""What an algorithm keeps, for checkpoints: by the parameters' names, so that other buckets can load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gossip.step.exchanges import Exchanges
+
+
+def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
+    """State, numbers and learning rates; copies. Local.
+
+    Returns
+    -------
+    dict
+        "kept": by state and parameter a tensor of the parameter's shape (of virtual workers [n, *shape]); "keeps": what
+        a change of world size makes of each; "numbers": by name one value per bucket, [..., number of buckets];
+        "rates": by parameter the newest step's learning rate; "weighs_by": the number that weights a mean, or None.
+    """
+    algorithm = exchanges.algorithm
+    kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in algorithm.keeps}
+    numbers: dict[str, list[torch.Tensor]] = {name: [] for name in algorithm.numbers}
+    rates: dict[str, float] = {}
+    for index in _of_parameters(exchanges):
+        names, views = exchanges.names(index), exchanges.views(index)
+        for state, by_name in kept.items():
+            slots = zip(*(view.slots(view.kept[state]) for view in views), strict=True)
+            by_name |= {name: exchanges.joined(stacks) for name, stacks in zip(names, slots, strict=True)}
+        for number, values in numbers.items():
+            values.append(exchanges.joined([view.numbers[number] for view in views]))
+        rates |= dict(zip(names, views[0].rates, strict=False))
+    return {
+        "keeps": dict(algorithm.keeps),
+        "weighs_by": algorithm.weighs_by,
+        "kept": kept,
+        "numbers": {number: torch.cat(values, -1) for number, values in numbers.items() if values},
+        "rates": rates,
+    }
+
+
+@torch.no_grad()
+def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any] | None) -> list[str]:
+    """Go on from what :func:`algorithm_state` gave; from nothing, or from another algorithm's, begin anew. Local.
+
+    Returns
+    -------
+    list of str
+        What was left out, in words.
+    """
+    algorithm = exchanges.algorithm
+    for index in _of_parameters(exchanges):
+        for view in exchanges.views(index):
+            view.rates = ()
+            algorithm.begin(view)
+    if not algorithm.keeps and not algorithm.numbers:
+        return []
+    if saved is None or saved["keeps"] != dict(algorithm.keeps) or set(saved["numbers"]) != set(algorithm.numbers):
+        return [f"what algorithm {algorithm.describe()} keeps, which begins anew"]
+    for place, index in enumerate(_of_parameters(exchanges)):
+        names, views = exchanges.names(index), exchanges.views(index)
+        for state, by_name in saved["kept"].items():
+            for number, name in enumerate(names):
+                for view, values in zip(views, exchanges.dealt(by_name[name]), strict=True):
+                    view.slots(view.kept[state])[number].copy_(values)
+        for number_name, values in saved["numbers"].items():
+            one = values[..., min(place, values.shape[-1] - 1)][..., None]  # the same in all buckets
+            for view, own in zip(views, exchanges.dealt(one), strict=True):
+                view.numbers[number_name].copy_(own)
+        for view in views:
+            view.rates = tuple(saved["rates"][name] for name in names) if saved["rates"] else ()
+    return []
+
+
+def _of_parameters(exchanges: Exchanges[Any, Any]) -> Iterator[int]:
+    return (index for index in range(len(exchanges.in_flight)) if exchanges.holds_parameters(index))
+
+
+def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """The state with which every rank of another number of ranks begins.
+
+    Parameters
+    ----------
+    saved : mapping
+        Any old rank's.
+    mean : mapping
+        By state and parameter, the mean over the old ranks.
+    """
+    kept = {
+        state: {
+            name: values if saved["keeps"][state] == "mean" else torch.zeros_like(values)
+            for name, values in by_name.items()
+        }
+        for state, by_name in mean.items()
+    }
+    numbers = {
+        name: torch.ones_like(values) for name, values in saved["numbers"].items()
+    }  # they add up to their number
+    return {**saved, "kept": kept, "numbers": numbers}
+
+
+def weight_of(saved: Mapping[str, Any]) -> torch.Tensor | None:
+    """By what values are to be weighted in a mean over the old ranks, []; of virtual workers [n]. None: all alike."""
+    return None if saved["weighs_by"] is None else saved["numbers"][saved["weighs_by"]][..., 0]

@@ -1,0 +1,164 @@
+"""Steps that backward passes make: bucket by bucket, or at their end where all gradients are needed first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from loguru import logger
+from torch.optim import Optimizer
+
+from gossip.errors import GossipError
+from gossip.optimizers.bucket_optimizer import fire_step_hooks
+from gossip.optimizers.closures import Closure
+from gossip.step.backward_pass import TWO_MODELS, steps_another_model
+from gossip.step.engine import StepEngine
+from gossip.step.gradient_hooks import GradientHooks
+from gossip.step.rank_exchanges import AnyBucket
+
+
+class BackwardSteps(StepEngine):
+    """A step is made in the backward pass of its gradients; ``optimizer.step()`` has nothing left to do."""
+
+    def begin_forward(self) -> None:
+        super().begin_forward()
+        self.frozen.hook(self._on_unfrozen_gradient)
+
+    def close(self) -> None:
+        self._gradient_hooks.close()
+        super().close()
+
+    def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
+        if self._optimizer_steps:
+            return self._step_own(optimizer)
+        self._owner_calls.note(optimizer, closure, self.step)
+        return None  # the update has been made
+
+    def _step_own(self, optimizer: Optimizer) -> Any:
+        """What the step that the engine asks for does."""
+        return type(optimizer).step(optimizer)
+
+    # ------------------------------------------------------------------ inside a backward pass
+
+    def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
+        if not hasattr(self, "_gradient_hooks"):
+            self._gradient_hooks = GradientHooks(self._make_hook)
+        self._gradient_hooks.add(buckets)
+
+    def _on_unfrozen_gradient(self, parameter: torch.Tensor) -> None:
+        """Its bucket is made when the step begins; it may be the only one that has a gradient."""
+        if self.synchronise and not self._progress.has_gradients:
+            self._on_first_gradient(parameter)
+
+    def _make_hook(self, index: int, slot: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            progress = self._progress
+            if progress.is_counting and self.synchronise:
+                awaited = progress.awaited_gradients[index]
+                if len(awaited) > 1 and slot in awaited:  # as nearly always, and called once per parameter and step
+                    awaited.remove(slot)
+                    return
+            on_first_or_last_gradient(parameter)
+
+        def on_first_or_last_gradient(parameter: torch.Tensor) -> None:
+            if not self.synchronise:
+                return
+            if not self._progress.has_gradients:
+                self._on_first_gradient(parameter)
+            progress = self._progress
+            if progress.may_release:
+                self._launch_ready()
+            if progress.num_launched > index:
+                self._refuse_late_gradient(index, slot)
+            awaited = progress.awaited_gradients[index]
+            awaited.discard(slot)
+            if not awaited and index == progress.num_launched:
+                self._on_complete(parameter, index, slot)
+
+        return on_gradient
+
+    def _on_first_gradient(self, parameter: torch.Tensor) -> None:
+        if self.is_averaged:
+            parameter.grad = None
+        self.check_usable()
+        self._queue_callback()
+        self._progress.count_gradients()
+        if not self._has_warned and steps_another_model(self):
+            self._has_warned = True
+            logger.warning("rank {}: step {}: {}", self.rank, self.step, TWO_MODELS)
+
+    def _refuse_late_gradient(self, index: int, slot: int) -> None:
+        with self.fatal():
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}, bucket {index}: parameter {self.buckets[index].names[slot]!r} "
+                "got a gradient after its bucket had been updated. Of several backward passes in a step, put all but "
+                "the last under no_sync(); inside one, checkpoint with use_reentrant=False"
+            )
+
+    def _on_complete(self, parameter: torch.Tensor, index: int, slot: int) -> None:
+        """Called when the bucket whose turn it is has all its gradients; this parameter's was the last."""
+
+    def _launch_ready(self) -> None:
+        """Launch a bucket that was withheld until a gradient's other hooks had been called."""
+
+
+class BucketwiseSteps(BackwardSteps):
+    """Each bucket is combined, updated and sent inside the backward pass, as soon as its last gradient has come."""
+
+    def _step_own(self, optimizer: Optimizer) -> Any:
+        return fire_step_hooks(optimizer)
+
+    def _on_complete(self, parameter: torch.Tensor, index: int, slot: int) -> None:
+        if self._gradient_hooks.are_followed(parameter, index, slot):
+            self._progress.withhold()  # as they shall find the gradient too; launched with the next one or at the end
+        else:
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        with self.fatal():
+            progress = self._progress
+            progress.count_gradients()
+            while progress.num_launched < len(self.buckets):
+                if progress.awaited_gradients[progress.num_launched]:
+                    break
+                if not self.buckets[progress.num_launched].parameters:
+                    break  # buffers: the backward pass may still write them
+                self._launch_next()
+
+    @torch.no_grad()
+    def _launch_next(self) -> None:
+        progress = self._progress
+        bucket = self.buckets[progress.num_launched]
+        if progress.num_launched == 0:
+            self._begin_step()
+        progress.num_launched += 1
+        bucket.reclaim()
+        self._check_was_combined(bucket)
+        norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be under way
+        indices = (bucket.index,)
+        with self._lock:  # another thread's forward pass may be at it: wait until it is done
+            self._order.begin(indices, progress.meter)
+        with self._watch.pause():
+            self.updater.update_bucket(bucket, norm, progress.meter, partial(self._order.direct, indices, self.step))
+        self._order.end(indices, self.step, progress.meter)
+
+    def _make_rest(self) -> None:
+        while self._progress.num_launched < len(self.buckets):  # some wait for gradients that did not come
+            self._launch_next()
+
+    def _fire_step_hooks(self) -> None:
+        with self._stepping_optimizers():
+            for optimizer in self.updater.optimizers:
+                optimizer.step()
+
+
+class GatheredSteps(BackwardSteps):
+    """All buckets are updated at the end of the backward pass: a global norm or a loss scale needs every gradient."""
+
+    def _make_rest(self) -> None:
+        self._begin_all()
+        with self._stepping_optimizers():
+            self.updater.update_all(self.step, self._progress.meter, self._direct_all)
+        self._end_all()

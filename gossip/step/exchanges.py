@@ -1,0 +1,316 @@
+"""The exchanges of one model: what is in flight, and how it gets into the values; of one rank, or of all at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from gossip.compression.codec import Compression
+from gossip.compression.value_codecs import Uncompressed
+from topologies import Round, Topology
+
+CHANNEL_STRIDE = 2**16
+"""Codecs and messages of a bucket's further channels are numbered from here on: far more than there are buckets."""
+
+
+@runtime_checkable
+class UsesExchange(Protocol):
+    """An optimizer that wants to see what was communicated, before it is mixed in."""
+
+    def pre_average_hook(
+        self,
+        parameters: Sequence[nn.Parameter],
+        sent: Sequence[torch.Tensor],
+        mixed: Sequence[torch.Tensor],
+        round_: Round,
+        round_index: int,
+    ) -> None:
+        """Called for every bucket, once all its messages are there and before they are combined. Local.
+
+        Parameters
+        ----------
+        parameters : sequence of Parameter
+            Those of this optimizer in the bucket, as they are now.
+        sent, mixed : sequence of Tensor
+            For each of them, in its shape: what this rank sent, and ``sum_j W[i, j]`` times what rank j sent, in the
+            dtype of accumulation. To be read, not written.
+        round_ : Round
+            The round in which they were sent.
+        round_index : int
+            Its index.
+        """
+
+
+@dataclass
+class InFlight(ABC):
+    """One bucket's messages of a round, with all that belongs to them: they travel together.
+
+    Attributes
+    ----------
+    round : Round
+    round_index : int
+    sent : dict of str to list of Tensor
+        By channel: what was sent, for each view of the bucket; of channels whose messages are tensors.
+    """
+
+    round: Round
+    round_index: int
+    sent: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @abstractmethod
+    def differences(self) -> dict[str, list[torch.Tensor]]:
+        """Wait for it, once: by channel, what is to be added, for each view of the bucket."""
+
+
+AnyInFlight = TypeVar("AnyInFlight", bound=InFlight)
+AnyMeter = TypeVar("AnyMeter")
+"""What a step costs is counted in it."""
+
+
+class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
+    """Sends buckets to the peers and combines what comes back.
+
+    This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, how it is
+    combined, what is saved. How the messages travel and how their sum is made is the subclass's.
+
+    Parameters
+    ----------
+    optimizers : sequence of Optimizer
+        Those with a ``pre_average_hook`` see every exchange, see :class:`UsesExchange`.
+    topology : Topology
+    algorithm : Algorithm
+    compression : Compression
+        Of parameters, and of what the algorithm sends with them. Buffers and numbers are sent as they are.
+
+    Attributes
+    ----------
+    in_flight : list of InFlight or None
+        By bucket.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], topology: Topology, algorithm: Algorithm, compression: Compression
+    ) -> None:
+        self.in_flight: list[AnyInFlight | None] = []
+        self.algorithm = algorithm
+        self._topology = topology
+        self._compression = compression
+        self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
+
+    # ------------------------------------------------------------------ what a subclass adds
+
+    @abstractmethod
+    def views(self, index: int) -> Sequence[BucketView]:
+        """A bucket's values and state: one view at a rank, one for each device of virtual workers."""
+
+    @abstractmethod
+    def holds_parameters(self, index: int) -> bool:
+        """Whether it is a bucket of parameters; else of buffers, which are only mixed."""
+
+    @abstractmethod
+    def _takes_part(self, round_: Round) -> bool:
+        """Whether anybody here has a peer in it."""
+
+    @abstractmethod
+    def _start(
+        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: AnyMeter
+    ) -> AnyInFlight:
+        """Begin to exchange each view's messages, by channel."""
+
+    @abstractmethod
+    def _accepted(
+        self, index: int, in_flight: AnyInFlight, meter: AnyMeter
+    ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
+        """Wait; then what has arrived, view by view or part by part, without what is refused as it is not finite.
+
+        Nothing is mixed then, as if the peers had not been there.
+
+        Raises
+        ------
+        ExchangeError
+            The messages did not arrive.
+        GossipError
+            What a rank itself sent was not finite.
+        """
+
+    @abstractmethod
+    def _written(self, index: int) -> None:
+        """Called when a bucket's values have been changed."""
+
+    @abstractmethod
+    def _restored(self, round_: Round, round_index: int, saved: Mapping[str, Any]) -> AnyInFlight:
+        """An exchange whose outcome is known already, from a checkpoint."""
+
+    @abstractmethod
+    def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor of what belongs to each view, for a checkpoint; a copy."""
+
+    @abstractmethod
+    def dealt(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What belongs to each view, of what :meth:`joined` made; copies where there are several."""
+
+    @abstractmethod
+    def names(self, index: int) -> Sequence[str]:
+        """Of the parameters in a bucket."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Begin anew with codecs that remember nothing."""
+
+    @abstractmethod
+    def _codec_states(self) -> Any:
+        """What codecs remember; copies."""
+
+    @abstractmethod
+    def _load_codec_states(self, states: Any) -> None:
+        """Let codecs remember it."""
+
+    # ------------------------------------------------------------------ policy
+
+    def _compression_of(self, index: int, channel: str) -> Compression:
+        is_compressed = self.holds_parameters(index) and channel not in self.algorithm.numbers
+        return self._compression if is_compressed else Uncompressed()
+
+    def _channels(self, index: int) -> tuple[str, ...]:
+        """What a bucket's exchange consists of."""
+        algorithm = self.algorithm
+        return (*algorithm.sends, *algorithm.numbers) if self.holds_parameters(index) else (VALUES,)
+
+    def _like(self, view: BucketView, channel: str) -> torch.Tensor:
+        """A tensor like the messages of a channel."""
+        if channel in view.numbers:
+            return view.numbers[channel]
+        return view.values if channel == VALUES else view.zeros()
+
+    def send(self, index: int, step: int, meter: AnyMeter) -> None:
+        """Start round ``step`` of a bucket; nothing happens in a round in which nobody here has a peer."""
+        round_ = self._topology.round(step)
+        if not self.algorithm.is_due(step) or not self._takes_part(round_):
+            return
+        messages: dict[str, list[torch.Tensor]] = {channel: [] for channel in self._channels(index)}
+        for view in self.views(index):
+            made = self.algorithm.message(view) if self.holds_parameters(index) else {VALUES: view.values}
+            for channel, message in {**made, **view.numbers}.items():
+                messages[channel].append(message)
+        self.in_flight[index] = self._start(index, messages, round_, step, meter)
+
+    def combine_(self, index: int, meter: AnyMeter) -> None:
+        """Wait for what is in flight for a bucket, if anything is, and combine it.
+
+        Raises
+        ------
+        ExchangeError
+            The messages did not arrive.
+        GossipError
+            What a rank itself sent was not finite.
+        """
+        in_flight, self.in_flight[index] = self.in_flight[index], None
+        if in_flight is None:
+            return
+        for view, got in self._accepted(index, in_flight, meter):
+            if self.holds_parameters(index):
+                view.round_index = in_flight.round_index
+                self.algorithm.arrive(view, got)
+            else:
+                self.algorithm.combine_(view.values, got[VALUES].difference, in_flight.round_index)
+        self._written(index)
+
+    def _show(self, index: int, in_flight: AnyInFlight) -> None:
+        """Call the optimizers' pre_average_hook for their parameters in a bucket."""
+        if not self._readers or not self.holds_parameters(index):
+            return
+        for optimizer in self._readers:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for view, sent, difference in zip(
+                self.views(index), in_flight.sent[VALUES], in_flight.differences()[VALUES], strict=True
+            ):
+                slots = [slot for slot, parameter in enumerate(view.parameters) if id(parameter) in held]
+                if slots:
+                    own, mixed = view.slots(sent), view.slots(sent + difference)
+                    optimizer.pre_average_hook(
+                        [view.parameters[slot] for slot in slots],
+                        [own[slot] for slot in slots],
+                        [mixed[slot] for slot in slots],
+                        in_flight.round,
+                        in_flight.round_index,
+                    )
+
+    def drop(self) -> None:
+        """Wait for what is in flight and forget it."""
+        for index, in_flight in enumerate(self.in_flight):
+            if in_flight is not None:
+                in_flight.differences()
+            self.in_flight[index] = None
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether any bucket waits for messages."""
+        return any(in_flight is not None for in_flight in self.in_flight)
+
+    # ------------------------------------------------------------------ saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
+
+        Training goes on as if nobody had looked.
+        """
+        return {
+            "in_flight": [
+                None
+                if in_flight is None
+                else {
+                    "round": in_flight.round_index,
+                    "differences": {name: self.joined(rows) for name, rows in in_flight.differences().items()},
+                    "sent": {name: self.joined(rows) for name, rows in in_flight.sent.items()},
+                }
+                for in_flight in self.in_flight
+            ],
+            "codecs": self._codec_states(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Drop what is in flight and take over what was, as exchanges that have arrived; None: begin anew."""
+        self.drop()
+        if state is None:
+            self._forget()
+            return
+        for index, saved in enumerate(state["in_flight"]):
+            if saved is not None:
+                self.in_flight[index] = self._restored(self._topology.round(saved["round"]), saved["round"], saved)
+        self._load_codec_states(state["codecs"])
+
+    def weights(self) -> dict[str, list[torch.Tensor]]:
+        """By what each parameter's values are weighted in a mean over ranks, for each view, [..., 1]; empty: all alike.
+
+        Over ranks they add up to the number of ranks.
+        """
+        number = self.algorithm.weighs_by
+        if number is None:
+            return {}
+        return {
+            name: [view.numbers[number] for view in self.views(index)]
+            for index in range(len(self.in_flight))
+            if self.holds_parameters(index)
+            for name in self.names(index)
+        }
+
+
+def no_messages_to_see(compression: Compression, reader: object) -> str:
+    """Why an optimizer with a ``pre_average_hook`` is refused."""
+    return (
+        f"compression {compression.describe()} cannot serve {type(reader).__name__}: its pre_average_hook wants what "
+        "every rank sent, and these messages say only what has changed along an edge; choose none, bf16, fp16, int8 or "
+        "int4, or an optimizer without the hook"
+    )
+
+
+def row_sum(round_: Round, rank: int) -> float:
+    """Of a row of W: the whole weight of what a rank mixes."""
+    return round_.self_weight(rank) + sum(round_.neighbours(rank).values())

@@ -1,0 +1,325 @@
+"""The exchanges of one rank, over a transport."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from loguru import logger
+from torch.optim import Optimizer
+
+from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from gossip.communication.transports import Arrival, DistributedTransport, Exchange, Transport
+from gossip.compression.codec import BucketShape, Codec, Compression, chunks
+from gossip.compression.part_memory import all_finite
+from gossip.errors import GossipError
+from gossip.measuring.profiler_ranges import profiler_range
+from gossip.measuring.step_stats import Meter
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
+from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, no_messages_to_see, row_sum
+from topologies import Round, Topology
+
+AnyBucket = Bucket | BufferBucket
+
+
+@dataclass
+class RankInFlight(InFlight):
+    """One bucket's messages under way.
+
+    Attributes
+    ----------
+    exchanges : dict of str to Exchange
+        By channel.
+    launched_at : float
+        ``time.perf_counter()``.
+    bytes_counted : Counter
+        Of the exchanges' ``bytes_by_peer``, what some step's costs contain already.
+    """
+
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    launched_at: float = 0.0
+    bytes_counted: Counter[int] = field(default_factory=Counter)
+    _differences: dict[str, torch.Tensor] | None = None
+
+    def differences(self) -> dict[str, list[torch.Tensor]]:
+        if self._differences is None:
+            self._differences = {
+                channel: torch.cat([part.clone() for _, part in exchange.wait().parts])
+                for channel, exchange in self.exchanges.items()
+            }
+        return {channel: [difference] for channel, difference in self._differences.items()}
+
+    def arrivals(self) -> dict[str, Arrival]:
+        """Wait for it; what came, bit by bit, by channel."""
+        if self._differences is None:
+            return {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
+        return {channel: whole(difference) for channel, difference in self._differences.items()}
+
+    def count_bytes(self, meter: Meter) -> None:
+        """Add to a step's costs what has been sent since the last call."""
+        sent: Counter[int] = Counter()
+        for exchange in self.exchanges.values():
+            sent.update(exchange.bytes_by_peer)
+        for peer, num_bytes in (sent - self.bytes_counted).items():
+            meter.bytes_by_peer[peer] += num_bytes
+            meter.bytes_sent += num_bytes
+        self.bytes_counted = sent
+
+
+@dataclass
+class Known:
+    """An exchange whose outcome is known already, from a checkpoint."""
+
+    difference: torch.Tensor
+    bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
+    arrived_at: Mapping[int, float] = field(default_factory=dict)
+
+    def wait(self) -> Arrival:
+        return whole(self.difference)
+
+
+def whole(difference: torch.Tensor) -> Arrival:
+    """What came, known as a whole; ``difference`` stays as it is."""
+    is_finite = not difference.is_cpu or all_finite(difference)
+    parts = ((part, difference[part].clone()) for part in chunks(difference.numel(), difference.device))
+    return Arrival(parts, is_finite)
+
+
+class RankExchanges(Exchanges[RankInFlight, Meter]):
+    """Those of one rank.
+
+    Parameters
+    ----------
+    buckets : sequence of Bucket or BufferBucket
+        By index.
+    optimizers : sequence of Optimizer
+    topology : Topology
+    transport : Transport or None
+        None in a world of one.
+    algorithm : Algorithm
+    compression : Compression
+    rank : int
+
+    Attributes
+    ----------
+    codecs : list of dict of str to Codec
+        By bucket, and then by channel; none in a world of one.
+
+    Raises
+    ------
+    ValueError
+        An optimizer, or the algorithm, wants to see messages that the compression does not have.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[AnyBucket],
+        optimizers: Sequence[Optimizer],
+        topology: Topology,
+        transport: Transport | None,
+        algorithm: Algorithm,
+        compression: Compression,
+        rank: int,
+    ) -> None:
+        super().__init__(optimizers, topology, algorithm, compression)
+        self._transport = transport
+        self._rank = rank
+        self._optimizers = optimizers
+        self._buckets: list[AnyBucket] = []
+        self._views: list[BucketView] = []
+        self.codecs: list[dict[str, Codec]] = []
+        self.add(buckets)
+
+    def add(self, buckets: Sequence[AnyBucket]) -> None:
+        """Exchange these too, from the round of this step on. Local, on all ranks before the same step."""
+        self._buckets += buckets
+        self.in_flight += [None] * len(buckets)
+        for bucket in buckets:
+            view = BucketView(bucket.block)
+            if isinstance(bucket, Bucket):
+                view = BucketView(bucket.block, bucket.parameters, bucket.views, self._optimizers)
+                self.algorithm.begin(view)
+            self._views.append(view)
+        self.codecs += self._make_codecs(buckets)
+
+    def _make_codecs(self, buckets: Sequence[AnyBucket]) -> list[dict[str, Codec]]:
+        if self._transport is None:
+            return []
+        made = [self._codecs_of(bucket) for bucket in buckets]
+        if isinstance(self._transport, DistributedTransport):
+            for bucket, codecs in zip(buckets, made, strict=True):
+                for number, codec in enumerate(codecs.values()):
+                    self._transport.prepare(codec, bucket.index + CHANNEL_STRIDE * number)
+        return made
+
+    def _codecs_of(self, bucket: AnyBucket) -> dict[str, Codec]:
+        index = bucket.index
+        codecs = {}
+        for number, channel in enumerate(self._channels(index)):
+            example = self._like(self._views[index], channel)
+            is_number = channel in self.algorithm.numbers
+            views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
+            shape = BucketShape(index + CHANNEL_STRIDE * number, example, views)
+            codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
+        if codecs[VALUES].sent is None:
+            if self._readers:
+                raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
+            self.algorithm.check_messages(self._compression.describe())
+        return codecs
+
+    # ------------------------------------------------------------------ what the policy asks for
+
+    def views(self, index: int) -> Sequence[BucketView]:
+        return self._views[index : index + 1]
+
+    def holds_parameters(self, index: int) -> bool:
+        return isinstance(self._buckets[index], Bucket)
+
+    def _takes_part(self, round_: Round) -> bool:
+        return self._transport is not None and bool(round_.peers(self._rank))
+
+    def _start(
+        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: Meter
+    ) -> RankInFlight:
+        assert self._transport is not None
+        in_flight = RankInFlight(round_, step)
+        with profiler_range("gossip::send"):
+            for number, (channel, (message,)) in enumerate(messages.items()):
+                codec = self.codecs[index][channel]
+                encoded = codec.encode(message, round_, step)
+                in_flight.launched_at = in_flight.launched_at or time.perf_counter()
+                in_flight.exchanges[channel] = self._transport.start(
+                    codec, encoded, round_, step=step, bucket=index + CHANNEL_STRIDE * number
+                )
+                if codec.sent is not None:
+                    in_flight.sent[channel] = [codec.sent]
+        in_flight.count_bytes(meter)
+        return in_flight
+
+    def _accepted(
+        self, index: int, in_flight: RankInFlight, meter: Meter
+    ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
+        arrivals = self._await(in_flight, meter)
+        with profiler_range("gossip::mix"):
+            self._show(index, in_flight)
+            if not all(arrival.is_finite for arrival in arrivals.values()):
+                for arrival in arrivals.values():
+                    collections.deque(arrival.parts, maxlen=0)  # the codec must not miss it
+                self._refuse(index, in_flight, meter)
+                return
+            squares: float | torch.Tensor = 0.0
+            view = self._views[index]
+            for part, got in self._pieces(arrivals, in_flight):
+                square = _squared_norm(got[VALUES].difference)
+                if not isinstance(square, torch.Tensor) and not math.isfinite(square):
+                    self._refuse(index, in_flight, meter)  # this rank's own message: all others are finite
+                squares = squares + square
+                yield view if part is None else view.part(part), got
+            meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
+
+    def _pieces(
+        self, arrivals: Mapping[str, Arrival], in_flight: RankInFlight
+    ) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
+        """What has arrived: of one channel part by part, of several as a whole."""
+        surplus = row_sum(in_flight.round, self._rank) - 1 if self.algorithm.requires.stochastic != "doubly" else 0.0
+        if len(arrivals) == 1 and not surplus:
+            for part, difference in arrivals[VALUES].parts:
+                yield part, {VALUES: Arrived(difference)}
+            return
+        got = {}
+        for channel, arrival in arrivals.items():
+            difference = torch.cat([part.clone() for _, part in arrival.parts])
+            if surplus:  # what was decoded takes the rows' sums for 1
+                difference.add_(in_flight.sent[channel][0], alpha=surplus)
+            got[channel] = Arrived(difference)
+        yield None, got
+
+    def _written(self, index: int) -> None:
+        self._buckets[index].written()
+
+    def _restored(self, round_: Round, round_index: int, saved: Mapping[str, Any]) -> RankInFlight:
+        return RankInFlight(
+            round_,
+            round_index,
+            {channel: [sent] for channel, sent in saved["sent"].items()},
+            {channel: Known(difference) for channel, difference in saved["differences"].items()},
+            time.perf_counter(),
+        )
+
+    def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return rows[0].clone()
+
+    def dealt(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return [values]
+
+    def names(self, index: int) -> Sequence[str]:
+        return self._buckets[index].names
+
+    def _forget(self) -> None:
+        self.codecs = self._make_codecs(self._buckets)
+
+    def _codec_states(self) -> list[dict[str, Any]]:
+        return [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs]
+
+    def _load_codec_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for codecs, saved in zip(self.codecs, states, strict=True):
+            for channel, codec in codecs.items():
+                codec.load_state_dict(saved[channel])
+
+    # ------------------------------------------------------------------ waiting, refusing
+
+    def _await(self, in_flight: RankInFlight, meter: Meter) -> dict[str, Arrival]:
+        start = time.perf_counter()
+        with profiler_range("gossip::wait"):
+            if self._readers:
+                in_flight.differences()
+            arrivals = in_flight.arrivals()
+        waited_s = time.perf_counter() - start
+        meter.exposed_wait_s += waited_s
+        for exchange in in_flight.exchanges.values():
+            for peer, arrived_at in exchange.arrived_at.items():
+                meter.wait_by_peer_s[peer] += max(0.0, arrived_at - start)
+            if exchange.arrived_at:
+                last = max(exchange.arrived_at.values())
+                meter.overlapped_s += max(0.0, min(start, last) - in_flight.launched_at)
+        in_flight.count_bytes(meter)
+        return arrivals
+
+    def _refuse(self, index: int, in_flight: RankInFlight, meter: Meter) -> None:
+        """Count messages that are not finite; raise if this rank's is the one."""
+        where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}"
+        own = [sent for rows in in_flight.sent.values() for sent in rows]
+        if not all(bool(tensor.isfinite().all()) for tensor in own or [self._buckets[index].block]):
+            raise GossipError(
+                f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
+                "are spoilt, and its peers have refused them; start again from a checkpoint, with a smaller "
+                "learning rate"
+            )
+        sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))
+        logger.warning("{}: a message of one of the ranks {} is not finite and is refused", where, sources)
+        meter.num_refused += 1
+
+    def _squared_distance_scale(self, round_: Round) -> float:
+        r"""Makes an estimate of the squared consensus distance of :math:`\|\sum_j W_{ij} m_j - m_i\|^2`.
+
+        If the replicas' deviations from their mean are alike and independent, with variance :math:`s^2`, then the
+        expectation of that square is :math:`s^2 (\sum_{j \ne i} W_{ij}^2 + (1 - W_{ii})^2)`, and the squared distance
+        is :math:`s^2 (n - 1) / n`. For W = J / n the estimate is exact.
+        """
+        weights = round_.neighbours(self._rank).values()
+        size = self._topology.world_size
+        spread = sum(weight * weight for weight in weights) + (1 - round_.self_weight(self._rank)) ** 2
+        return (size - 1) / size / spread if spread else 0.0
+
+
+def _squared_norm(difference: torch.Tensor) -> float | torch.Tensor:
+    """Read at once only from the CPU: elsewhere that would hold the host until the device is done."""
+    norm = torch.linalg.vector_norm(difference)
+    return float(norm) ** 2 if norm.is_cpu else norm.square()

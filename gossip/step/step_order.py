@@ -1,0 +1,80 @@
+"""The one order of a step, of a bucket at a rank as of all buckets of all virtual workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic
+
+import torch
+
+from gossip.algorithms import BucketView
+from gossip.step.exchanges import AnyInFlight, AnyMeter, Exchanges
+
+SkippedRows = Callable[[int], Sequence[torch.Tensor]]
+
+
+class StepOrder(Generic[AnyInFlight, AnyMeter]):
+    """Combine what arrived, remember, direct, update, send.
+
+    Whoever makes a step calls :meth:`begin`, then the optimizers, with :meth:`direct` right before them where there are
+    gradients that are complete, clipped and finite, and then :meth:`end`; for one bucket or for several together.
+
+    Parameters
+    ----------
+    exchanges : Exchanges
+    """
+
+    def __init__(self, exchanges: Exchanges[AnyInFlight, AnyMeter]) -> None:
+        self._exchanges = exchanges
+        self._algorithm = exchanges.algorithm
+
+    def begin(self, indices: Sequence[int], meter: AnyMeter) -> None:
+        """Combine what has arrived for these buckets, and remember their values."""
+        for index in indices:
+            self._exchanges.combine_(index, meter)
+            if self._algorithm.remembers_before:
+                for view in self._exchanges.views(index):
+                    view.before = view.values.clone()
+
+    def direct(self, indices: Sequence[int], step: int, skipped: SkippedRows | None = None) -> None:
+        """Let the algorithm put something in the gradients' place.
+
+        Parameters
+        ----------
+        indices : sequence of int
+        step : int
+        skipped : callable, optional
+            Of virtual workers: which rows of each view of a bucket, [k] bool, are not to be updated.
+        """
+        if self._algorithm.directs:
+            for index in indices:
+                if self._exchanges.holds_parameters(index):
+                    views = self._exchanges.views(index)
+                    for view, rows in zip(views, skipped(index) if skipped else [None] * len(views), strict=True):
+                        self._direct(view, rows, step)
+
+    def _direct(self, view: BucketView, skipped: torch.Tensor | None, step: int) -> None:
+        gradient = view.gradient()
+        kept = {}
+        if skipped is not None and bool(skipped.any()):
+            kept = {name: state[skipped].clone() for name, state in view.kept.items()}
+            gradient[skipped] = 0  # it need not be finite
+        view.round_index = step
+        view.set_gradient(self._algorithm.gradient(view, gradient))
+        for name, rows in kept.items():
+            view.kept[name][skipped] = rows
+
+    def end(self, indices: Sequence[int], step: int, meter: AnyMeter) -> None:
+        """Tell the algorithm of the update, and send."""
+        for index in indices:
+            if self._exchanges.holds_parameters(index):
+                self._updated(index, step)
+            self._exchanges.send(index, step, meter)
+
+    def _updated(self, index: int, step: int) -> None:
+        for view in self._exchanges.views(index):
+            view.round_index = step
+            if self._algorithm.follows_learning_rate:
+                view.follow_learning_rate()
+            self._algorithm.updated(view)
+            view.before = view.values

@@ -1,0 +1,361 @@
+"""Every algorithm against its dense recursion: the rule alone, virtual workers, real processes; state, sizes, modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from algorithm_table import (
+    LEARNING_RATE,
+    MOMENTUM,
+    NUM_VALUES,
+    ROWS,
+    Problem,
+    Sgd,
+    constant,
+    halved_at_four,
+    make_topology,
+)
+from torch import nn
+
+import gossip
+from gossip import GossipDataParallel, VirtualWorkers, launch
+from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView, resolve_algorithm
+
+WORLD_SIZE = 5
+NUM_STEPS = 9
+SKIPPED = ((1, 3), (4, 6), (1, 7))
+MAX_NORM = 0.5
+TINY_BUCKETS = 1e-5
+
+
+class Case(NamedTuple):
+    """One way of using an algorithm."""
+
+    algorithm: str
+    topology: str
+    way: str = "plain"
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(WORLD_SIZE, NUM_STEPS, SKIPPED if self.way == "skipped" else ())
+
+    @property
+    def max_norm(self) -> float | None:
+        return MAX_NORM if self.way == "clipped" else None
+
+    @property
+    def rates(self) -> Callable[[int], float]:
+        return halved_at_four if self.way == "rate" else constant
+
+    def dense(self) -> np.ndarray:
+        sgd = Sgd(self.rates)
+        topology = make_topology(self.topology, WORLD_SIZE)
+        return ROWS[self.algorithm].dense(self.problem, topology, sgd, self.max_norm)
+
+
+CASES = [Case(name, topology) for name, row in ROWS.items() for topology in row.topologies]
+CASES += [Case(name, row.topologies[0], way) for name, row in ROWS.items() for way in ("clipped", "skipped", "rate")]
+OF_PROCESSES = [*CASES, *(Case(name, row.topologies[-1], "optimizer") for name, row in ROWS.items())]
+make_sgd = partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+class Quadratic(nn.Module):
+    """0.5 |A x - b|^2, with x in two parameters, which get a bucket each."""
+
+    def __init__(self, start: np.ndarray) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor(start[:4]))
+        self.second = nn.Parameter(torch.tensor(start[4:]))
+
+    def forward(self, matrices: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.first, self.second])
+        return 0.5 * ((matrices @ x - targets) ** 2).sum(-1)
+
+    @property
+    def x(self) -> torch.Tensor:
+        return torch.cat([self.first, self.second]).detach().clone()
+
+
+def batch(problem: Problem, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all ranks; what is not finite makes a rank's gradients so."""
+    spoilt = np.where(problem.is_updated(step), 0.0, np.nan)
+    return torch.tensor(problem.matrices + spoilt[:, :, None]), torch.tensor(problem.targets)
+
+
+# ------------------------------------------------------------------ the rule alone
+
+
+def drive(case: Case) -> np.ndarray:
+    """All ranks in one stack, by the hooks alone, in the order that the base class states."""
+    problem, topology = case.problem, make_topology(case.topology, WORLD_SIZE)
+    algorithm: Algorithm = resolve_algorithm(case.algorithm)
+    x = nn.Parameter(torch.tensor(np.tile(problem.start, (WORLD_SIZE, 1))))
+    optimizer = make_sgd([x])
+    view = BucketView(x.data, [x], lambda flat: [flat], [optimizer])
+    algorithm.begin(view)
+    got: dict[str, Arrived] | None = None
+    for step in range(problem.num_steps):
+        gradients = torch.tensor(problem.gradients(x.detach().numpy(), case.max_norm))
+        optimizer.param_groups[0]["lr"] = case.rates(step)
+        if got is not None and not algorithm.before_forward:
+            view.round_index = step - 1
+            algorithm.arrive(view, got)
+        view.round_index = step
+        view.before = view.values.clone()
+        x.grad = algorithm.gradient(view, gradients)
+        optimizer.step()
+        view.follow_learning_rate()
+        algorithm.updated(view)
+        matrix = torch.tensor(topology.round(step).matrix())
+        messages = {**algorithm.message(view), **view.numbers}
+        got = {channel: Arrived(matrix @ message - message) for channel, message in messages.items()}
+        if algorithm.before_forward:
+            algorithm.arrive(view, got)
+    return x.detach().numpy()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.way != "skipped"], ids="-".join)
+def test_rule_alone_is_the_dense_recursion(case: Case) -> None:
+    np.testing.assert_allclose(drive(case), case.dense(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.keeps_mean])
+def test_lossy_messages_keep_the_mean(name: str) -> None:
+    algorithm = resolve_algorithm(name)
+    x = nn.Parameter(torch.randn(6, NUM_VALUES, dtype=torch.float64))
+    optimizer = make_sgd([x])
+    view = BucketView(x.data, [x], lambda flat: [flat], [optimizer])
+    algorithm.begin(view)
+    x.grad = torch.zeros_like(x)
+    optimizer.step()
+    view.follow_learning_rate()
+    matrix = torch.tensor(make_topology("ring", 6).round(0).matrix())
+    mean = view.values.mean(0)
+    for _ in range(3):
+        got = {}
+        for channel, message in algorithm.message(view).items():
+            rounded = message.round(decimals=1)
+            got[channel] = Arrived(matrix @ rounded - rounded)
+        algorithm.arrive(view, got)
+        algorithm.updated(view)
+        for name, kept in view.kept.items():
+            assert algorithm.keeps[name] in ("mean", "zero")
+            torch.testing.assert_close(kept.sum(0), torch.zeros_like(mean), rtol=0, atol=1e-13)
+        torch.testing.assert_close(view.values.mean(0), mean, rtol=0, atol=1e-13)
+
+
+# ------------------------------------------------------------------ virtual workers
+
+
+def make_workers(case: Case) -> VirtualWorkers:
+    return VirtualWorkers(
+        Quadratic(case.problem.start),
+        WORLD_SIZE,
+        make_sgd,
+        make_topology(case.topology, WORLD_SIZE),
+        algorithm=case.algorithm,
+        clip_grad_norm=case.max_norm,
+        bucket_cap_mb=TINY_BUCKETS,
+        loss_reduction="sum",
+        devices=["cpu"],
+    )
+
+
+def train_virtually(workers: VirtualWorkers, case: Case, steps: range) -> np.ndarray:
+    for step in steps:
+        workers.optimizer.param_groups[0]["lr"] = case.rates(step)
+        workers(*batch(case.problem, step)).sum().backward()
+    return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_virtual_workers_make_the_dense_recursion(case: Case) -> None:
+    actual = train_virtually(make_workers(case), case, range(NUM_STEPS))
+    np.testing.assert_allclose(actual, case.dense(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_virtual_workers_are_restored_with_the_algorithms_state(name: str, tmp_path: Path) -> None:
+    case = Case(name, ROWS[name].topologies[0])
+    workers = make_workers(case)
+    train_virtually(workers, case, range(4))
+    workers.save(tmp_path / "state")
+    wanted = train_virtually(workers, case, range(4, NUM_STEPS))
+    restored = make_workers(case)
+    train_virtually(restored, case, range(2))
+    restored.load(tmp_path / "state")
+    assert (train_virtually(restored, case, range(4, NUM_STEPS)) == wanted).all()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_another_number_of_workers_starts_from_the_mean_with_sums_that_hold(name: str, tmp_path: Path) -> None:
+    case = Case(name, ROWS[name].topologies[0])
+    workers = make_workers(case)
+    train_virtually(workers, case, range(4))
+    with workers.averaged() as module:
+        mean = module.x
+    workers.save(tmp_path / "state")
+    larger = VirtualWorkers(
+        Quadratic(case.problem.start), 8, make_sgd, make_topology(case.topology, 8), algorithm=name, devices=["cpu"]
+    )
+    larger.load(tmp_path / "state")
+    assert_begins_at(mean, torch.cat([stack.detach().flatten(1) for stack in larger.parameters()], 1))
+    for view in larger._exchanges.views(0):
+        assert all(bool((kept == 0).all()) for key, kept in view.kept.items() if larger.algorithm.keeps[key] == "zero")
+        assert all(bool((number == 1).all()) for number in view.numbers.values())
+
+
+def assert_begins_at(mean: torch.Tensor, rows: torch.Tensor) -> None:
+    torch.testing.assert_close(rows, mean.expand_as(rows), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.keeps_mean])
+def test_global_average_is_that_of_the_replicas(name: str) -> None:
+    case = Case(name, ROWS[name].topologies[0])
+    workers = make_workers(case)
+    rows = train_virtually(workers, case, range(4))
+    with workers.averaged() as module:
+        np.testing.assert_allclose(module.x.numpy(), rows.mean(0), rtol=0, atol=1e-14)
+
+
+def test_global_average_of_push_sum_is_weighted() -> None:
+    case = Case("push_sum", "pushed")
+    rows = train_virtually(workers := make_workers(case), case, range(4))
+    matrix, weights = make_topology("pushed", WORLD_SIZE).round(0).matrix(), np.ones(WORLD_SIZE)
+    for _ in range(3):
+        weights = matrix @ weights
+    assert np.abs(weights - 1).max() > 0.1
+    with workers.averaged() as module:
+        np.testing.assert_allclose(module.x.numpy(), (rows * weights[:, None]).mean(0), rtol=0, atol=1e-14)
+    distance, _ = workers.consensus_distance()
+    mean = (rows * weights[:, None]).mean(0)
+    np.testing.assert_allclose(distance, np.sqrt(((rows - mean) ** 2).sum() / WORLD_SIZE), rtol=1e-12)
+
+
+# ------------------------------------------------------------------ real processes
+
+
+def make_model(case: Case) -> GossipDataParallel:
+    return GossipDataParallel(
+        Quadratic(case.problem.start),
+        make_sgd,
+        make_topology(case.topology, WORLD_SIZE),
+        algorithm=case.algorithm,
+        clip_grad_norm=case.max_norm,
+        bucket_cap_mb=TINY_BUCKETS,
+        step_in_backward=case.way != "optimizer",
+    )
+
+
+def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
+    for step in steps:
+        model.optimizer.param_groups[0]["lr"] = case.rates(step)
+        matrices, targets = batch(case.problem, step)
+        model.optimizer.zero_grad()
+        model(matrices[model.rank], targets[model.rank]).backward()
+        model.optimizer.step()
+    model._engine.settle()
+    return model.module.x
+
+
+def train_processes(folder: str) -> dict[str, list[Any]]:
+    """By case: the values at the end; and by algorithm: restored bit for bit, the mean, and what is saved of it."""
+    found: dict[str, list[Any]] = {}
+    for case in OF_PROCESSES:
+        with make_model(case) as model:
+            found["-".join(case)] = train(model, case, range(NUM_STEPS)).tolist()
+    for name, row in ROWS.items():
+        case, path = Case(name, row.topologies[0]), Path(folder) / name
+        with make_model(case) as model, make_model(case) as other:
+            train(model, case, range(4))
+            gossip.save(model, path)
+            with model.averaged():
+                mean = model.module.x.tolist()
+            train(other, case, range(2))
+            gossip.load(other, path)
+            wanted, restored = (train(each, case, range(4, NUM_STEPS)) for each in (model, other))
+            found[f"restored {name}"] = [bool((wanted == restored).all()), mean]
+    return found
+
+
+def resume_with_other_ranks(folder: str) -> dict[str, list[float]]:
+    found = {}
+    for name, row in ROWS.items():
+        topology = make_topology(row.topologies[0], dist.get_world_size())
+        module = Quadratic(np.zeros(NUM_VALUES))
+        with GossipDataParallel(module, make_sgd, topology, algorithm=name) as model:
+            gossip.load(model, Path(folder) / name)
+            found[name] = module.x.tolist()
+            for kept in model._engine.exchanges.views(0)[0].kept.values():
+                assert bool((kept == 0).all())
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[Any]]]]:
+    folder = tmp_path_factory.mktemp("algorithms")
+    return folder, launch(train_processes, str(folder), world_size=WORLD_SIZE)
+
+
+pytestmark = pytest.mark.xdist_group("algorithm_contract")  # one set of processes makes all cases
+
+
+@pytest.mark.parametrize("case", OF_PROCESSES, ids="-".join)
+def test_processes_make_the_dense_recursion(case: Case, of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
+    actual = np.array([found["-".join(case)] for found in of_processes[1]])
+    np.testing.assert_allclose(actual, case.dense(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_processes_are_restored_bit_for_bit(name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
+    assert all(found[f"restored {name}"][0] for found in of_processes[1])
+
+
+def test_other_numbers_of_processes_start_from_the_mean(of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
+    folder, by_rank = of_processes
+    for found in launch(resume_with_other_ranks, str(folder), world_size=4):
+        for name, values in found.items():
+            np.testing.assert_allclose(values, by_rank[0][f"restored {name}"][1], rtol=0, atol=1e-13)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("name", ["adapt_while_communicating", "adapt_then_combine", "gradient_tracking"])
+def test_topology_that_is_only_column_stochastic_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=r'only column-stochastic.*algorithm="push_sum", which corrects for it'):
+        make_workers(Case(name, "pushed"))
+
+
+def test_exact_diffusion_refuses_a_schedule_that_changes() -> None:
+    with pytest.raises(ValueError, match=r"mixes by another matrix .* algorithm ExactDiffusion builds on"):
+        make_workers(Case("exact_diffusion", "one_peer_exponential"))
+
+
+def test_momentum_exchange_refuses_an_optimizer_without_momentum() -> None:
+    with pytest.raises(ValueError, match=r"mixes the momentum of torch.optim.SGD, but the optimizer is Adam"):
+        VirtualWorkers(nn.Linear(2, 1), 3, torch.optim.Adam, "ring", algorithm="momentum_exchange", devices=["cpu"])
+    with pytest.raises(ValueError, match="SGD without momentum; give SGD a momentum"):
+        GossipDataParallel(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1), algorithm="momentum_exchange")
+
+
+def test_push_sum_refuses_messages_that_are_no_values_and_averaged_buffers() -> None:
+    case = Case("push_sum", "ring")
+    with pytest.raises(ValueError, match=r"compression choco.* cannot serve algorithm PushSum"):
+        VirtualWorkers(nn.Linear(2, 1), 4, make_sgd, "ring", algorithm="push_sum", compression="choco", devices=["cpu"])
+    with pytest.raises(ValueError, match='buffers="average" needs a doubly stochastic topology'):
+        VirtualWorkers(
+            nn.Linear(2, 1), 4, make_sgd, make_topology("pushed", 4), algorithm=case.algorithm, buffers="average"
+        )
+
+
+def test_first_message_carries_the_values() -> None:
+    for name in ROWS:
+        assert resolve_algorithm(name).sends[0] == VALUES
