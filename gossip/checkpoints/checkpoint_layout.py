@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.parameters.manifest import describe_topology
+from gossip.private_torch import names_of_transient_buffers
 
 if TYPE_CHECKING:
     from gossip.wrapper import GossipDataParallel
@@ -47,7 +48,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
+        for name in names_of_transient_buffers(part)
     }
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
 

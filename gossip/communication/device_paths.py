@@ -11,6 +11,7 @@ import torch
 
 from gossip.communication.membership import Group
 from gossip.communication.worker_threads import Conversation, Operation, PostingError, WorkerThreads, Works, posted
+from gossip.private_torch import begin_coalescing, end_coalescing
 
 Tensors = Sequence[torch.Tensor]
 Converse = Callable[[Tensors, Tensors], Conversation]
@@ -219,11 +220,11 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
         ]
     # In one call: a device runs what two ranks have between them in turn, and a receive before a send on both sides
     # would never end.
-    group._start_coalescing(device)
+    begin_coalescing(group, device)
     for peer, tensor, tag in receives:
         group.recv([tensor], peer, tag)
     for peer, tensor, tag in sends:
         group.send([tensor], peer, tag)
     peers = sorted({message.peer for message in (*receives, *sends)})
     name = f"the exchange with rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-    return (Operation(name, group._end_coalescing(device)),)
+    return (Operation(name, end_coalescing(group, device)),)

@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from gossip.private_torch import default_store, known_groups
 
 Group = Any
 """A ``ProcessGroup`` or a backend's own (``ProcessGroupGloo``): both have allreduce, broadcast, allgather, send, recv.
@@ -59,7 +60,7 @@ class Membership:
                 "model on the group's members only"
             )
         group = dist.group.WORLD if process_group is None else process_group
-        if not isinstance(group, dist.ProcessGroup) or group not in distributed_c10d._world.pg_map:
+        if not isinstance(group, dist.ProcessGroup) or group not in known_groups():
             raise ValueError(
                 f"process_group must be a group that torch.distributed.new_group returned, and that has not been "
                 f"destroyed, got {process_group!r}"
@@ -106,7 +107,7 @@ class Membership:
         number = _num_worlds[identity]
         _num_worlds[identity] += 1
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        return dist.PrefixStore(f"gossip/{digest}/{number}", distributed_c10d._get_default_store())
+        return dist.PrefixStore(f"gossip/{digest}/{number}", default_store())
 
 
 _num_worlds: Counter[str] = Counter()  # never set back: a store may outlive the process group
@@ -125,11 +126,6 @@ def registered_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGr
     """A communicator of torch's registry. Collective over all processes of the default group."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout)
     return group
-
-
-def registered_groups() -> list[dist.ProcessGroup]:
-    """All groups of torch's registry that this process has joined. Local."""
-    return [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
 
 
 def own_connection(store: dist.Store) -> dist.Store:

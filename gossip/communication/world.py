@@ -21,13 +21,13 @@ from gossip.communication.membership import (
     gloo_group,
     own_connection,
     registered_group,
-    registered_groups,
 )
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
 from gossip.communication.waiting import Awaited, Failure, wait_for
 from gossip.communication.worker_threads import Conversation, Operation, WorkerThreads, posted
 from gossip.errors import ExchangeError, GossipError
+from gossip.private_torch import known_groups
 
 _GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it names who and what, gloo only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
@@ -321,7 +321,7 @@ class World:
 
     def leave_to_parent(self) -> None:
         """See :class:`gossip.communication.forks.Inherited`."""
-        _parents_groups.extend(registered_groups())  # torch's own wait for threads too, when the child ends
+        _parents_groups.extend(known_groups())  # torch's own wait for threads too, when the child ends
         forks.keep(self._store, self.roll_call, *self._communicators.values(), *_parents_groups)
         self.roll_call = RollCall(None, self.rank, self.world_size)
 

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 
+from gossip.private_torch import COMPILER
+
 
 def start(preload: Sequence[str]) -> None:
     """Start it if it does not run; all workers that this process ever launches come from it.
@@ -21,7 +23,7 @@ def start(preload: Sequence[str]) -> None:
         Modules to import; one that is not installed is passed over. Only the first call's count.
     """
     # torch.optim imports torch._dynamo when the first optimizer is built: seconds, on every rank.
-    forkserver.set_forkserver_preload(["torch._dynamo", *preload])
+    forkserver.set_forkserver_preload([COMPILER, *preload])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         resource_tracker.ensure_running()  # the server would start it, and that unblocks SIGINT

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from gossip.errors import GossipError
 from gossip.optimizers.closures import requires_closure
+from gossip.private_torch import (
+    FLAG_OF_FUSED,
+    SUPPORTS_SCALING,
+    is_watched_by_scheduler,
+    note_step_called,
+    note_watched_by_scheduler,
+    step_pre_hooks,
+    tree_leaves,
+    without_step_hooks,
+)
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
 OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
@@ -63,7 +71,7 @@ def _check_steps_by_bucket(optimizer: Optimizer) -> None:
                 f"{name} keeps parameters or another optimizer in its attribute {key!r}, and would step all of them "
                 "for every bucket; wrap the module with step_in_backward=False"
             )
-    if optimizer._optimizer_step_pre_hooks:
+    if step_pre_hooks(optimizer):
         raise ValueError(f"{name} has step pre-hooks; {_NO_PRE_HOOKS}")
 
 
@@ -124,8 +132,7 @@ class BucketOptimizer:
         self._view.__dict__.update(optimizer.__dict__)
         for name in _REPLACED:
             self._view.__dict__.pop(name, None)
-        self._view._optimizer_step_pre_hooks = OrderedDict()
-        self._view._optimizer_step_post_hooks = OrderedDict()
+        without_step_hooks(self._view.__dict__)
         step: Callable[..., Any] = type(optimizer).step
         if getattr(step, "hooked", False):  # torch's profiling and hook wrapper: once per step, not once per bucket
             step = step.__wrapped__  # type: ignore[attr-defined]
@@ -166,10 +173,10 @@ class BucketOptimizer:
                 )
 
 
-_NOT_COUNTED = ("state", "param_groups", "_need_device_dtype_check_for_fused")
+_NOT_COUNTED = ("state", "param_groups", FLAG_OF_FUSED)
 """Attributes of an optimizer that its steps may set: the last one is a flag of torch's fused optimizers."""
 
-_REPLACED = ("step", "register_step_pre_hook", "_step_supports_amp_scaling")
+_REPLACED = ("step", "register_step_pre_hook", SUPPORTS_SCALING)
 """Attributes of an optimizer that stand in for those of its class while a model is open."""
 
 
@@ -180,17 +187,17 @@ def replace_step(
 
     A GradScaler then steps it even after an overflow, and leaves it to ``on_step`` to divide by the scale.
     """
-    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    scheduled = is_watched_by_scheduler(optimizer.step)
 
     def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> Any:
         if scheduled:  # by a scheduler that is older than the wrapper
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            note_step_called(optimizer)
         return on_step(optimizer, closure)
 
     if scheduled:
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        note_watched_by_scheduler(step)
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    setattr(optimizer, SUPPORTS_SCALING, True)
     if by_bucket:
         optimizer.register_step_pre_hook = _refuse_pre_hook  # type: ignore[method-assign,assignment]
 
@@ -201,7 +208,7 @@ def restore_step(optimizer: Optimizer) -> None:
     for name in _REPLACED:
         optimizer.__dict__.pop(name, None)
     if supports_scaling:  # as torch's fused optimizers set it on themselves
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        setattr(optimizer, SUPPORTS_SCALING, True)
 
 
 @Optimizer.profile_hook_step

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +18,7 @@ from gossip.errors import ManifestError
 from gossip.parameters.buckets import describe_tensor
 from gossip.parameters.digests import digest_of
 from gossip.parameters.manifest import compare_manifests
+from gossip.private_torch import flatten_tensors, unflatten_tensors
 
 _NUM_SAMPLES = 16
 _MAX_NAMES_LISTED = 3
@@ -273,7 +273,7 @@ def _broadcast_together_(parameters: Sequence[nn.Parameter], world: World) -> No
     if len(parameters) == 1:
         world.broadcast_(parameters[0].detach(), what)
     elif parameters:
-        flat = _flatten_dense_tensors([parameter.detach() for parameter in parameters])
+        flat = flatten_tensors([parameter.detach() for parameter in parameters])
         world.broadcast_(flat, what)
-        for parameter, values in zip(parameters, _unflatten_dense_tensors(flat, parameters), strict=True):
+        for parameter, values in zip(parameters, unflatten_tensors(flat, parameters), strict=True):
             parameter.copy_(values)

@@ -17,6 +17,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import compare_manifests
+from gossip.private_torch import own_buffers
 
 
 def average_module_(
@@ -84,9 +85,9 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
     with torch.no_grad():
         blocks = [bucket.block.clone() for bucket in buckets]
         buffers = [
-            (owner._buffers, key, buffer, buffer.clone())
+            (own_buffers(owner), key, buffer, buffer.clone())
             for owner in module.modules()
-            for key, buffer in owner._buffers.items()
+            for key, buffer in own_buffers(owner).items()
             if buffer is not None
         ]
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NoReturn
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gossip.errors import GossipError
+from gossip.private_torch import active_ddp, is_sharded
 
 _REMEDY = (
     "Call the model itself. With accelerate, leave it out of accelerator.prepare(...), which wraps it, and prepare the "
@@ -33,7 +33,7 @@ class Outermost(nn.Module):
         GossipError
             Says what to do, also about the libraries that wrap models.
         """
-        outer = DistributedDataParallel._active_ddp_module
+        outer = active_ddp()
         if outer is not None and any(each is self for each in outer.modules()):
             self._refuse("a DistributedDataParallel, which all-reduces the gradients that are exchanged here by gossip")
         if is_sharded(self) or is_sharded(self.module):
@@ -44,8 +44,3 @@ class Outermost(nn.Module):
 
     def _refuse(self, by: str) -> NoReturn:
         raise GossipError(f"this {type(self).__name__} is wrapped by {by}. {_REMEDY}")
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether torch's FSDP, of either kind, has taken the parameters of this module in hand."""
-    return "_is_fsdp_managed_module" in module.__dict__

@@ -14,7 +14,7 @@ from torch import nn
 
 from gossip.errors import GossipError
 from gossip.parameters.buckets import describe_tensor
-from gossip.parameters.other_wrappers import is_sharded
+from gossip.private_torch import is_sharded, own_children, own_parameters
 
 
 class ModuleSnapshot:
@@ -32,16 +32,16 @@ class ModuleSnapshot:
     def remember(self) -> None:
         """Take what is there now for granted."""
         owners = [each for each in self._module.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
-        self._all_owners = [owner._parameters for _, owner in owners]
+        self._all_owners = [own_parameters(owner) for _, owner in owners]
         self._sizes = [len(owned) for owned in self._all_owners]
         self._places = [
-            (owner._parameters, key, parameter, f"{prefix}.{key}" if prefix else key)
+            (own_parameters(owner), key, parameter, f"{prefix}.{key}" if prefix else key)
             for prefix, owner in owners
-            for key, parameter in owner._parameters.items()
+            for key, parameter in own_parameters(owner).items()
             if parameter is not None
         ]
-        named = [(owner._modules, key, child) for _, owner in owners for key, child in owner._modules.items()]
-        self._all_parents = [owner._modules for _, owner in owners]
+        named = [(own_children(owner), key, child) for _, owner in owners for key, child in own_children(owner).items()]
+        self._all_parents = [own_children(owner) for _, owner in owners]
         self._num_children = [len(children) for children in self._all_parents]
         self._parents = [parent for parent, _, _ in named]
         self._child_keys = [key for _, key, _ in named]
@@ -132,8 +132,12 @@ class ParameterSlots(ModuleSnapshot):
 
     def _refuse_added(self, known_places: Container[tuple[int, str]] = ()) -> None:
         for prefix, owner in self._module.named_modules():
-            for key, parameter in owner._parameters.items():
-                if parameter is None or id(parameter) in self._known or (id(owner._parameters), key) in known_places:
+            for key, parameter in own_parameters(owner).items():
+                if (
+                    parameter is None
+                    or id(parameter) in self._known
+                    or (id(own_parameters(owner)), key) in known_places
+                ):
                     continue
                 name = f"{prefix}.{key}" if prefix else key
                 raise GossipError(

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
+from gossip.private_torch import is_compiled, tree_leaves
 
 Users = Mapping[int, set[str]]
 """Names of the modules that read a parameter, by its id."""
@@ -123,7 +123,7 @@ class AwaitPoints:
     def call_watched(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module, uncompiled, and let parts of it wait for what they read from now on."""
         self._is_settled = True
-        if any(_is_compiled(each) for each in self._module.modules()):
+        if any(is_compiled(each) for each in self._module.modules()):
             return module(*args, **kwargs)
         recorder = UserRecorder()
         with recorder.watch(self._module):
@@ -169,10 +169,6 @@ def refuse_if_read(bucket: Any, where: str) -> None:
                 "read it in the first forward pass; call the model itself, or use "
                 "algorithm='adapt_while_communicating'"
             )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _lowest_common_module(bucket: Any, users: Users | None) -> str:

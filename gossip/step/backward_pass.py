@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from gossip.errors import GossipError
-from gossip.measuring.profiler_ranges import profiler_range
+from gossip.private_torch import at_end_of_backward, backward_task, fast_range, is_autograd_compiled, tree_leaves
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -34,8 +32,7 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 def refuse_compiled_autograd() -> None:
     """Raise where no hook would be called."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.config.compiled_autograd:
+    if is_autograd_compiled():
         raise GossipError(
             "torch._dynamo.config.compiled_autograd is on: it compiles backward passes without the hooks that make the "
             "steps; turn it off, or wrap the module with step_in_backward=False"
@@ -59,7 +56,7 @@ class BackwardPass:
             on_end()
 
         self._call = weakref.ref(call)  # autograd's is the only reference that lasts
-        torch.autograd.Variable._execution_engine.queue_callback(call)
+        at_end_of_backward(call)
 
     @property
     def is_under_way(self) -> bool:
@@ -81,7 +78,7 @@ class BackwardRange:
 
     def begin(self) -> None:
         """In the thread that runs the pass."""
-        self._open = threading.get_ident(), profiler_range("gossip::backward")
+        self._open = threading.get_ident(), fast_range("gossip::backward")
         self._open[1].__enter__()
 
     def end(self) -> None:
@@ -106,7 +103,7 @@ _latest_step: list[Any] = [-1, lambda: None]  # id of the backward pass, and a w
 
 def steps_another_model(owner: object) -> bool:
     """Note that the backward pass that runs is a step of ``owner``; whether it has been somebody else's already."""
-    task = torch._C._current_graph_task_id()
+    task = backward_task()
     found = _latest_step[1]() if _latest_step[0] == task else None
     _latest_step[:] = [task, weakref.ref(owner)]
     return found is not None and found is not owner

@@ -7,6 +7,7 @@ import types
 
 import torch
 
+from gossip import private_torch
 from gossip.parameters.other_wrappers import Outermost
 from gossip.step.await_points import AwaitHook, AwaitPoints
 from gossip.step.backward_steps import BackwardSteps, BucketwiseSteps
@@ -28,7 +29,7 @@ _OURS: dict[type, tuple[str, ...]] = {
 def keep_out_of_graphs() -> None:
     """Keep the compiler out of our own functions, which it would trace where they are called, with breaks and warnings.
 
-    To be called with the first model, since it imports torch._dynamo: decorators would cost every program that imports
+    To be called with the first model, since it imports the compiler: decorators would cost every program that imports
     gossip a second.
     """
     for owner, names in _OURS.items():
@@ -37,4 +38,4 @@ def keep_out_of_graphs() -> None:
     # Called once per parameter: torch.compiler.disable would make them ten times slower.
     for constant in BackwardSteps._make_hook.__code__.co_consts:
         if isinstance(constant, types.CodeType):
-            torch._dynamo.eval_frame.skip_code(constant)
+            private_torch.keep_out_of_graphs(constant)

@@ -20,6 +20,7 @@ from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
+from gossip.private_torch import is_in_backward
 from gossip.step.algorithm_state import algorithm_state, load_algorithm_state
 from gossip.step.await_points import AwaitPoints, refuse_if_read
 from gossip.step.backward_pass import (
@@ -119,7 +120,7 @@ class StepEngine(Liveness, ABC):
         """Check that a step can be made; notice a forward pass that is a checkpoint's, inside a backward pass."""
         refuse_compiled_autograd()
         self._forward_began = time.perf_counter()
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self.check_alive()
             if self._progress.backward is not None:
                 return  # another thread's backward pass is under way: this forward pass is no part of the training
@@ -305,7 +306,7 @@ class StepEngine(Liveness, ABC):
             self._combine(range(len(self.buckets)))
 
     def _combine(self, indices: Sequence[int]) -> None:
-        if torch._C._current_graph_task_id() != -1 or self.error is not None:
+        if is_in_backward() or self.error is not None:
             return  # a checkpoint computes again what was computed with the values as they are
         if (backward := self._progress.backward) is not None and backward.is_under_way:
             return  # in another thread: what it has sent already belongs to the next step

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-import torch
 from loguru import logger
 
 from gossip.communication import forks
 from gossip.errors import GossipError
+from gossip.private_torch import is_in_backward
 from gossip.step.backward_pass import DEAD_BACKWARD
 from gossip.step.rank_exchanges import AnyBucket
 from gossip.step.step_progress import StepProgress
@@ -81,7 +81,7 @@ class Liveness:
                 "torch.no_grad(), and closed"
             )
         self.check_alive()
-        if (backward := self._progress.backward) is not None and torch._C._current_graph_task_id() == -1:
+        if (backward := self._progress.backward) is not None and not is_in_backward():
             backward.wait(_LETTING_GO)
             self.check_alive()
             if self._progress.backward is not None:

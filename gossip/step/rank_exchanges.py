@@ -19,10 +19,10 @@ from gossip.communication.transports import Arrival, DistributedTransport, Excha
 from gossip.compression.codec import BucketShape, Codec, Compression, chunks
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
-from gossip.measuring.profiler_ranges import profiler_range
 from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
+from gossip.private_torch import fast_range
 from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, no_messages_to_see, row_sum
 from topologies import Round, Topology
 
@@ -190,7 +190,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     ) -> RankInFlight:
         assert self._transport is not None
         in_flight = RankInFlight(round_, step)
-        with profiler_range("gossip::send"):
+        with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 codec = self.codecs[index][channel]
                 encoded = codec.encode(message, round_, step)
@@ -207,7 +207,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         self, index: int, in_flight: RankInFlight, meter: Meter
     ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
         arrivals = self._await(in_flight, meter)
-        with profiler_range("gossip::mix"):
+        with fast_range("gossip::mix"):
             self._show(index, in_flight)
             if not all(arrival.is_finite for arrival in arrivals.values()):
                 for arrival in arrivals.values():
@@ -277,7 +277,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
 
     def _await(self, in_flight: RankInFlight, meter: Meter) -> dict[str, Arrival]:
         start = time.perf_counter()
-        with profiler_range("gossip::wait"):
+        with fast_range("gossip::wait"):
             if self._readers:
                 in_flight.differences()
             arrivals = in_flight.arrivals()

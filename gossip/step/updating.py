@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import nn
-from torch._utils import _flatten_dense_tensors
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
-from gossip.measuring.profiler_ranges import profiler_range
 from gossip.measuring.step_stats import Meter
 from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held
 from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
+from gossip.private_torch import fast_range, flatten_tensors
 from gossip.step.rank_exchanges import AnyBucket
 
 Direct = Callable[[], None]
@@ -100,7 +99,7 @@ class Updater:
 
     def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to one bucket's gradients, which have this norm (None: do not), and drop them."""
-        with profiler_range("gossip::update"), _timed(meter):
+        with fast_range("gossip::update"), _timed(meter):
             if norm is not None:
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
@@ -112,7 +111,7 @@ class Updater:
 
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to all gradients, and drop them."""
-        with profiler_range("gossip::update"), _timed(meter):
+        with fast_range("gossip::update"), _timed(meter):
             overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
@@ -128,7 +127,7 @@ class Updater:
 
     def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter, direct: Direct) -> Any:
         """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
-        with profiler_range("gossip::update"), _timed(meter):
+        with fast_range("gossip::update"), _timed(meter):
             make_step: Callable[..., Any] = type(optimizer).step
             evaluated = closure if isinstance(closure, EvaluatedClosure) else None
             if closure is not None and evaluated is None:
@@ -244,7 +243,7 @@ def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
         # Of many small tensors it is the calls that cost, not the copies.
         chunks = [gradients[start : start + _CHUNK] for start in range(0, len(gradients), _CHUNK)]
         dtype = accumulation_dtype(gradients[0].dtype)
-        norms = [torch.linalg.vector_norm(_flatten_dense_tensors(chunk), dtype=dtype) for chunk in chunks]
+        norms = [torch.linalg.vector_norm(flatten_tensors(chunk), dtype=dtype) for chunk in chunks]
     except RuntimeError:
         if not any(gradient.is_sparse for gradient in gradients):
             raise

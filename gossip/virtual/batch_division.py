@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from gossip.private_torch import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from loguru import logger
 from torch import nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gossip.private_torch import own_buffers, own_parameters, tree_flatten, tree_unflatten
 from gossip.step.backward_pass import tensors_in
 from gossip.virtual.stacked_slots import StackedSlots
 
@@ -51,7 +51,7 @@ class ReplicaCalls:
         self._places = {
             f"{prefix}.{key}" if prefix else key: names[id(each)]
             for prefix, owner in module.named_modules()
-            for owned in (owner._parameters, owner._buffers)
+            for owned in (own_parameters(owner), own_buffers(owner))
             for key, each in owned.items()
             if each is not None
         }
@@ -193,7 +193,7 @@ class _Copy:
         self._homes = [
             (owned, key, tensors[id(each)][0])
             for own in self._modules
-            for owned in cast(list[dict[str, Any]], [own._parameters, own._buffers])
+            for owned in cast(list[dict[str, Any]], [own_parameters(own), own_buffers(own)])
             for key, each in owned.items()
             if each is not None
         ]

@@ -13,6 +13,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
+from gossip.private_torch import multiply_
 from gossip.step.engine import MAX_NON_FINITE_STEPS
 from gossip.step.step_order import SkippedRows
 from gossip.virtual.shards import Shard
@@ -178,7 +179,7 @@ class StackedUpdater:
             scales = self.scales[shard.ranks.start : shard.ranks.stop]
             gradients = [each.grad for each in shard.parameters.values() if each.grad is not None]
             if gradients and bool((scales == scales[0]).all()):
-                torch._foreach_mul_(gradients, float(scales[0]))
+                multiply_(gradients, float(scales[0]))
                 continue
             for gradient in gradients:
                 gradient.mul_(along_rows(scales, gradient))

@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 import torch
 from loguru import logger
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.compression.codec import Compression
@@ -21,6 +20,7 @@ from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.buffers import is_averaged, make_buffer_buckets
+from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
 from gossip.step.step_order import StepOrder
 from gossip.step.wrapper_arguments import check_algorithm, resolve_topology
@@ -240,7 +240,7 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         if self._is_averaged:
             return self.module(*args, **kwargs)
         refuse_compiled_autograd()
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._recover()
         else:  # the whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost
             self._on_backward()
@@ -319,7 +319,7 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
     def _on_backward(self, _: torch.Tensor | None = None) -> None:
         if self._synchronise and not self._callback_is_queued:
             self._callback_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_ended)
+            at_end_of_backward(self._on_backward_ended)
 
     def _on_backward_ended(self) -> None:
         self._callback_is_queued = False

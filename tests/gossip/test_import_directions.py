@@ -14,6 +14,7 @@ from repository import GOSSIP, REPOSITORY
 ROOMS = (
     "errors",
     "version",
+    "private_torch",
     "measuring",
     "algorithms",
     "compression",

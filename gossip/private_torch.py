@@ -1,0 +1,176 @@
+"""All that this package uses of torch and that torch calls private, in one place; the tests try each.
+
+What torch may change without notice shows here alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _flatten_dense_tensors as flatten_tensors
+from torch._utils import _unflatten_dense_tensors as unflatten_tensors
+from torch.autograd.profiler import record_function
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+__all__ = ["flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "unflatten_tensors"]
+
+#: By name, a range of the profiler that is open within a ``with``. torch's own faster kind where it has that: every
+#: bucket of every step opens four, and without a profiler that must cost nothing.
+fast_range: Callable[[str], AbstractContextManager[Any]] = getattr(
+    torch._C._profiler, "_RecordFunctionFast", record_function
+)
+
+# ---------------------------------------------------------------------- backward passes
+
+OUTSIDE_BACKWARD = -1
+
+
+def backward_task() -> int:
+    """A number of the backward pass that runs in this thread, or ``OUTSIDE_BACKWARD``."""
+    return torch._C._current_graph_task_id()
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return backward_task() != OUTSIDE_BACKWARD
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward pass that runs in this thread has all its gradients.
+
+    A pass that is ended by an exception calls nobody, and lets go of it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def multiply_(tensors: list[torch.Tensor], factor: float) -> None:
+    """All of them, in place, in as few kernels as possible."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# ---------------------------------------------------------------------- the compiler
+
+COMPILER = "torch._dynamo"
+"""Importing it takes a second."""
+
+
+def is_autograd_compiled() -> bool:
+    """Whether backward passes are compiled, which calls no hooks of parameters. Does not import the compiler."""
+    dynamo = sys.modules.get(COMPILER)
+    return dynamo is not None and bool(dynamo.config.compiled_autograd)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has had it in hand."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def keep_out_of_graphs(code: types.CodeType) -> None:
+    """Never let the compiler trace this code; cheaper in each call than ``torch.compiler.disable``."""
+    torch._dynamo.eval_frame.skip_code(code)
+
+
+# ---------------------------------------------------------------------- modules and other wrappers
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Those of the module itself, without its children's: the dictionary that it looks them up in."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """As :func:`own_parameters`."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """As :func:`own_parameters`."""
+    return module._modules
+
+
+def names_of_transient_buffers(module: nn.Module) -> set[str]:
+    """Of the module's own buffers, those that are in no state_dict."""
+    return module._non_persistent_buffers_set
+
+
+def active_ddp() -> nn.Module | None:
+    """The DistributedDataParallel whose forward pass runs."""
+    found: nn.Module | None = DistributedDataParallel._active_ddp_module
+    return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether torch's FSDP, of either kind, has taken the parameters of this module in hand."""
+    return "_is_fsdp_managed_module" in module.__dict__
+
+
+# ---------------------------------------------------------------------- optimizers
+
+SUPPORTS_SCALING = "_step_supports_amp_scaling"
+"""An attribute: a GradScaler leaves it to the optimizer's ``step()`` to divide by the scale."""
+
+FLAG_OF_FUSED = "_need_device_dtype_check_for_fused"
+"""An attribute that torch's fused optimizers set in their first step."""
+
+
+def step_pre_hooks(optimizer: Optimizer) -> Mapping[int, Any]:
+    """The hooks that were registered to be called before its steps."""
+    return optimizer._optimizer_step_pre_hooks
+
+
+def without_step_hooks(attributes: MutableMapping[str, Any]) -> None:
+    """Let the optimizer with these attributes have no hooks around its steps."""
+    attributes["_optimizer_step_pre_hooks"] = type(attributes["_optimizer_step_pre_hooks"])()
+    attributes["_optimizer_step_post_hooks"] = type(attributes["_optimizer_step_post_hooks"])()
+
+
+def is_watched_by_scheduler(step: Callable[..., Any]) -> bool:
+    """Whether a scheduler has wrapped this ``step`` of an optimizer, to know that it is called."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def note_watched_by_scheduler(step: Callable[..., Any]) -> None:
+    """Let schedulers take this function for one that they have wrapped."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def note_step_called(optimizer: Optimizer) -> None:
+    """What a scheduler's wrapper notes in every call, so that it does not warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- process groups
+
+
+def known_groups() -> list[dist.ProcessGroup]:
+    """All groups that this process has joined and not left. Local."""
+    return [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group. Local."""
+    return distributed_c10d._get_default_store()
+
+
+def begin_coalescing(group: Any, device: torch.device) -> None:
+    """From here on a group posts sends and receives together."""
+    group._start_coalescing(device)
+
+
+def end_coalescing(group: Any, device: torch.device) -> dist.Work:
+    """Post them; the handle of all."""
+    work: dist.Work = group._end_coalescing(device)
+    return work
