@@ -8,8 +8,9 @@
 
 from topologies import analysis as analysis
 from topologies import families as families
+from topologies.analysis.description import Description as Description
 from topologies.drawing import draw as draw
-from topologies.graphs.weights import weighted_round as weighted_round
+from topologies.graphs.edge_weights import weighted_round as weighted_round
 from topologies.phases import Phase as Phase
 from topologies.registry import available as available
 from topologies.registry import build as build
@@ -18,9 +19,8 @@ from topologies.registry import register as register
 from topologies.registry import variants as variants
 from topologies.reports.comparing import Comparison as Comparison
 from topologies.reports.comparing import compare as compare
-from topologies.reports.describe import Description as Description
-from topologies.reports.facts import Facts as Facts
-from topologies.reports.facts import facts_of as facts_of
+from topologies.reports.docstring_facts import Facts as Facts
+from topologies.reports.docstring_facts import facts_of as facts_of
 from topologies.reports.recommending import Recommendation as Recommendation
 from topologies.reports.recommending import recommend as recommend
 from topologies.round import Round as Round

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from topologies.drawing import draw
-from topologies.drawing.files import picture_path
+from topologies.drawing.gallery import write_gallery
+from topologies.drawing.picture_files import picture_path
 from topologies.registry import available, build, family
 from topologies.reports.comparing import compare
-from topologies.reports.gallery import write_gallery
+from topologies.reports.family_table import markdown_table, update_table
 from topologies.reports.recommending import recommend
-from topologies.reports.tables import markdown_table, update_table
 from topologies.standard_output import ends_quietly
 from topologies.topology import Topology
 

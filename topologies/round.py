@@ -12,8 +12,8 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.arrays import check_number, rank_array, weight_array
-from topologies.storage import (
+from topologies.array_arguments import check_number, rank_array, weight_array
+from topologies.matrix_storage import (
     Explicit,
     FloatArray,
     Formula,

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any
 
+from topologies.compositions import Composition, Interleaving, interleave, permuted
 from topologies.phases import Phase
 from topologies.placement import Permutation, Product, product
 from topologies.plain_data import thawed
 from topologies.registry import build
 from topologies.round import Round
-from topologies.schedules import Composition, Interleaving, interleave, permuted
 from topologies.topology import Topology
 from topologies.validation import check_integer, check_world_size
 

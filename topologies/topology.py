@@ -25,7 +25,7 @@ from topologies.validation import (
 if TYPE_CHECKING:
     import networkx as nx
 
-    from topologies.reports.describe import Description
+    from topologies.analysis.description import Description
 
 #: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
 _CACHED_ROUNDS = 64
@@ -96,9 +96,9 @@ class Topology:
         """Return the topology that exchanges along a graph in every round.
 
         The graph is a networkx graph, node-link data or a file. The same as ``build("graph", n, graph=graph,
-        weights=weights)`` for a graph of n nodes, see :func:`topologies.families.graphs.graph`.
+        weights=weights)`` for a graph of n nodes, see :func:`topologies.families.given_graph.graph`.
         """
-        from topologies.graphs.files import read_graph
+        from topologies.graphs.graph_files import read_graph
         from topologies.registry import build  # the registry builds topologies: it cannot come first
 
         graph = read_graph(graph)
@@ -244,7 +244,7 @@ class Topology:
         >>> [local_sgd.round(t).is_identity for t in range(6)]
         [True, True, False, True, True, False]
         """
-        from topologies.schedules import every
+        from topologies.compositions import every
 
         return every(self, k)
 
@@ -278,7 +278,7 @@ class Topology:
         >>> topologies.build("complete", 8).then(topologies.build("ring", 8), after=100)
         Topology('complete.then(ring, after=100)', world_size=8, warmup=100, period=1)
         """
-        from topologies.schedules import then
+        from topologies.compositions import then
 
         return then(self, other, after)
 
@@ -302,7 +302,7 @@ class Topology:
         >>> rings.period, rings.round(3).neighbours(0)
         (12, {2: 0.5})
         """
-        from topologies.schedules import interleave
+        from topologies.compositions import interleave
 
         return interleave(self, other)
 
@@ -353,7 +353,7 @@ class Topology:
         >>> topologies.build("ring", 4).permuted([0, 2, 1, 3]).round(0).peers(0)
         (2, 3)
         """
-        from topologies.schedules import permuted
+        from topologies.compositions import permuted
 
         return permuted(self, order)
 
@@ -396,7 +396,7 @@ class Topology:
 
     def describe(self) -> Description:
         """Return what can be measured of the topology: ``str()`` is one page of text, ``.to_dict()`` plain JSON."""
-        from topologies.reports.describe import describe  # a description is about a topology: it cannot come first
+        from topologies.analysis.description import describe  # a description is about a topology: it cannot come first
 
         return describe(self)
 

@@ -13,7 +13,7 @@ from gossip.simulation.simulated_methods import AllReduceSteps, GossipSteps, Loc
 from gossip.simulation.simulation_checks import check_amount
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Topology
-from topologies.storage import FloatArray
+from topologies.matrix_storage import FloatArray
 from topologies.validation import check_integer
 
 

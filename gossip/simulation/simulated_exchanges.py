@@ -14,7 +14,7 @@ from gossip.communication.transports import PIECE_BYTES
 from gossip.communication.worker_threads import WINDOW_BYTES
 from gossip.simulation.cluster import Cluster
 from topologies import Round
-from topologies.storage import FloatArray, IntArray
+from topologies.matrix_storage import FloatArray, IntArray
 
 Mask = npt.NDArray[np.bool_]
 _MOST_REACHED = 64  # of a rank, on average, in one pass

@@ -13,7 +13,7 @@ from gossip.simulation.cluster import Cluster
 from gossip.simulation.simulated_exchanges import ExchangePlan, Mask, plan_exchange
 from gossip.simulation.workload import StepDraw, Workload
 from topologies import Round, Topology
-from topologies.storage import FloatArray
+from topologies.matrix_storage import FloatArray
 
 
 class Steps(Protocol):

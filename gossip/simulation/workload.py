@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from gossip.simulation.simulation_checks import check_amount
-from topologies.storage import FloatArray
+from topologies.matrix_storage import FloatArray
 from topologies.validation import check_integer
 
 

@@ -102,5 +102,6 @@ def test_applications_alone_load_what_only_they_need() -> None:
 
 
 def test_names_of_files_tell_them_apart() -> None:
-    names = Counter(path.name for path in GOSSIP.rglob("*.py") if path.name != "__init__.py")
+    files = (path for package in (GOSSIP, REPOSITORY / "topologies") for path in package.rglob("*.py"))
+    names = Counter(path.name for path in files if path.stem not in ("__init__", "__main__"))
     assert [name for name, count in names.items() if count > 1] == []

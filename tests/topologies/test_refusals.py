@@ -12,7 +12,7 @@ import pytest
 import topologies
 from topologies import Round, Topology
 from topologies.analysis.traffic import check_local_size
-from topologies.families.groups import fewest_factors
+from topologies.families.uniform_groups import fewest_factors
 from topologies.integers import divisors, is_prime, powers, prime_factors
 from topologies.validation import MAX_WORLD_SIZE
 

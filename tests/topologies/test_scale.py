@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import topologies
-from topologies import Round, Topology, analysis, storage
+from topologies import Round, Topology, analysis, matrix_storage
 
 #: Paley graphs and chordal cycles need a prime.
 SIZES = (4096, 4093)
@@ -67,15 +67,15 @@ def test_rounds_and_rows_form_no_dense_matrix(name: str, n: int, options: dict[s
 def test_one_row_of_a_million_does_not_make_the_whole_round(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def explicit(_: storage.Formula) -> storage.Explicit:
+    def explicit(_: matrix_storage.Formula) -> matrix_storage.Explicit:
         raise AssertionError("the whole round is written down")
 
-    def row(formula: storage.Formula, rank: int) -> storage.Row:
+    def row(formula: matrix_storage.Formula, rank: int) -> matrix_storage.Row:
         asked.append(rank)
-        return storage.complete_row(rank, formula.formula(rank))
+        return matrix_storage.complete_row(rank, formula.formula(rank))
 
-    monkeypatch.setattr(storage.Formula, "explicit", property(explicit))
-    monkeypatch.setattr(storage.Formula, "row", row)
+    monkeypatch.setattr(matrix_storage.Formula, "explicit", property(explicit))
+    monkeypatch.setattr(matrix_storage.Formula, "row", row)
     topology = topologies.build(name, n)
 
     def use() -> None:

@@ -72,7 +72,7 @@ def test_a_family_of_ones_own() -> None:
 
 @pytest.mark.usefixtures("own_families")
 def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'ring' is taken by topologies\.families\.static\.ring"):
+    with pytest.raises(ValueError, match=r"'ring' is taken by topologies\.families\.static_families\.ring"):
 
         @topologies.register("ring")
         def mine(world_size: int) -> Topology:

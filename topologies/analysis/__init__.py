@@ -7,21 +7,21 @@
 (22, 4, 2.0)
 """
 
+from topologies.analysis.connectivity import Degrees as Degrees
+from topologies.analysis.connectivity import connected as connected
+from topologies.analysis.connectivity import degrees as degrees
+from topologies.analysis.connectivity import diameter as diameter
+from topologies.analysis.consensus import beta as beta
+from topologies.analysis.consensus import bias as bias
+from topologies.analysis.consensus import consensus_errors as consensus_errors
+from topologies.analysis.consensus import consensus_rate as consensus_rate
+from topologies.analysis.consensus import product as product
+from topologies.analysis.consensus import rounds_to as rounds_to
+from topologies.analysis.consensus import slem as slem
+from topologies.analysis.consensus import spectral_gap as spectral_gap
 from topologies.analysis.exactness import Sums as Sums
 from topologies.analysis.exactness import exact_after as exact_after
 from topologies.analysis.exactness import sums as sums
-from topologies.analysis.mixing import beta as beta
-from topologies.analysis.mixing import bias as bias
-from topologies.analysis.mixing import consensus_errors as consensus_errors
-from topologies.analysis.mixing import consensus_rate as consensus_rate
-from topologies.analysis.mixing import product as product
-from topologies.analysis.mixing import rounds_to as rounds_to
-from topologies.analysis.mixing import slem as slem
-from topologies.analysis.mixing import spectral_gap as spectral_gap
-from topologies.analysis.structure import Degrees as Degrees
-from topologies.analysis.structure import connected as connected
-from topologies.analysis.structure import degrees as degrees
-from topologies.analysis.structure import diameter as diameter
 from topologies.analysis.traffic import RoundTraffic as RoundTraffic
 from topologies.analysis.traffic import Traffic as Traffic
 from topologies.analysis.traffic import rate_per_byte as rate_per_byte

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topologies.analysis.operators import ROUNDING
-from topologies.analysis.structure import distinct_rounds, exchanges_from
+from topologies.analysis.connectivity import distinct_rounds, exchanges_from
+from topologies.analysis.disagreement import ROUNDING
+from topologies.matrix_storage import FloatArray
 from topologies.round import Round
-from topologies.storage import FloatArray
 from topologies.topology import Topology
 from topologies.validation import SUM_TOLERANCE, Stochasticity
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topologies.analysis.mixing import consensus_rate
-from topologies.analysis.structure import repeated_rounds
+from topologies.analysis.connectivity import repeated_rounds
+from topologies.analysis.consensus import consensus_rate
 from topologies.integers import divisors, listed
+from topologies.matrix_storage import FloatArray, IntArray
 from topologies.round import Round
-from topologies.storage import FloatArray, IntArray
 from topologies.topology import Topology
 from topologies.validation import check_integer
 

@@ -2,7 +2,7 @@
 
 from topologies.drawing.layouts import Layout as Layout
 from topologies.drawing.layouts import layout_of as layout_of
-from topologies.drawing.pictures import draw as draw
-from topologies.drawing.pictures import draw_compact as draw_compact
+from topologies.drawing.topology_pictures import draw as draw
+from topologies.drawing.topology_pictures import draw_compact as draw_compact
 
 __all__ = ["Layout", "draw", "draw_compact", "layout_of"]

@@ -4,30 +4,30 @@ A family is one function, in the module of its kind. It states its rounds in clo
 to the properties that its docstring claims.
 """
 
-from topologies.families import base as base
+from topologies.families import base_graphs as base_graphs
 from topologies.families import de_bruijn as de_bruijn
 from topologies.families import equitopo as equitopo
 from topologies.families import expanders as expanders
-from topologies.families import graphs as graphs
-from topologies.families import groups as groups
-from topologies.families import matchings as matchings
+from topologies.families import given_graph as given_graph
+from topologies.families import graph_matchings as graph_matchings
 from topologies.families import one_peer as one_peer
-from topologies.families import random as random
 from topologies.families import random_graphs as random_graphs
-from topologies.families import social as social
-from topologies.families import static as static
+from topologies.families import random_matching as random_matching
+from topologies.families import social_networks as social_networks
+from topologies.families import static_families as static_families
+from topologies.families import uniform_groups as uniform_groups
 
 __all__ = [
-    "base",
+    "base_graphs",
     "de_bruijn",
     "equitopo",
     "expanders",
-    "graphs",
-    "groups",
-    "matchings",
+    "given_graph",
+    "graph_matchings",
     "one_peer",
-    "random",
     "random_graphs",
-    "social",
-    "static",
+    "random_matching",
+    "social_networks",
+    "static_families",
+    "uniform_groups",
 ]

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from topologies.families.graphs import weighted_topology
-from topologies.families.static import simple_edges
+from topologies.families.given_graph import weighted_topology
+from topologies.families.static_families import simple_edges
 from topologies.integers import is_prime
 from topologies.registry import register
 from topologies.topology import Topology

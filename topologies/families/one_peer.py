@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from topologies.families.groups import strided_groups
-from topologies.families.static import circulant
+from topologies.families.static_families import circulant
+from topologies.families.uniform_groups import strided_groups
 from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology

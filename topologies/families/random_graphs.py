@@ -8,7 +8,7 @@ from collections.abc import Callable
 import networkx as nx
 import numpy as np
 
-from topologies.families.graphs import weighted_topology
+from topologies.families.given_graph import weighted_topology
 from topologies.integers import listed
 from topologies.registry import register
 from topologies.topology import Topology

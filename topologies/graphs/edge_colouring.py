@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.storage import IntArray
+from topologies.matrix_storage import IntArray
 
 #: How often an edge that finds no colour may recolour a path at one of its ends before one more colour is opened.
 #: About every second attempt succeeds where a colouring exists.

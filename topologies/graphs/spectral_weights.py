@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from topologies.storage import FloatArray, IntArray
+from topologies.matrix_storage import FloatArray, IntArray
 
 #: Largest number of ranks for which the semidefinite programs are solved. On one core they take about 0.3 s for 32
 #: ranks, 4 s for 64 and a minute for 100: the time grows with the sixth power, the memory with the fourth.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from topologies.storage import FloatArray, IntArray
+from topologies.matrix_storage import FloatArray, IntArray
 
 #: Up to this size a dense eigendecomposition is both faster and exact.
 DENSE_WORLD_SIZE = 300

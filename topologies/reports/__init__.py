@@ -1,1 +1,1 @@
-"""What is found out about topologies: descriptions, comparisons, recommendations, tables and the gallery."""
+"""What is found out about topologies: comparisons, recommendations and tables."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from topologies import analysis
 from topologies.registry import available, variants
-from topologies.reports.samples import distinct, title_of
+from topologies.reports.family_samples import distinct, title_of
 from topologies.reports.units import bytes_text
 from topologies.topology import Topology
 from topologies.validation import check_measured_size, check_world_size
@@ -111,7 +111,7 @@ class Comparison:
         ImportError
             If matplotlib is missing.
         """
-        from topologies.drawing.curves import draw_comparison
+        from topologies.drawing.comparison_figure import draw_comparison
 
         draw_comparison(self, Path(path))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from topologies.matrix_storage import FloatArray
 from topologies.registry import family
-from topologies.storage import FloatArray
 from topologies.topology import Topology
 
 #: Exchanges that are compared of a schedule without a period, and rounds in which they are looked for.

@@ -11,7 +11,7 @@ from topologies import analysis
 from topologies.analysis.traffic import RoundTraffic, check_local_size
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
-from topologies.reports.samples import title_of
+from topologies.reports.family_samples import title_of
 from topologies.reports.units import seconds_text
 from topologies.topology import Topology
 from topologies.validation import check_world_size

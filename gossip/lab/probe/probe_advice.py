@@ -11,7 +11,7 @@ from gossip.simulation import Cluster, SimulatedRun, SlowRank, Workload, simulat
 from topologies import Topology, analysis
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
-from topologies.reports.samples import title_of
+from topologies.reports.family_samples import title_of
 from topologies.reports.units import bytes_text, seconds_text
 
 TOLERANCE = 0.01

@@ -11,7 +11,7 @@ from gossip.lab.probe import Measured, advise
 from gossip.simulation import Cluster, SlowRank, Workload
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
-from topologies.reports.samples import title_of
+from topologies.reports.family_samples import title_of
 
 WORKLOAD = Workload(0.03, 0.06, (25_000_000,) * 2, update_s=0.01, mix_s=0.005)
 

@@ -1,0 +1,411 @@
+"""The analysis against definitions in dense numpy, closed forms, and at sizes where only sparse methods work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from unittest import mock
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topologies
+from topologies import Round, Topology, analysis
+from topologies.analysis import connectivity, disagreement
+
+SMALL = [
+    ("ring", {}),
+    ("star", {}),
+    ("directed_ring", {}),
+    ("de_bruijn", {}),
+    ("one_peer_ring", {}),
+    ("base", {"k": 2}),
+]
+
+
+def dense(topology: Topology, num_rounds: int, start: int = 0) -> np.ndarray:
+    mixed = np.eye(topology.world_size)
+    for t in range(start, start + num_rounds):
+        mixed = topology.round(t).matrix() @ mixed
+    return mixed
+
+
+def error(matrix: np.ndarray) -> float:
+    return float(np.linalg.norm(matrix - 1 / len(matrix), 2))
+
+
+def topologies_of(n: int) -> list[Topology]:
+    return [found for name in topologies.available() for found in topologies.variants(name, n)]
+
+
+@pytest.fixture
+def sparse_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes small sizes go the way of large ones."""
+    for module in (disagreement, analysis.consensus):
+        monkeypatch.setattr(module, "MAX_DENSE_SPECTRUM", 4)
+
+
+@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
+def test_errors_are_norms_of_products(topology: Topology) -> None:
+    for start in (0, 1, 5):
+        errors = analysis.consensus_errors(topology, 7, start=start)
+        expected = [error(dense(topology, k, start)) for k in range(8)]
+        np.testing.assert_allclose(errors, expected, atol=1e-10)
+    period = topology.period or 64
+    assert analysis.beta(topology) == pytest.approx(error(dense(topology, period)), abs=1e-10)
+    assert analysis.beta(topology, 3, start=2) == pytest.approx(error(dense(topology, 3, 2)), abs=1e-10)
+
+
+@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
+@pytest.mark.parametrize("tolerance", [0.3, 0.01])
+def test_rounds_to_is_the_first_round_below(topology: Topology, tolerance: float) -> None:
+    for start in (None, 3):
+        needed = analysis.rounds_to(topology, tolerance, start=start)
+        assert needed is not None
+        assert error(dense(topology, needed, start or 0)) <= tolerance * (1 + 1e-9)
+        assert error(dense(topology, needed - 1, start or 0)) > tolerance
+
+
+@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
+def test_the_rate_is_that_of_the_long_run(topology: Topology) -> None:
+    rate = analysis.consensus_rate(topology)
+    if topology.exact_after is not None:
+        assert rate == 0.0
+    elif topology.period is not None:
+        period = np.linalg.eigvals(dense(topology, topology.period) - 1 / topology.world_size)
+        assert rate == pytest.approx(np.abs(period).max() ** (1 / topology.period), abs=1e-9)
+    else:
+        assert 0 <= rate < 1  # test_consensus_rates.py knows when it is 0
+    assert analysis.consensus_rate(topology.every(3)) == pytest.approx(rate ** (1 / 3), abs=1e-12)
+
+
+def test_a_nilpotent_matrix_is_judged_by_its_singular_values() -> None:
+    topology = topologies.build("de_bruijn", 8)
+    assert analysis.beta(topology) == pytest.approx(1.0)
+    np.testing.assert_allclose(analysis.consensus_errors(topology, 4), [1, 1, 1, 0, 0], atol=1e-12)
+    assert analysis.rounds_to(topology, 0.01) == 3
+    assert analysis.exact_after(topology) == 3
+    assert analysis.consensus_rate(topology) == 0.0
+
+
+def test_slem_is_the_second_largest_modulus() -> None:
+    swap = Topology.from_rounds([Round.from_matrix([[0, 1], [1, 0]])])
+    assert analysis.slem(swap) == pytest.approx(1.0)
+    assert analysis.spectral_gap(swap) == pytest.approx(0.0)
+    assert analysis.consensus_rate(swap) == pytest.approx(1.0)
+    assert analysis.rounds_to(swap, 0.5) is None
+    negative = np.array([[0.1, 0.9], [0.9, 0.1]])
+    assert analysis.slem(negative) == analysis.slem(Round.from_matrix(negative)) == pytest.approx(0.8)
+    assert analysis.slem(topologies.build("complete", 1)) == 0.0
+
+
+def test_slem_of_a_row_stochastic_matrix_leaves_out_the_eigenvalue_one() -> None:
+    matrix = np.array([[0.5, 0.5, 0], [0.25, 0.25, 0.5], [0, 1, 0]])
+    moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))
+    assert analysis.slem(matrix) == pytest.approx(moduli[-2])
+    assert analysis.slem(matrix.T) == pytest.approx(moduli[-2])
+
+
+def test_slem_needs_one_matrix() -> None:
+    with pytest.raises(
+        ValueError, match=r"slem is defined for one matrix.*'one_peer_ring' has period 2; use consensus_rate"
+    ):
+        analysis.slem(topologies.build("one_peer_ring", 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        analysis.connected,
+        analysis.diameter,
+        analysis.degrees,
+        analysis.traffic,
+        analysis.consensus_rate,
+        lambda ring: analysis.rounds_to(ring, 0.1),
+    ],
+)
+def test_a_round_is_no_topology(function: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="topology must be a Topology, got <Round"):
+        function(Round.identity(3))
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    ring = topologies.build("ring", 8)
+    with pytest.raises(TypeError, match=r"tolerance must be a number, got 'x' \(str\)"):
+        analysis.rounds_to(ring, "x")
+    with pytest.raises(TypeError, match=r"message_bytes must be a number, got 'x'"):
+        analysis.traffic(ring, message_bytes="x")
+    with pytest.raises(ValueError, match="must be finite"):
+        analysis.traffic(ring, message_bytes=math.inf)
+    with pytest.raises(ValueError, match="local_size must divide world_size 8, got 3"):
+        analysis.round_traffic(ring.round(0), 3)
+    with pytest.raises(ValueError, match="num_rounds must be at least 0, got -1"):
+        analysis.product(ring, -1)
+    with pytest.raises(ValueError, match="slem is defined for a matrix whose rows or columns sum to 1"):
+        analysis.slem([[2, 0], [0, 3]])
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1.0, -1, 2.0, float("nan")])
+def test_tolerances_lie_between_0_and_1(tolerance: float) -> None:
+    with pytest.raises(ValueError, match="tolerance must be between 0 and 1"):
+        analysis.rounds_to(topologies.build("ring", 4), tolerance)
+
+
+def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
+    def scaling(factor: float) -> Round:
+        return Round.from_matrix([[(1 + factor) / 2, (1 - factor) / 2], [(1 - factor) / 2, (1 + factor) / 2]])
+
+    topology = Topology.from_rounds([scaling(0.1), scaling(5.0)])
+    np.testing.assert_allclose(analysis.consensus_errors(topology, 4), [1, 0.1, 0.5, 0.05, 0.25])
+    assert analysis.rounds_to(topology, 0.06) == 3
+    assert analysis.rounds_to(topology, 0.02) == 7
+
+
+def test_what_never_agrees() -> None:
+    apart = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
+    assert not analysis.connected(apart)
+    assert analysis.diameter(apart) is None
+    assert analysis.consensus_rate(apart) == pytest.approx(1.0)
+    assert analysis.rounds_to(apart, 0.01) is None
+    assert analysis.exact_after(apart) is None
+
+
+@pytest.mark.usefixtures("sparse_only")
+@pytest.mark.parametrize(("name", "options"), SMALL)
+def test_sparse_methods_agree_with_dense_ones(name: str, options: dict[str, int]) -> None:
+    topology = topologies.build(name, 64, **options)
+    period = topology.period
+    assert period is not None
+    assert analysis.beta(topology) == pytest.approx(error(dense(topology, period)), abs=1e-9)
+    if topology.exact_after is None:
+        radius = np.abs(np.linalg.eigvals(dense(topology, period) - 1 / 64)).max()
+        assert analysis.consensus_rate(topology) == pytest.approx(radius ** (1 / period), abs=1e-9)
+        needed = analysis.rounds_to(topology, 0.01)
+        assert needed is not None
+        # The asymptotic rate counts the rounds of one matrix that is not normal, or of several, only roughly.
+        exact = next(k for k in range(1, 10_000) if error(np.linalg.matrix_power(dense(topology, period), k)) <= 0.01)
+        assert needed == pytest.approx(exact * period, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ring", 1 / 3 + 2 / 3 * math.cos(2 * math.pi / 4096)),
+        ("directed_ring", math.cos(math.pi / 4096)),
+        ("path", 1 / 3 + 2 / 3 * math.cos(math.pi / 4096)),
+        ("star", 1 - 1 / 4096),
+        ("torus", 1 - 0.4 * (1 - math.cos(2 * math.pi / 64))),
+        ("hypercube", 11 / 13),
+        ("exponential", 11 / 13),
+        ("complete", 0.0),
+    ],
+)
+def test_known_spectra_at_4096(name: str, expected: float) -> None:
+    assert analysis.slem(topologies.build(name, 4096)) == pytest.approx(expected, abs=1e-11)
+
+
+def test_push_sum_is_judged_by_its_ratios() -> None:
+    graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
+    column = np.zeros((3, 3))
+    for j in range(3):
+        for i in [*graph.successors(j), j]:
+            column[i, j] = 1 / (1 + graph.out_degree(j))
+    topology = Topology.from_rounds([Round.from_matrix(column)], stochasticity="column")
+    ratios = np.linalg.matrix_power(column, 30)
+    ratios /= ratios.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(analysis.consensus_errors(topology, 30)[30], error(ratios), atol=1e-9)
+    needed = analysis.rounds_to(topology, 1e-3)
+    assert needed is not None
+    for k, within in ((needed, True), (needed - 1, False)):
+        ratios = np.linalg.matrix_power(column, k)
+        assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 1e-3) is within
+
+
+@pytest.mark.parametrize("n", [3, 5, 9])
+@pytest.mark.parametrize("make", [lambda n: nx.star_graph(n - 1), nx.path_graph])
+def test_push_sum_shrinks_as_the_matrix_itself(n: int, make: Callable[[int], nx.Graph]) -> None:
+    topology = Topology.from_graph(make(n), "push_sum")
+    moduli = np.sort(np.abs(np.linalg.eigvals(topology.round(0).matrix())))
+    assert analysis.consensus_rate(topology) == pytest.approx(moduli[-2], abs=1e-9)
+    errors = analysis.consensus_errors(topology, 30)
+    assert (errors[30] / errors[15]) ** (1 / 15) == pytest.approx(moduli[-2], abs=5e-3)
+
+
+def test_push_sum_of_many_ranks() -> None:
+    topology = Topology.from_graph(nx.star_graph(399), "push_sum")
+    needed = analysis.rounds_to(topology, 0.01)
+    assert needed is not None
+    matrix = topology.round(0).matrix()
+    for k, within in ((needed, True), (needed - 1, False)):
+        ratios = np.linalg.matrix_power(matrix, k)
+        assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 0.01) is within
+
+
+@pytest.mark.parametrize("graph", [nx.star_graph(449), nx.barabasi_albert_graph(450, 3, seed=1), nx.path_graph(450)])
+def test_many_ranks_with_a_bias_never_get_there(graph: nx.Graph) -> None:
+    topology = Topology.from_graph(graph, "uniform")
+    degrees = np.array([degree + 1 for _, degree in sorted(graph.degree)], dtype=float)
+    stationary = degrees / degrees.sum()  # a walk is reversible: it rests in proportion to the degrees
+    assert analysis.bias(topology) == pytest.approx(np.linalg.norm(stationary - 1 / 450) * math.sqrt(450), abs=1e-9)
+    assert analysis.rounds_to(topology, 0.01) is None
+    assert topology.describe().rounds_to_tolerance is None
+
+
+def test_a_bias_within_the_tolerance_is_agreed_on() -> None:
+    matrix = np.full((3, 3), 1 / 3) + 1e-4 * np.outer(np.ones(3), [1, -1, 0])
+    topology = Topology.from_rounds([Round.from_matrix(matrix)], stochasticity="row")
+    assert 0 < analysis.bias(topology) < 0.01
+    assert analysis.rounds_to(topology, 0.01) == 1
+    assert analysis.bias(topologies.build("ring", 5)) == 0.0
+
+
+@pytest.mark.parametrize("n", [60, 450])
+def test_a_start_in_the_warm_up_counts_it(n: int) -> None:
+    complete, ring = topologies.build("complete", n), topologies.build("ring", n)
+    assert analysis.rounds_to(complete.then(ring, after=2), 0.1, start=0) == 1
+    assert analysis.rounds_to(complete.every(4).then(ring.every(3), after=9), 0.1, start=0) == 4
+    slow = analysis.rounds_to(ring.then(ring, after=3), 0.1, start=0)
+    assert slow == analysis.rounds_to(ring, 0.1)
+
+
+def test_a_biased_average_never_gets_there() -> None:
+    rows = [{1: 0.5}, {0: 0.25}, {0: 0.5}]
+    topology = Topology.from_rounds([Round.from_rows(rows)], stochasticity="row")
+    assert analysis.rounds_to(topology, 0.01) is None
+    assert analysis.consensus_errors(topology, 60)[-1] > 0.1
+
+
+def test_another_starting_round() -> None:
+    topology = topologies.build("alternating_exp_ring", 8, local_size=2)
+    for start in range(8):
+        first = next(k for k in range(1, 20) if error(dense(topology, k, start)) < 1e-12)
+        assert analysis.exact_after(topology, start=start) == first
+    warm = topologies.build("ring", 8).then(topology.every(3), after=5)
+    for start in range(20):
+        first = next(k for k in range(1, 60) if error(dense(warm, k, start)) < 1e-12)
+        assert analysis.exact_after(warm, start=start) == first
+        assert analysis.rounds_to(warm, 1e-6, start=start) == first
+
+
+def test_long_schedules_are_not_walked_through() -> None:
+    ring = topologies.build("ring", 8)
+    slow = topologies.build("complete", 8).then(ring.every(10**9), after=10**9)
+    assert analysis.rounds_to(slow, 0.01) == 22 * 10**9
+    assert analysis.beta(slow) == analysis.beta(ring)
+    assert analysis.diameter(slow) == 4
+    assert analysis.degrees(slow).max_sends == 7
+    assert analysis.degrees(slow).mean == 2 / 10**9
+    assert analysis.traffic(slow).bytes_per_rank == 2 / 10**9
+
+
+@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
+def test_connectivity_and_diameter(topology: Topology) -> None:
+    union = nx.DiGraph()
+    union.add_nodes_from(range(topology.world_size))
+    for t in range(topology.period or 16):
+        union.add_edges_from(topology.round(t).graph.edges)
+    assert analysis.connected(topology) == nx.is_strongly_connected(union)
+    assert analysis.diameter(topology) == nx.diameter(union)
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 90), st.integers(0, 2**32), st.booleans(), st.integers(0, 5), st.integers(1, 500))
+def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool, most_sweeps: int, block_bytes: int) -> None:
+    graph = nx.gnp_random_graph(n, 3 / n, seed=seed, directed=directed)
+    edges = list(graph.edges) + ([] if directed else [(b, a) for a, b in graph.edges])
+    readers, senders = [b for _, b in edges], [a for a, _ in edges]
+    round_ = Round.from_edges(n, readers, senders, 1e-3)
+    topology = Topology.from_rounds([round_], stochasticity="row")
+    together = nx.is_strongly_connected(graph) if directed else nx.is_connected(graph)
+    assert analysis.connected(topology) is together
+    with (
+        mock.patch.object(connectivity, "_MOST_SWEEPS", most_sweeps),
+        mock.patch.object(connectivity, "_BLOCK_BYTES", block_bytes),
+    ):
+        assert analysis.diameter(topology) == (nx.diameter(graph) if together else None)
+
+
+@pytest.mark.parametrize("name", ["one_peer_ring", "path", "directed_ring"])
+def test_the_diameter_of_long_graphs(name: str) -> None:
+    assert analysis.diameter(topologies.build(name, 2000)) == (1000 if name == "one_peer_ring" else 1999)
+
+
+def test_the_slem_of_a_nilpotent_matrix_is_0() -> None:
+    for n in (64, 4096):
+        assert analysis.slem(topologies.build("de_bruijn", n, p=4)) == 0.0
+
+
+def test_the_diameter_of_very_many_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="diameter of 20000 ranks is not computed"):
+        analysis.diameter(topologies.build("ring", 20_000))
+
+
+def test_sums_prove_what_they_are() -> None:
+    assert analysis.sums(topologies.build("star", 7)).proven == "doubly"
+    rows = Round.from_rows([{1: 0.5}, {}])
+    assert analysis.sums([rows]).proven == "row"
+    assert analysis.sums([Round.from_matrix(rows.matrix().T)]).proven == "column"
+    odd = Round.from_matrix([[0.5, 0.6], [0.5, 0.5]])
+    found = analysis.sums([rows, odd])
+    assert found.proven is None
+    assert (found.rows, found.columns, found.smallest_weight) == (pytest.approx(0.1), 0.5, 0.0)
+    assert analysis.sums([Round.from_matrix([[1.5, -0.5], [-0.5, 1.5]])]).smallest_weight == -0.5
+    assert analysis.sums(topologies.build("complete", 4)).smallest_weight == 0.25
+
+
+def test_traffic_point_to_point() -> None:
+    star = topologies.build("star", 5)
+    found = analysis.traffic(star, message_bytes=10.0)
+    assert found.max_bytes_per_rank == 40.0
+    assert found.bytes_per_rank == 10 * 8 / 5
+    assert found.max_link_bytes == 10.0
+    assert found.max_node_bytes == 40.0
+    assert found.network_bytes == 80.0
+    assert found.num_communicators == 0
+    assert found.rounds[0].steps == 4
+
+
+def test_traffic_of_groups() -> None:
+    found = analysis.traffic(topologies.build("local_global", 12, local_size=3), local_size=3)
+    inside, across = found.rounds
+    np.testing.assert_allclose(inside.sent, 4 / 3)  # 2 (g - 1) / g
+    np.testing.assert_allclose(across.sent, 3 / 2)
+    assert (inside.steps, across.steps) == (0, 6)
+    assert inside.busiest_node == 0.0
+    np.testing.assert_allclose(across.sent_by_node, 3 * 3 / 2)
+    np.testing.assert_allclose(across.received_by_node, 3 * 3 / 2)
+    assert across.largest_link == 4.5
+    assert found.num_communicators == 4 + 3
+    assert found.network_bytes == 4 * 4.5 / 2
+    assert found.max_node_bytes == 4.5
+
+
+def test_an_all_reduce_crosses_the_network_once_per_node() -> None:
+    found = analysis.traffic(topologies.build("complete", 8), local_size=4)
+    np.testing.assert_allclose(found.rounds[0].sent_by_node, 2 * 7 / 8)
+    assert found.rounds[0].steps == 14
+    assert analysis.traffic(topologies.build("complete", 2)).rounds[0].steps == 1
+
+
+def test_traffic_of_a_directed_schedule_by_node() -> None:
+    found = analysis.traffic(topologies.build("one_peer_exponential", 8), local_size=2)
+    assert [round_.busiest_node for round_ in found.rounds] == [1.0, 2.0, 2.0]
+    assert [round_.largest_link for round_ in found.rounds] == [1.0, 2.0, 2.0]
+    assert found.bytes_per_rank == 1.0
+    assert found.network_bytes == pytest.approx((4 + 8 + 8) / 3)
+
+
+def test_nothing_is_sent_in_an_identity() -> None:
+    found = analysis.traffic(topologies.build("ring", 1))
+    assert (found.bytes_per_rank, found.max_link_bytes, found.network_bytes) == (0.0, 0.0, 0.0)
+
+
+def test_traffic_refuses_what_makes_no_sense() -> None:
+    ring = topologies.build("ring", 6)
+    with pytest.raises(ValueError, match="local_size must divide world_size 6, got 4; use one of 1, 2, 3, 6"):
+        analysis.traffic(ring, local_size=4)
+    with pytest.raises(ValueError, match="message_bytes must be finite and must not be negative"):
+        analysis.traffic(ring, message_bytes=-1.0)

@@ -1,0 +1,232 @@
+"""The page of all families: complete, self-contained, and in a browser without overlap at any width."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import escape, unescape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import topologies
+from topologies import facts_of
+from topologies.__main__ import main
+from topologies.drawing import gallery
+from topologies.drawing.gallery import gallery_page
+
+pytestmark = pytest.mark.xdist_group("gallery")  # what its fixtures make is made once
+
+WORLD_SIZE = 12
+XHTML = "{http://www.w3.org/1999/xhtml}"
+SVG = "{http://www.w3.org/2000/svg}"
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = (1280, 400)
+
+#: Two frames of the page; what stands where is written into the document, which --dump-dom prints.
+FRAMES = """<!DOCTYPE html><html><body>
+{frames}
+<pre id="found"></pre>
+<script>
+window.addEventListener("load", () => {{
+  const box = element => {{
+    const {{left, top, right, bottom}} = element.getBoundingClientRect();
+    return [left, top, right, bottom];
+  }};
+  const found = [...document.querySelectorAll("iframe")].map(frame => {{
+    const page = frame.contentDocument;
+    return {{
+      width: page.documentElement.clientWidth,
+      content: page.documentElement.scrollWidth,
+      cards: [...page.querySelectorAll(".card")].map(card => ({{
+        id: card.id,
+        box: box(card),
+        scroll: card.scrollWidth - card.clientWidth,
+        parts: [...card.querySelectorAll("figure, h2, p, dl, dt, dd, ul, li, code")].map(box),
+        rows: [...card.children].map(box),
+        svg: box(card.querySelector("svg")),
+        texts: [...card.querySelectorAll("svg text")].map(text => [text.textContent, box(text)]),
+      }})),
+    }};
+  }});
+  document.getElementById("found").textContent = JSON.stringify(found);
+}});
+</script></body></html>
+"""
+
+Box = tuple[float, float, float, float]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return gallery_page(WORLD_SIZE)
+
+
+@pytest.fixture(scope="module")
+def tree(page: str) -> ElementTree.Element:
+    return ElementTree.fromstring(page)
+
+
+def test_there_is_one_card_for_every_family(tree: ElementTree.Element) -> None:
+    cards = [card for card in tree.iter(f"{XHTML}article") if card.get("class") == "card"]
+    assert [card.get("id") for card in cards] == list(topologies.available())
+    for card in cards:
+        text = " ".join("".join(card.itertext()).split())
+        facts = facts_of(card.get("id", ""))
+        for stated in (facts.sizes, facts.degree, facts.period, facts.exact, facts.rate, facts.weights, *facts.sources):
+            assert re.sub(r"`", "", stated) in text
+        assert len(list(card.iter(f"{SVG}svg"))) == 1
+
+
+def test_what_is_drawn_is_said(tree: ElementTree.Element) -> None:
+    def note(name: str) -> str:
+        card = next(card for card in tree.iter(f"{XHTML}article") if card.get("id") == name)
+        return "".join(next(p for p in card.iter(f"{XHTML}p") if p.get("class") == "note").itertext())
+
+    assert note("ring") == "Drawn: 12 ranks."
+    assert note("hypercube") == "Drawn: 8 ranks (the nearest number to 12 that it serves)."
+    assert note("local_global") == "Drawn: 12 ranks, local_size=3."
+    assert note("graph").startswith("Drawn: 12 ranks, graph=12 nodes and 22 edges")
+
+
+def test_figures_are_measured(page: str) -> None:
+    measured = topologies.build("ring", WORLD_SIZE).describe()
+    assert f"n=12: at most 2 sent, period 1, not exact, SLEM {measured.slem:.3g}" in page
+    assert "n=8: at most 1 sent, period 3, exact after 3, beta 0 after 3 rounds" in page
+    assert "no period, beta " in page
+
+
+def test_nothing_is_loaded_and_nothing_runs(page: str, tree: ElementTree.Element) -> None:
+    for element in tree.iter():
+        tag = element.tag.rpartition("}")[2]
+        assert tag not in ("script", "link", "iframe", "object", "embed", "base", "metadata")
+        for name, value in element.attrib.items():
+            attribute = name.rpartition("}")[2]
+            assert not attribute.startswith("on")
+            if attribute in ("href", "src", "srcset", "data", "action"):
+                assert value.startswith(("#", "data:image/png;base64,")), value
+    assert all(target.startswith("#") for target in re.findall(r"url\(\s*[\"']?([^)]*)", page))
+    assert "@import" not in page
+    addresses = set(re.findall(r"https?://[^\s\"'<>]+", page))
+    assert addresses <= {
+        "http://www.w3.org/1999/xhtml",
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(page: str, tree: ElementTree.Element) -> None:
+    ids = [element.get("id") for element in tree.iter() if element.get("id") is not None]
+    assert len(set(ids)) == len(ids)
+    references = re.findall(r"(?:href=\"|url\()#([^\")]+)", page)
+    assert references
+    assert set(references) <= set(ids)
+    assert {element.get("aria-labelledby") for element in tree.iter() if element.get("aria-labelledby")} <= set(ids)
+    # A picture refers to nothing outside itself.
+    for card in tree.iter(f"{XHTML}article"):
+        picture = ElementTree.tostring(next(card.iter(f"{SVG}svg")), encoding="unicode")
+        prefix = f"{card.get('id')}-"
+        assert all(target.startswith(prefix) for target in re.findall(r"(?:href=\"|url\()#([^\")]+)", picture))
+
+
+def test_it_can_be_read_without_seeing(tree: ElementTree.Element) -> None:
+    assert tree.get("lang") == "en"
+    assert len(list(tree.iter(f"{XHTML}h1"))) == 1
+    assert len(list(tree.iter(f"{XHTML}h2"))) == len(topologies.available())
+    for svg in tree.iter(f"{SVG}svg"):
+        assert svg.get("role") == "img"
+        assert "ranks" in svg.get("aria-label", "")
+
+
+def test_it_is_small(page: str) -> None:
+    assert len(page.encode()) < 100_000 * len(topologies.available())
+
+
+@pytest.mark.parametrize(("world_size", "message"), [(1, "at least 2, got 1"), (81, "at most 80, got 81")])
+def test_other_sizes_are_refused(world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"world_size .*must be {message}"):
+        gallery_page(world_size)
+
+
+def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"clone.*pip install '\.\[plot\]'"):
+        gallery_page()
+
+
+def test_the_command_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gallery, "available", lambda: ("path", "star"))
+    path = tmp_path / "gallery.html"
+    assert main(["gallery", "--output", str(path), "--world-size", "5"]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    assert path.read_text(encoding="utf-8") == gallery_page(5)
+
+
+@pytest.fixture(scope="module")
+def layouts(page: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    folder = tmp_path_factory.mktemp("browser")
+    frames = "\n".join(
+        f'<iframe style="border:0;width:{width}px;height:800px" srcdoc="{escape(page)}"></iframe>' for width in WIDTHS
+    )
+    (folder / "frames.html").write_text(FRAMES.format(frames=frames), encoding="utf-8")
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1400,1000",
+        f"--user-data-dir={folder / 'profile'}", "--dump-dom", (folder / "frames.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+def overlap(one: Box, other: Box) -> float:
+    """How far two boxes reach into each other, in pixels."""
+    return min(min(one[2], other[2]) - max(one[0], other[0]), min(one[3], other[3]) - max(one[1], other[1]))
+
+
+def inside(inner: Box, outer: Box, *, by: float) -> bool:
+    left, top, right, bottom = outer
+    return left - by <= inner[0] and top - by <= inner[1] and inner[2] <= right + by and inner[3] <= bottom + by
+
+
+@pytest.mark.parametrize("number", range(len(WIDTHS)), ids=map(str, WIDTHS))
+def test_in_a_browser_nothing_overflows_or_overlaps(number: int, layouts: list[dict]) -> None:
+    layout = layouts[number]
+    assert layout["width"] == WIDTHS[number]
+    assert layout["content"] == WIDTHS[number], "the page scrolls sideways"
+    cards = layout["cards"]
+    assert len(cards) == len(topologies.available())
+    columns = {round(card["box"][0]) for card in cards}
+    assert len(columns) == (1 if WIDTHS[number] == 400 else 3)
+    for place, card in enumerate(cards):
+        assert card["scroll"] == 0, card["id"]
+        assert card["box"][2] <= WIDTHS[number]
+        for other in cards[place + 1 :]:
+            assert overlap(card["box"], other["box"]) <= 0, (card["id"], other["id"])
+        for part in card["parts"]:
+            assert inside(part, card["box"], by=0.5), card["id"]
+        for row, box in enumerate(card["rows"]):
+            for other in card["rows"][row + 1 :]:
+                assert overlap(box, other) <= 0.5, card["id"]
+
+
+@pytest.mark.parametrize("number", range(len(WIDTHS)), ids=map(str, WIDTHS))
+def test_in_a_browser_the_text_of_pictures_fits(number: int, layouts: list[dict]) -> None:
+    for card in layouts[number]["cards"]:
+        texts = [(text, box) for text, box in card["texts"] if text.strip()]
+        assert len(texts) > 10
+        for place, (text, box) in enumerate(texts):
+            assert inside(box, card["svg"], by=0.5), (card["id"], text)
+            for other, other_box in texts[place + 1 :]:
+                # The boxes of two lines of one text touch.
+                assert overlap(box, other_box) <= 3, (card["id"], text, other)

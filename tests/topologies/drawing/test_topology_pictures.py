@@ -1,0 +1,298 @@
+"""draw(): files that are right and the same every time."""
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import networkx as nx
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import topologies
+from topologies import Round, Topology, draw
+from topologies.analysis import consensus_errors
+from topologies.drawing import draw_compact, layout_of, picture_files, round_pictures, topology_pictures
+from topologies.drawing.mixing_panels import draw_matrix
+
+
+def texts(path: Path) -> str:
+    # matplotlib draws glyphs as paths and leaves the text in comments
+    ElementTree.parse(path)
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "options"),
+    [
+        ("ring", 1, {}),
+        ("complete", 2, {}),
+        ("one_peer_exponential", 6, {}),
+        ("alternating_exp_ring", 8, {"local_size": 2}),
+        ("exponential", 64, {}),
+        ("random_matching", 5, {}),
+    ],
+)
+def test_svg_is_the_same_every_time(name: str, world_size: int, options: dict[str, int], tmp_path: Path) -> None:
+    topology = topologies.build(name, world_size, **options)
+    one, other = tmp_path / "one.svg", tmp_path / "other.svg"
+    draw(topology, one)
+    draw(Topology.from_json(topology.to_json()), other)
+    assert one.read_bytes() == other.read_bytes()
+    text = texts(one)
+    assert f"<!-- {name}" in text
+    assert f"<!-- {world_size} rank" in text
+    assert "<dc:date>" not in text
+    for t in range(min(topology.period or 4, 8)):
+        assert f"<!-- round {t}: " in text
+
+
+def test_captions(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    uneven = Round.from_matrix([[0.5, 0.3, 0.2], [0.4, 0.5, 0.1], [0.1, 0.2, 0.7]])
+    shift = Round.from_rows([{(i + 1) % 3: 0.25} for i in range(3)])
+    rounds = [Round.identity(3), Round.from_groups(3, [(0, 2)]), uneven, shift]
+    draw(Topology.from_rounds(rounds), path)
+    text = texts(path)
+    for caption in ("nothing is sent", "groups of 2", "weights 0.1 to 0.4", "weights 0.25"):
+        assert caption in text
+
+
+def test_rounds_can_be_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    topology = topologies.build("one_peer_exponential", 16)
+    draw(topology, path, rounds=2)
+    text = texts(path)
+    assert "first 2 of 4 rounds" in text
+    assert "round 2:" not in text
+    draw(topology, path, rounds=5)
+    assert "<!-- round 4: " in texts(path)
+
+
+def test_png(tmp_path: Path) -> None:
+    path = tmp_path / "picture.PNG"
+    draw(topologies.build("ring", 4), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("path", "rounds", "message"),
+    [
+        ("ring.pdf", None, r"must end in \.svg or \.png, got 'ring\.pdf'"),
+        ("ring.svg", 0, "rounds must be at least 1"),
+        ("ring.svg", 33, "rounds must be at most 32, got 33"),
+    ],
+)
+def test_refusals(path: str, rounds: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw(topologies.build("ring", 4), path, rounds)
+
+
+@pytest.mark.parametrize("function", [lambda topology: draw(topology, "ring.svg"), draw_compact])
+def test_too_many_ranks_are_refused(function: Callable[[Topology], object]) -> None:
+    with pytest.raises(ValueError, match="at most 1024 ranks, the topology has 1025"):
+        function(topologies.build("ring", 1025))
+
+
+def test_of_many_ranks_there_are_only_matrices_and_the_curve(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    draw(topologies.build("one_peer_hypercube", 128), path, rounds=2)
+    text = texts(path)
+    for caption in ("W of round 0", "W of round 1", "product of the period", "exact after 7 rounds"):
+        assert f"<!-- {caption} -->" in text
+    assert "W of round 2" not in text
+    assert "<!-- round 0:" not in text
+
+
+def shown(topology: Topology, tmp_path: Path) -> list[str]:
+    draw(topology, tmp_path / "picture.svg")
+    return re.findall("<!-- (.*) -->", texts(tmp_path / "picture.svg"))
+
+
+def test_exactness_is_marked_only_where_it_is(tmp_path: Path) -> None:
+    assert "exact after 1 round" in shown(topologies.build("complete", 9), tmp_path)
+    assert "exact after 12 rounds" in shown(topologies.build("one_peer_hypercube", 8).every(4), tmp_path)
+    assert not any("exact after" in text for text in shown(topologies.build("ring", 9), tmp_path))
+    all_reduce_first = topologies.build("complete", 8).then(topologies.build("ring", 8), after=3)
+    assert not any("exact after" in text for text in shown(all_reduce_first, tmp_path))
+    # 0.001^k falls below rounding, but is never 0.
+    quick = Topology.from_rounds([Round.from_matrix([[0.5005, 0.4995], [0.4995, 0.5005]])])
+    texts_of_quick = shown(quick, tmp_path)
+    assert any(text.startswith("below 1e-12 after ") for text in texts_of_quick)
+    assert not any("exact" in text for text in texts_of_quick)
+    assert "exact from the start" in shown(topologies.build("ring", 1), tmp_path)
+
+
+def test_axes_are_logarithmic_where_the_curve_spans_decades(tmp_path: Path) -> None:
+    def labels(topology: Topology) -> list[str]:
+        return [text for text in shown(topology, tmp_path) if text == "0.01" or text.startswith("1e-")]
+
+    assert labels(topologies.build("exponential", 8))
+    assert "0.50" in shown(topologies.build("ring", 12), tmp_path)  # down to 0.22
+    assert not labels(topologies.build("complete", 8))
+
+
+def test_negative_weights_are_dashed_and_the_colours_diverge(tmp_path: Path) -> None:
+    matrix = [[0.6, 0.6, -0.2], [0.6, 0.2, 0.2], [-0.2, 0.2, 1.0]]
+    negative = shown(Topology.from_rounds([Round.from_matrix(matrix)]), tmp_path)
+    assert any("dashed: negative" in text for text in negative)
+    assert "stroke-dasharray: " in (tmp_path / "picture.svg").read_text().partition("matplotlib.axis")[0]
+    assert "-1" in negative  # the scale goes below 0
+    figure = Figure()
+    draw_matrix(figure.add_subplot(), figure.add_subplot(), np.array(matrix), "W", font_size=8)
+    for axes in figure.axes:
+        assert axes.images[0].get_clim() == (-1, 1)
+    red, _, blue, _ = figure.axes[0].images[0].to_rgba([[-0.2]])[0, 0]
+    assert red > blue
+    positive = shown(topologies.build("ring", 3), tmp_path)
+    assert not any("dashed" in text for text in positive)
+    assert "stroke-dasharray: " not in (tmp_path / "picture.svg").read_text().partition("matplotlib.axis")[0]
+
+
+WHOLE = [
+    topologies.build("ring", 1),
+    topologies.build("complete", 2),
+    topologies.build("star", 16),
+    topologies.build("grid", 33),
+    topologies.build("torus", 64),
+    topologies.build("one_peer_exponential", 33),
+    topologies.build("alternating_exp_ring", 16, local_size=4),
+    topologies.build("exponential", 64),
+    topologies.build("random_matching", 5).every(3),
+    topologies.build("complete", 8).then(topologies.build("ring", 8).every(1000), after=100_000),
+    topologies.build("graph", 10, graph=nx.petersen_graph(), weights="lazy"),
+    topologies.build("one_peer_exponential", 100),
+    topologies.build("ring", 200),
+    Topology.from_rounds([Round.from_matrix(np.full((3, 3), 1 / 3))], name=30 * "a_long_name_" + "."),
+]
+
+
+PICTURES = [(topology, False) for topology in WHOLE] + [(topology, True) for topology in WHOLE[:7]]
+
+
+@pytest.mark.parametrize(
+    ("topology", "compact"), PICTURES, ids=[f"{t.name[:40]}-{t.world_size}{compact:d}" for t, compact in PICTURES]
+)
+def test_nothing_overlaps_or_is_cut(topology: Topology, compact: bool) -> None:
+    with picture_files.settings("path"):
+        if compact:
+            figure = topology_pictures._compact_figure(topology)
+        else:
+            figure = topology_pictures._whole_figure(topology, topology_pictures._exchanges(topology, 8))
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+        boxes = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        boxes += [text.get_window_extent(renderer) for text in figure.texts]
+    for number, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0, number
+        assert box.x1 <= figure.bbox.x1 + 0.5, number
+        assert figure.bbox.y0 <= box.y0 + 0.5, number
+        assert box.y1 <= figure.bbox.y1, number
+    for one, other in itertools.combinations(boxes, 2):
+        width = min(one.x1, other.x1) - max(one.x0, other.x0)
+        height = min(one.y1, other.y1) - max(one.y0, other.y0)
+        assert min(width, height) <= 1.0, (one, other)  # a pixel
+
+
+def test_a_compact_picture_is_the_same_every_time() -> None:
+    ring = topologies.build("one_peer_ring", 6)
+    assert draw_compact(ring) == draw_compact(Topology.from_json(ring.to_json()))
+    texts_of_it = re.findall(r">([^<>]+)</text>", draw_compact(ring))
+    assert {"round 0", "round 1", "groups of 2", "product of the period"} <= set(texts_of_it)
+
+
+def test_settings_of_the_user_change_nothing(tmp_path: Path) -> None:
+    before, after = tmp_path / "before.svg", tmp_path / "after.svg"
+    topology = topologies.build("ring", 5)
+    draw(topology, before)
+    with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "savefig.bbox": "tight"}):
+        draw(topology, after)
+        assert matplotlib.rcParams["font.size"] == 30
+    assert before.read_bytes() == after.read_bytes()
+
+
+def distances(places: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(places[:, None] - places, axis=2)
+    return lengths[~np.eye(len(places), dtype=bool)]
+
+
+@pytest.mark.parametrize("topology", [t for t in WHOLE if 1 < t.world_size <= 80], ids=str)
+def test_ranks_stand_apart_inside_the_panel(topology: Topology) -> None:
+    layout = layout_of(topology)
+    assert layout.places.shape == (topology.world_size, 2)
+    assert np.abs(layout.places).max() + layout.radius <= round_pictures.EXTENT
+    assert distances(layout.places).min() > 2 * layout.radius
+
+
+def test_layouts_of_families() -> None:
+    star = layout_of(topologies.build("star", 9)).places
+    np.testing.assert_allclose(star[0], 0, atol=1e-12)
+    np.testing.assert_allclose(np.linalg.norm(star[1:], axis=1), 1)
+    grid = layout_of(topologies.build("grid", 12, shape=(3, 4))).places
+    assert grid[5][0] == pytest.approx(grid[1][0])  # one row further down
+    assert grid[5][1] < grid[1][1]
+    ring = layout_of(topologies.build("ring", 8)).places
+    np.testing.assert_allclose(ring[0], [0, 1], atol=1e-12)
+    np.testing.assert_allclose(ring[2], [1, 0], atol=1e-12)  # clockwise
+    path = layout_of(topologies.build("path", 8)).places
+    assert np.linalg.norm(path[0] - path[7]) > 1.2 * np.linalg.norm(path[0] - path[1])
+    nodes = layout_of(topologies.build("local_global", 8, local_size=4)).places
+    assert np.linalg.norm(nodes[3] - nodes[4]) > 1.2 * np.linalg.norm(nodes[2] - nodes[3])
+    # A schedule stands as its last phase.
+    composed = topologies.build("ring", 9).then(topologies.build("star", 9).every(2), after=5)
+    np.testing.assert_array_equal(layout_of(composed).places, star)
+
+
+def test_a_torus_is_cut_at_its_border() -> None:
+    layout = layout_of(topologies.build("torus", 12, shape=(3, 4)))
+    up, left = layout.way_out(1, 9), layout.way_out(4, 7)
+    assert up is not None
+    assert up[0] == 0
+    assert up[1] > 0
+    assert left is not None
+    assert left[0] < 0
+    assert layout.way_out(0, 1) is None
+    assert layout.way_out(0, 5) is None
+    assert layout_of(topologies.build("grid", 12)).way_out(0, 3) is None
+
+
+def test_neighbours_of_a_graph_stand_nearer_than_others() -> None:
+    graph = nx.barbell_graph(8, 4)
+    topology = topologies.build("graph", 20, graph=graph)
+    places = layout_of(topology).places
+    np.testing.assert_array_equal(places, layout_of(Topology.from_json(topology.to_json())).places)
+    assert distances(places).min() > 0.8 * 1.1 / np.sqrt(20)  # 0.13 before they are pushed apart
+    along_edges = np.mean([np.linalg.norm(places[i] - places[j]) for i, j in graph.edges])
+    assert along_edges < 0.75 * distances(places).mean()
+
+
+def test_a_family_on_a_named_graph_stands_as_that_graph() -> None:
+    on_a_torus = replace(topologies.build("ring", 12), name="matchings", options={"graph": "torus"}, registered=True)
+    np.testing.assert_array_equal(layout_of(on_a_torus).places, layout_of(topologies.build("torus", 12)).places)
+
+
+def test_consensus_errors_of_a_matrix_power() -> None:
+    errors = consensus_errors(topologies.build("star", 5), 3, start=2)
+    np.testing.assert_allclose(errors, [1, 0.8, 0.64, 0.512], atol=1e-12)
+
+
+def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"clone.*pip install '\.\[plot\]'"):
+        draw(topologies.build("ring", 4), "ring.svg")
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    code = f"""
+import sys, topologies
+topologies.draw(topologies.build("ring", 4), {str(tmp_path / "ring.svg")!r})
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,277 @@
+"""MATCHA: probabilities and step against closed forms, a semidefinite solver and all outcomes of a round."""
+
+import itertools
+import math
+from typing import Any
+
+import cvxpy
+import networkx as nx
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Topology
+from topologies.families.graph_matchings import SampledMatchings
+from topologies.graphs.edge_colouring import edge_colouring
+from topologies.graphs.matching_activation import Activation, activation
+from topologies.graphs.spectrum import laplacian, lowest
+
+
+def activated(graph: nx.Graph, budget: float) -> Activation:
+    return activation(len(graph), edge_colouring(graph), budget)
+
+
+def laplacians(n: int, matchings: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    graphs = []
+    for matching in matchings:
+        graph = nx.empty_graph(n)
+        graph.add_edges_from(matching.tolist())
+        graphs.append(nx.laplacian_matrix(graph).toarray().astype(float))
+    return graphs
+
+
+def second_moment(n: int, found: Activation) -> np.ndarray:
+    """E[W^T W] - J, over all 2^m outcomes of a round."""
+    total = np.zeros((n, n))
+    for active in itertools.product((False, True), repeat=len(found.matchings)):
+        w = np.eye(n)
+        chance = 1.0
+        for used, p, part in zip(active, found.probabilities, laplacians(n, found.matchings), strict=True):
+            chance *= p if used else 1 - p
+            w = w - found.alpha * used * part
+        total += chance * w.T @ w
+    return total - 1 / n
+
+
+GRAPHS = {
+    "path of 5": nx.path_graph(5),
+    "ring of 9": nx.cycle_graph(9),
+    "wheel": nx.wheel_graph(7),
+    "lollipop": nx.lollipop_graph(5, 4),
+    "barbell": nx.barbell_graph(4, 1),
+    "grid": nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 5)),
+    "petersen": nx.petersen_graph(),
+    "random": nx.gnp_random_graph(20, 0.3, seed=4),
+    "tree": nx.random_labeled_tree(24, seed=1),
+    "karate club": nx.karate_club_graph(),
+}
+CASES = [pytest.param(graph, budget, id=f"{name}-{budget}") for name, graph in GRAPHS.items() for budget in (0.3, 0.6)]
+
+
+@pytest.mark.parametrize(("graph", "budget"), CASES)
+def test_probabilities_are_optimal(graph: nx.Graph, budget: float) -> None:
+    """Against the semidefinite program, solved by CLARABEL."""
+    found = activated(graph, budget)
+    n, parts = len(graph), laplacians(len(graph), found.matchings)
+    p, t = cvxpy.Variable(len(parts)), cvxpy.Variable()
+    basis = np.linalg.svd(np.eye(n) - 1 / n)[0][:, :-1]  # of the vectors orthogonal to 1
+    mixed = sum(p[j] * (basis.T @ part @ basis) for j, part in enumerate(parts)) - t * np.eye(n - 1)
+    problem = cvxpy.Problem(cvxpy.Maximize(t), [mixed >> 0, p >= 0, p <= 1, cvxpy.sum(p) <= budget * len(parts)])
+    problem.solve(solver=cvxpy.CLARABEL, tol_gap_abs=1e-7, tol_gap_rel=1e-7, tol_feas=1e-7)
+    assert problem.status == cvxpy.OPTIMAL
+    assert found.connectivity == pytest.approx(problem.value, rel=1e-6)
+    # Whatever the solver says, this is what the probabilities reach, and they are feasible.
+    laplacian = np.tensordot(found.probabilities, parts, 1)
+    assert found.connectivity == pytest.approx(np.linalg.eigvalsh(laplacian)[1], rel=1e-10)
+    assert found.probabilities.min() >= 0
+    assert found.probabilities.max() <= 1
+    assert found.probabilities.sum() <= budget * len(parts) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("graph", "budget"), CASES)
+def test_connectivity_bound_holds(graph: nx.Graph, budget: float) -> None:
+    """The bound is one for random probabilities too, and no more than 1e-8 above what is reached."""
+    found = activated(graph, budget)
+    assert found.connectivity <= found.connectivity_bound <= found.connectivity * (1 + 1e-8)
+    generator = np.random.default_rng(0)
+    parts = laplacians(len(graph), found.matchings)
+    for _ in range(50):
+        p = np.clip(found.probabilities + generator.normal(0, 0.05, len(parts)), 0, 1)
+        p *= min(1.0, budget * len(parts) / p.sum())
+        assert np.linalg.eigvalsh(np.tensordot(p, parts, 1))[1] <= found.connectivity_bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("graph", "budget"), CASES)
+def test_step_is_optimal(graph: nx.Graph, budget: float) -> None:
+    found = activated(graph, budget)
+    n, parts = len(graph), laplacians(len(graph), found.matchings)
+    p = found.probabilities
+    mean = np.tensordot(p, parts, 1)
+    square = mean @ mean + 2 * np.tensordot(p * (1 - p), parts, 1)
+
+    def norm(alpha: float) -> float:
+        return float(np.linalg.norm(np.eye(n) - 2 * alpha * mean + alpha**2 * square - 1 / n, ord=2))
+
+    assert norm(found.alpha) == pytest.approx(found.squared_rate, abs=1e-12)
+    # A convex function: it is enough to look next to the point.
+    for factor in (0.5, 0.99, 0.9999, 1.0001, 1.01, 2):
+        assert norm(found.alpha * factor) >= found.squared_rate - 1e-12
+    assert found.rate == math.sqrt(found.squared_rate)
+
+
+@pytest.mark.parametrize("name", ["path of 5", "ring of 9", "wheel", "lollipop", "petersen"])
+def test_squared_rate_is_that_of_all_outcomes(name: str) -> None:
+    found = activated(GRAPHS[name], 0.4)
+    moment = second_moment(len(GRAPHS[name]), found)
+    assert found.squared_rate == pytest.approx(np.linalg.norm(moment, ord=2), abs=1e-12)
+
+
+def commuting_step(low: float, high: float, budget: float) -> float:
+    """alpha for p = budget everywhere: the eigenvalues of E[W^2] - J are 1 - 2 a x + a^2 (x^2 + 2 (1 - budget) x).
+
+    It is a convex function of x, so it is largest at one end of the spectrum x = low .. high of L.
+    """
+    if high - low <= 2 * (1 - budget):
+        return 1 / (low + 2 * (1 - budget))
+    return 2 / (low + high + 2 * (1 - budget))
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.5, 0.75, 1])
+@pytest.mark.parametrize(
+    ("graph", "eigenvalues"),
+    [
+        (nx.complete_graph(8), (8, 8)),
+        (nx.complete_graph(9), (9, 9)),
+        (nx.cycle_graph(10), (2 - 2 * math.cos(math.pi / 5), 4)),
+        (nx.path_graph(2), (2, 2)),
+        (nx.path_graph(3), (1, 3)),
+        (nx.path_graph(4), (2 - math.sqrt(2), 2 + math.sqrt(2))),
+        (nx.star_graph(11), (1, 12)),
+        (nx.convert_node_labels_to_integers(nx.hypercube_graph(4)), (2, 8)),
+        (nx.complete_bipartite_graph(6, 6), (6, 12)),
+    ],
+    ids=["K8", "K9", "ring 10", "pair", "path 3", "path 4", "star", "hypercube", "bipartite"],
+)
+def test_known_values_of_symmetric_graphs(graph: nx.Graph, eigenvalues: tuple[float, float], budget: float) -> None:
+    """All matchings are alike, so p = budget, and all matrices are functions of one Laplacian."""
+    low, high = (budget * value for value in eigenvalues)
+    found = activated(graph, budget)
+    alpha = commuting_step(low, high, budget)
+    np.testing.assert_allclose(found.probabilities, budget, rtol=0, atol=1e-10)
+    assert found.connectivity == pytest.approx(low, abs=1e-10)
+    assert found.alpha == pytest.approx(alpha, abs=1e-10)
+    expected = max(1 - 2 * alpha * x + alpha**2 * (x**2 + 2 * (1 - budget) * x) for x in (low, high))
+    assert found.squared_rate == pytest.approx(expected, abs=1e-10)
+
+
+def test_the_whole_budget_is_the_best_constant_step() -> None:
+    """Xiao and Boyd 2004: alpha = 2 / (lambda_2 + lambda_max), rate (lambda_max - lambda_2) / (their sum)."""
+    for graph in GRAPHS.values():
+        values = np.linalg.eigvalsh(nx.laplacian_matrix(graph, weight=None).toarray().astype(float))
+        found = activated(graph, 1)
+        assert found.probabilities.tolist() == [1.0] * len(found.matchings)
+        assert found.alpha == pytest.approx(2 / (values[1] + values[-1]), abs=1e-10)
+        assert found.rate == pytest.approx((values[-1] - values[1]) / (values[-1] + values[1]), abs=1e-10)
+
+
+def test_bridges_are_used_more_often() -> None:
+    found = activated(nx.barbell_graph(5, 2), 0.3)
+    bridges = {(4, 5), (5, 6), (6, 7)}
+    critical = np.array([bool(bridges & set(map(tuple, matching.tolist()))) for matching in found.matchings])
+    assert critical.tolist() == [True, True, False, False, False]
+    assert found.probabilities[critical].min() > 0.5
+    assert found.probabilities[~critical].max() < 0.2
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        nx.convert_node_labels_to_integers(nx.grid_2d_graph(20, 20, periodic=True)),
+        nx.cycle_graph(401),
+        nx.random_regular_graph(4, 400, seed=2),
+        nx.path_graph(500),
+    ],
+    ids=["torus", "odd ring", "random regular", "path"],
+)
+def test_sparse_iterations_agree_with_dense_matrices(graph: nx.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = activated(graph, 0.5)
+    monkeypatch.setattr("topologies.graphs.spectrum.DENSE_WORLD_SIZE", 1000)
+    dense = activated(graph, 0.5)
+    assert sparse.connectivity == pytest.approx(dense.connectivity, rel=1e-8)
+    assert sparse.connectivity_bound == pytest.approx(sparse.connectivity, rel=1e-8)
+    assert sparse.alpha == pytest.approx(dense.alpha, rel=1e-4)
+    assert 1 - sparse.squared_rate == pytest.approx(1 - dense.squared_rate, rel=1e-6)
+    again = activated(graph, 0.5)
+    np.testing.assert_array_equal(again.probabilities, dense.probabilities)
+
+
+def rounds_of(topology: Topology) -> SampledMatchings:
+    assert isinstance(topology.make_round, SampledMatchings)
+    return topology.make_round
+
+
+def test_rounds_use_whole_matchings_as_often_as_they_should() -> None:
+    topology = topologies.build("matcha", 10, graph=nx.lollipop_graph(5, 5), budget=0.4, seed=3)
+    found = rounds_of(topology).activation
+    parts = laplacians(10, found.matchings)
+    counts = np.zeros(len(parts))
+    num_rounds = 2000
+    for t in range(num_rounds):
+        round_ = rounds_of(topology)(t)
+        active = [
+            round_.neighbours(int(matching[0, 0])).get(int(matching[0, 1]), 0) != 0 for matching in found.matchings
+        ]
+        counts += active
+        if t < 50:
+            expected = np.eye(10) - found.alpha * np.tensordot(np.array(active, dtype=float), parts, 1)
+            np.testing.assert_allclose(round_.matrix(), expected, rtol=0, atol=1e-14)
+    spread = np.sqrt(found.probabilities * (1 - found.probabilities) / num_rounds)
+    assert (np.abs(counts / num_rounds - found.probabilities) <= 5 * spread + 1e-6).all()
+
+
+def test_a_round_without_a_matching_is_the_identity() -> None:
+    topology = topologies.build("matcha", 4, graph="ring", budget=0.2)
+    drawn = [topology.round(t) for t in range(20)]
+    assert any(round_.is_identity for round_ in drawn)
+    assert not all(round_.is_identity for round_ in drawn)
+
+
+def test_what_a_rank_keeps_can_be_negative() -> None:
+    topology = topologies.build("matcha", 12, graph="complete", budget=0.5)
+    assert min(topology.round(t).self_weight(0) for t in range(50)) < 0
+    assert topology.describe().largest_deviation < 1e-14
+
+
+def test_the_seed_names_the_schedule() -> None:
+    options: dict[str, Any] = {"graph": "torus", "budget": 0.5}
+    one, other = (topologies.build("matcha", 12, seed=seed, **options) for seed in (1, 2))
+    assert [one.round(t) for t in range(8)] != [other.round(t) for t in range(8)]
+    again = topologies.build("matcha", 12, seed=1, **options)
+    assert again.round(1000) == one.round(1000)
+
+
+def test_budget_1_repeats_one_round() -> None:
+    topology = topologies.build("matcha", 6, graph="complete", budget=1)
+    assert topology.period == topology.exact_after == 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        (0, ValueError, r"budget must be above 0 and at most 1, got 0.*pass for example 0\.5"),
+        (1.5, ValueError, r"budget must be above 0 and at most 1, got 1\.5"),
+        (-0.1, ValueError, r"got -0\.1"),
+        (math.nan, ValueError, "got nan"),
+        (True, TypeError, r"budget must be a number.*got True \(bool\)"),
+        ("0.5", TypeError, r"got '0\.5' \(str\)"),
+        (None, TypeError, r"got None \(NoneType\)"),
+    ],
+)
+def test_matcha_refuses_a_budget(budget: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        topologies.build("matcha", 4, graph="ring", budget=budget)
+
+
+def test_matcha_refuses_a_seed() -> None:
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        topologies.build("matcha", 4, graph="ring", seed=-1)
+
+
+@pytest.mark.parametrize("floor", [0.0, -4.0])
+def test_lowest_finds_the_low_end_whatever_the_guess(floor: float) -> None:
+    """Of minus a path's Laplacian, whose lowest eigenvalues are close together and far below 0."""
+    edges = np.stack((np.arange(499), np.arange(1, 500)), axis=1)
+    values, vectors = lowest(-laplacian(500, edges, np.ones(499)), 3, floor=floor)
+    expected = [-2 + 2 * math.cos(math.pi * k / 500) for k in (499, 498, 497)]
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(vectors.sum(axis=0), 0, atol=1e-8)

@@ -1,0 +1,217 @@
+"""What single families do beyond the contract: rounds written out by hand, options and their refusals."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import topologies
+from topologies.families.uniform_groups import fewest_factors, prime_factors
+
+
+def rounds(name: str, world_size: int, **options: object) -> list[tuple[tuple[int, ...], ...]]:
+    topology = topologies.build(name, world_size, **options)
+    assert topology.period is not None
+    return [topology.round(t).groups for t in range(topology.period)]
+
+
+def test_directed_ring_reads_the_next_rank() -> None:
+    round_ = topologies.build("directed_ring", 5).round(0)
+    assert [round_.neighbours(i) for i in range(5)] == [{1: 0.5}, {2: 0.5}, {3: 0.5}, {4: 0.5}, {0: 0.5}]
+    assert [round_.targets(i) for i in range(5)] == [(4,), (0,), (1,), (2,), (3,)]
+    state = round_.matrix() @ np.array([0, 0, 1, 0, 0])
+    np.testing.assert_array_equal(state, [0, 0.5, 0.5, 0, 0])
+
+
+def test_ring_weights() -> None:
+    ring = topologies.build("ring", 6).round(0)
+    assert ring.neighbours(0) == {1: 1 / 3, 5: 1 / 3}
+    assert ring.self_weight(0) == 1 / 3
+    assert topologies.build("ring", 2).round(0).neighbours(0) == {1: 0.5}
+    assert topologies.build("ring", 3).round(0).uniform_groups == ((0, 1, 2),)
+
+
+def test_star_weights() -> None:
+    star = topologies.build("star", 5).round(0)
+    assert star.neighbours(0) == dict.fromkeys((1, 2, 3, 4), 0.2)
+    assert star.neighbours(3) == {0: 0.2}
+    assert star.self_weight(0) == pytest.approx(0.2)
+    assert star.self_weight(3) == 0.8
+
+
+def test_path_weights() -> None:
+    path = topologies.build("path", 4).round(0)
+    third = 1 / 3
+    expected = [[2, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 2]]
+    np.testing.assert_allclose(path.matrix(), np.array(expected) * third, atol=1e-15)
+
+
+def test_grid_and_torus_count_ranks_by_rows() -> None:
+    assert topologies.build("grid", 6).options["shape"] == (2, 3)
+    assert topologies.build("grid", 6).round(0).peers(0) == (1, 3)
+    assert topologies.build("grid", 6, shape=(3, 2)).round(0).peers(2) == (0, 3, 4)
+    assert topologies.build("torus", 12).options["shape"] == (3, 4)
+    assert topologies.build("torus", 12).round(0).peers(0) == (1, 3, 4, 8)
+    assert topologies.build("torus", 8, shape=(2, 4)).round(0).peers(0) == (1, 3, 4)
+    assert topologies.build("grid", 7).round(0) == topologies.build("path", 7).round(0)
+
+
+def test_exponential_hops() -> None:
+    round_ = topologies.build("exponential", 6).round(0)
+    assert round_.neighbours(4) == {0: 0.25, 2: 0.25, 5: 0.25}
+    undirected = topologies.build("undirected_exponential", 6).round(0)
+    assert undirected.peers(0) == (1, 2, 4, 5)
+    assert topologies.build("undirected_exponential", 8).round(0).peers(0) == (1, 2, 4, 6, 7)
+
+
+def test_hypercube_flips_one_bit() -> None:
+    assert topologies.build("hypercube", 8).round(0).neighbours(5) == {1: 0.25, 4: 0.25, 7: 0.25}
+
+
+def test_one_peer_ring_alternates() -> None:
+    assert rounds("one_peer_ring", 6) == [((0, 1), (2, 3), (4, 5)), ((0, 5), (1, 2), (3, 4))]
+
+
+def test_one_peer_exponential_hops() -> None:
+    topology = topologies.build("one_peer_exponential", 6)
+    reads = [list(topology.round(t).neighbours(0)) for t in range(4)]
+    assert reads == [[1], [2], [4], [1]]
+    assert topology.round(2).targets(0) == (2,)
+
+
+def test_one_peer_hypercube_pairs() -> None:
+    assert rounds("one_peer_hypercube", 4) == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+    assert topologies.build("one_peer_hypercube", 8).round(5).peers(3) == (7,)
+
+
+def test_hyper_cuboid_counts_the_first_digit_fastest() -> None:
+    assert rounds("hyper_cuboid", 6, factors=(2, 3)) == [((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5))]
+    three = rounds("hyper_cuboid", 12, factors=(2, 3, 2))
+    assert three[1] == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
+    assert three[2] == tuple((rank, rank + 6) for rank in range(6))
+
+
+def test_local_global_goes_inside_first() -> None:
+    assert rounds("local_global", 6, local_size=3) == [((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))]
+    assert rounds("local_global", 3, local_size=1) == [((0,), (1,), (2,)), ((0, 1, 2),)]
+
+
+def test_alternating_exp_ring_by_hand() -> None:
+    # Nodes (0 1)(2 3)(4 5)(6 7). Hop 0 pairs nodes 0-1 (number 0) and 2-3 (1), hop 1 pairs 0-2 (2) and 1-3 (3).
+    assert rounds("alternating_exp_ring", 8, local_size=2) == [
+        ((0, 1), (2, 3), (4, 5, 6, 7)),
+        ((0, 1, 2, 3), (4, 5), (6, 7)),
+        ((0, 1), (2, 3, 6, 7), (4, 5)),
+        ((0, 1, 4, 5), (2, 3), (6, 7)),
+    ]
+
+
+def test_alternating_exp_ring_with_one_rank_per_node() -> None:
+    assert rounds("alternating_exp_ring", 4, local_size=1) == [
+        ((0,), (1,), (2, 3)),
+        ((0, 1), (2,), (3,)),
+        ((0,), (1, 3), (2,)),
+        ((0, 2), (1,), (3,)),
+    ]
+
+
+def test_alternating_exp_ring_numbers_the_pairs_through_all_hops() -> None:
+    # Two nodes: one pair per hop; four: two pairs per hop, so every hop starts with an even number again.
+    assert rounds("alternating_exp_ring", 6, local_size=3) == [((0, 1, 2), (3, 4, 5)), (tuple(range(6)),)]
+    uses_network = [
+        sum(len(group) == 4 for group in groups) for groups in rounds("alternating_exp_ring", 16, local_size=2)
+    ]
+    assert uses_network == [2] * 6
+
+
+@pytest.mark.parametrize("n", range(2, 200))
+def test_fewest_factors_against_all_factorisations(n: int) -> None:
+    def factorisations(number: int, largest: int) -> list[tuple[int, ...]]:
+        if number == 1:
+            return [()]
+        return [
+            (factor, *rest)
+            for factor in range(2, min(number, largest) + 1)
+            if number % factor == 0
+            for rest in factorisations(number // factor, factor)
+        ]
+
+    for largest in (2, 3, 4, 6, 10):
+        every = factorisations(n, largest)
+        found = fewest_factors(n, largest)
+        if not every:
+            assert found is None
+            assert prime_factors(n)[-1] > largest
+        else:
+            assert found in every
+            shortest = min(map(len, every))
+            assert len(found) == shortest
+            assert found[0] == min(factors[0] for factors in every if len(factors) == shortest)
+
+
+def test_hyper_hypercube_uses_integers() -> None:
+    assert topologies.build("hyper_hypercube", 243, k=2).period == 5  # int(math.log(243, 3)) is 4
+
+
+def test_random_matching_is_uniform_and_idles_one_rank() -> None:
+    topology = topologies.build("random_matching", 4, seed=1)
+    counts = Counter(topology.round(t).groups for t in range(3000))
+    assert len(counts) == 3
+    assert all(abs(count - 1000) < 130 for count in counts.values())  # 5 standard deviations
+    idle = Counter(
+        next(group[0] for group in topologies.build("random_matching", 3, seed=1).round(t).groups if len(group) == 1)
+        for t in range(300)
+    )
+    assert set(idle) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "options", "error", "message"),
+    [
+        ("grid", 10, {"shape": (3, 4)}, ValueError, r"\(3, 4\).*12 ranks.*\(1, 10\), \(2, 5\), \(5, 2\), \(10, 1\)"),
+        ("torus", 10, {"shape": 5}, TypeError, r"pair \(rows, columns\), got 5"),
+        ("torus", 10, {"shape": (2, 5, 1)}, TypeError, r"pair"),
+        ("torus", 10, {"shape": (2.0, 5)}, TypeError, r"side of shape must be an integer"),
+        ("hypercube", 12, {}, ValueError, r"power of two, got 12; the nearest are 8 and 16"),
+        ("one_peer_hypercube", 3, {}, ValueError, r"the nearest are 2 and 4"),
+        ("one_peer_ring", 7, {}, ValueError, r"even, got 7; the nearest are 6 and 8"),
+        ("hyper_cuboid", 10, {"factors": (3, 4)}, ValueError, r"multiply to 12, world_size is 10.*\(2, 5\)"),
+        ("hyper_cuboid", 10, {"factors": ()}, TypeError, r"at least one integer"),
+        ("hyper_cuboid", 10, {"factors": 10}, TypeError, r"got 10"),
+        ("hyper_cuboid", 10, {"factors": (-2, -5)}, ValueError, r"a factor in factors must be at least 1, got -2"),
+        ("hyper_hypercube", 22, {"k": 3}, ValueError, r"at most k \+ 1 = 4, got 22; .*18 and 24.*k of at least 10"),
+        ("hyper_hypercube", 4, {"k": 0}, ValueError, r"k must be at least 1"),
+        ("local_global", 10, {"local_size": 4}, ValueError, r"the nearest are 8 and 12.*\[1, 2, 5, 10\]"),
+        ("local_global", 10, {"local_size": 0}, ValueError, r"local_size must be at least 1"),
+        ("alternating_exp_ring", 24, {"local_size": 4}, ValueError, r"at least 8, got 24; the nearest are 16 and 32"),
+        ("alternating_exp_ring", 4, {"local_size": 4}, ValueError, r"the nearest are 1 and 8"),
+        ("random_matching", 4, {"seed": -1}, ValueError, r"seed must be at least 0"),
+        ("random_matching", 4, {"seed": "a"}, TypeError, r"seed must be an integer"),
+    ],
+)
+def test_refusals_say_what_is_possible(
+    name: str, world_size: int, options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        topologies.build(name, world_size, **options)
+
+
+def test_repeating_an_exact_period_keeps_the_mean() -> None:
+    start = np.random.default_rng(0).normal(size=24)
+    for name, options in [("hyper_cuboid", {"factors": (2, 3, 4)}), ("local_global", {"local_size": 4})]:
+        topology = topologies.build(name, 24, **options)
+        state = start
+        for t in range(topology.exact_after or 0):
+            state = topology.round(t).matrix() @ state
+        np.testing.assert_allclose(state, start.mean(), atol=1e-14)
+
+
+def test_sizes_of_a_real_cluster_build_quickly() -> None:
+    for name, options in itertools.chain(
+        [(name, {}) for name in ("complete", "ring", "exponential", "one_peer_exponential", "torus", "star")],
+        [("alternating_exp_ring", {"local_size": 8}), ("hyper_hypercube", {"k": 7}), ("random_matching", {})],
+    ):
+        topology = topologies.build(name, 4096, **options)
+        for t in (0, 1, 11):
+            assert len(topology.round(t).peers(4095)) >= 1

@@ -1,0 +1,257 @@
+"""Weight schemes: known optima, their order, what they may hold, and what they refuse."""
+
+import math
+import sys
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topologies import Topology, weighted_round
+from topologies.analysis import slem
+from topologies.graphs.edge_weights import SCHEMES
+from topologies.graphs.spectral_weights import _MAX_DENSE, MAX_PROGRAM_WORLD_SIZE
+
+#: What the solver leaves of an optimum.
+SOLVER = 2e-6
+
+
+def matrix(graph: nx.Graph, weights: str) -> np.ndarray:
+    return Topology.from_graph(graph, weights).round(0).matrix()
+
+
+def rate(graph: nx.Graph, weights: str) -> float:
+    return slem(matrix(graph, weights))
+
+
+def ring_rate(n: int) -> float:
+    """W = I - alpha L with lambda_k = 2 - 2 cos(2 pi k / n)."""
+    eigenvalues = [2 - 2 * math.cos(2 * math.pi * k / n) for k in range(1, n)]
+    smallest, largest = min(eigenvalues), max(eigenvalues)
+    return (largest - smallest) / (largest + smallest)
+
+
+EDGE_TRANSITIVE = [
+    *(pytest.param(nx.cycle_graph(n), ring_rate(n), id=f"ring-{n}") for n in (3, 4, 5, 8, 11)),
+    *(pytest.param(nx.complete_graph(n), 0.0, id=f"complete-{n}") for n in (2, 3, 6)),
+    # L has the eigenvalues 0, 1 and n.
+    *(pytest.param(nx.star_graph(n - 1), (n - 1) / (n + 1), id=f"star-{n}") for n in (3, 4, 9)),
+    *(pytest.param(nx.hypercube_graph(d), (d - 1) / (d + 1), id=f"hypercube-{d}") for d in (1, 2, 3, 4)),
+    # 0, a, b and a + b, where both sides have more than one rank.
+    *(
+        pytest.param(nx.complete_bipartite_graph(a, b), max(a, b) / (max(a, b) + 2 * min(a, b)), id=f"K{a},{b}")
+        for a, b in ((2, 2), (2, 3), (2, 5), (3, 4))
+    ),
+    # 0, 2 and 5.
+    pytest.param(nx.petersen_graph(), 3 / 7, id="petersen"),
+]
+
+
+@pytest.mark.parametrize(("graph", "expected"), EDGE_TRANSITIVE)
+def test_best_constant_is_the_closed_form_and_fdla_no_better(graph: nx.Graph, expected: float) -> None:
+    assert rate(graph, "best_constant") == pytest.approx(expected, abs=1e-12)
+    assert rate(graph, "fdla") == pytest.approx(expected, abs=SOLVER)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 10, 16])
+def test_fmmc_on_a_path_is_one_half_on_every_edge(n: int) -> None:
+    # Boyd, Diaconis, Sun and Xiao, "Fastest mixing Markov chain on a path", 2006.
+    w = matrix(nx.path_graph(n), "fmmc")
+    np.testing.assert_allclose(np.diagonal(w, 1), 0.5, rtol=0, atol=1e-3)  # flat around the optimum
+    assert slem(w) == pytest.approx(math.cos(math.pi / n), abs=SOLVER)
+
+
+def test_fdla_on_the_complete_graph_is_the_mean() -> None:
+    np.testing.assert_allclose(matrix(nx.complete_graph(7), "fdla"), 1 / 7, rtol=0, atol=SOLVER)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (1, 6), (2, 3), (2, 5), (3, 5)])
+def test_fmmc_on_a_complete_bipartite_graph(a: int, b: int) -> None:
+    # One weight for all edges: that of fdla, unless a rank of the smaller side would give away more than it has.
+    expected = b / (b + 2 * a) if 2 * b <= 2 * a + b else 1 - a / b
+    assert rate(nx.complete_bipartite_graph(a, b), "fmmc") == pytest.approx(expected, abs=SOLVER)
+
+
+@st.composite
+def connected_graphs(draw: st.DrawFn) -> nx.Graph:
+    """A random tree with some more edges."""
+    n = draw(st.integers(2, 12))
+    graph = nx.Graph()
+    graph.add_nodes_from(range(n))
+    graph.add_edges_from((draw(st.integers(0, rank - 1)), rank) for rank in range(1, n))
+    extra = draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=16))
+    graph.add_edges_from((one, other) for one, other in extra if one != other)
+    return graph
+
+
+@settings(deadline=None, max_examples=25)
+@given(connected_graphs())
+def test_optimal_weights_on_any_graph(graph: nx.Graph) -> None:
+    n = len(graph)
+    no_edge = nx.to_numpy_array(graph, nodelist=range(n)) + np.eye(n) == 0
+    rates = {}
+    for scheme in ("metropolis", "lazy", "max_degree", "best_constant", "fdla", "fmmc"):
+        topology = Topology.from_graph(graph, scheme)
+        assert topology.doubly_stochastic
+        assert topology.symmetric
+        w = topology.round(0).matrix()
+        np.testing.assert_array_equal(w, w.T)
+        assert not w[no_edge].any()
+        np.testing.assert_allclose(w.sum(axis=1), 1, rtol=0, atol=1e-15 * n)
+        rates[scheme] = slem(w)
+        if scheme in ("fdla", "fmmc"):
+            np.testing.assert_array_equal(w.sum(axis=1), np.ones(n))
+        if scheme not in ("best_constant", "fdla"):
+            assert (w >= 0).all()
+    assert rates["fdla"] <= rates["fmmc"] + SOLVER
+    assert rates["fdla"] <= rates["best_constant"] + SOLVER
+    assert rates["fmmc"] <= min(rates[scheme] for scheme in ("metropolis", "lazy", "max_degree")) + SOLVER
+    assert rates["best_constant"] <= rates["max_degree"] + 1e-12
+
+
+@pytest.mark.parametrize("scheme", ["best_constant", "fdla"])
+def test_negative_weights_are_kept(scheme: str) -> None:
+    topology = Topology.from_graph(nx.star_graph(6), scheme)
+    # 2 / (n + 1) on each of n - 1 edges.
+    assert topology.round(0).self_weight(0) == pytest.approx(1 - 6 * 2 / 8, abs=SOLVER)
+    assert Topology.from_json(topology.to_json()) == topology
+    assert topology.describe().slem == pytest.approx(6 / 8, abs=SOLVER)
+
+
+def test_fdla_has_negative_weights_on_edges_too() -> None:
+    # A complete graph and a triangle that share rank 4, as it happens.
+    graph = nx.Graph([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (3, 4), (4, 5), (4, 6), (5, 6), (0, 4)])
+    topology = Topology.from_graph(graph, "fdla")
+    assert topology.round(0).matrix().min() < -1e-3
+    assert topology.describe().slem < Topology.from_graph(graph, "fmmc").describe().slem - 1e-4
+
+
+LARGE = {
+    "ring": (nx.cycle_graph(4096), 2 - 2 * math.cos(2 * math.pi / 4096), 4.0),
+    "torus": (nx.grid_2d_graph(64, 64, periodic=True), 2 - 2 * math.cos(2 * math.pi / 64), 8.0),
+    "path": (nx.path_graph(1001), 2 - 2 * math.cos(math.pi / 1001), 2 + 2 * math.cos(math.pi / 1001)),
+    "star": (nx.star_graph(2000), 1.0, 2001.0),
+    "hypercube": (nx.hypercube_graph(10), 2.0, 20.0),
+    "complete bipartite": (nx.complete_bipartite_graph(20, 600), 20.0, 620.0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_best_constant_of_large_graphs(name: str) -> None:
+    graph, second, largest = LARGE[name]
+    graph = nx.convert_node_labels_to_integers(graph)
+    assert len(graph) > _MAX_DENSE
+    round_ = weighted_round(len(graph), list(graph.edges), "best_constant")
+    weight = next(iter(round_.neighbours(1).values()))
+    assert weight == pytest.approx(2 / (second + largest), rel=1e-10)
+
+
+@pytest.mark.parametrize("graph", [nx.random_regular_graph(3, 600, seed=5), nx.barabasi_albert_graph(600, 2, seed=5)])
+def test_best_constant_of_large_graphs_equals_that_of_dense_matrices(
+    graph: nx.Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edges = list(graph.edges)
+    sparse = weighted_round(600, edges, "best_constant").neighbours(0)
+    monkeypatch.setattr("topologies.graphs.spectral_weights._MAX_DENSE", 600)
+    dense = weighted_round(600, edges, "best_constant").neighbours(0)
+    assert sparse == pytest.approx(dense, rel=1e-10)
+
+
+def test_push_sum_splits_what_a_rank_has() -> None:
+    directed = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
+    topology = Topology.from_graph(directed, "push_sum")
+    # Rank 0 sends to 1 and 2 and keeps a third; column j holds what rank j splits.
+    thirds = [[1 / 3, 0, 1 / 2], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1 / 2]]
+    np.testing.assert_allclose(topology.round(0).matrix(), thirds, rtol=0, atol=1e-15)
+    assert topology.stochasticity == "column"
+    reverse = Topology.from_graph(directed.reverse(), "uniform").round(0).matrix()
+    np.testing.assert_allclose(topology.round(0).matrix(), reverse.T, rtol=0, atol=1e-15)
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_push_sum_on_undirected_graphs() -> None:
+    kite = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
+    np.testing.assert_allclose(matrix(kite, "push_sum"), matrix(kite, "uniform").T, rtol=0, atol=1e-15)
+    assert Topology.from_graph(kite, "push_sum").stochasticity == "column"
+    assert Topology.from_graph(nx.cycle_graph(5), "push_sum").stochasticity == "doubly"
+
+
+def test_push_sum_carries_to_the_mean() -> None:
+    w = matrix(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]), "push_sum")
+    values, masses = np.array([4.0, -1.0, 7.0, 2.0]), np.ones(4)
+    for _ in range(200):
+        values, masses = w @ values, w @ masses
+    np.testing.assert_allclose(values / masses, 3.0, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["best_constant", "fdla", "fmmc"])
+def test_spectral_weights_need_a_connected_graph(scheme: str) -> None:
+    with pytest.raises(ValueError, match=rf"2 separate groups, and weights='{scheme}'.*add edges"):
+        weighted_round(4, [(0, 1), (2, 3)], scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_edges_out_of_range_are_named(scheme: str) -> None:
+    with pytest.raises(ValueError, match="rank 5, ranks go from 0 to 2"):
+        weighted_round(3, [(0, 1), (1, 5)], scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_single_rank_needs_no_weights(scheme: str) -> None:
+    assert weighted_round(1, [], scheme).is_identity
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in ("uniform", "push_sum")])
+def test_schemes_for_undirected_graphs_refuse_directed_ones(scheme: str) -> None:
+    message = rf"weights='{scheme}' is defined for undirected graphs.*'uniform', 'push_sum', 'given'"
+    with pytest.raises(ValueError, match=message):
+        weighted_round(2, [(0, 1)], scheme, directed=True)
+    with pytest.raises(ValueError, match=message):
+        Topology.from_graph(nx.DiGraph([(0, 1), (1, 2), (2, 0)]), scheme)
+
+
+@pytest.mark.parametrize("scheme", ["fdla", "fmmc"])
+def test_hopeless_sizes_are_refused(scheme: str) -> None:
+    n = MAX_PROGRAM_WORLD_SIZE + 1
+    with pytest.raises(ValueError, match=rf"'{scheme}'.*beyond 100 ranks, and the graph has {n}.*'best_constant'"):
+        Topology.from_graph(nx.cycle_graph(n), scheme)
+
+
+@pytest.mark.parametrize("scheme", ["fdla", "fmmc"])
+def test_missing_cvxpy_says_how_to_get_it(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    with pytest.raises(ImportError, match=rf"'{scheme}' needs cvxpy.*clone.*pip install '\.\[weights\]'"):
+        weighted_round(4, [(0, 1), (1, 2), (2, 3)], scheme)
+
+
+def test_a_solver_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cvxpy
+
+    monkeypatch.setattr(cvxpy.Problem, "solve", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match=r"solver of weights='fdla' ended with.*use weights='best_constant'"):
+        weighted_round(3, [(0, 1), (1, 2)], "fdla")
+
+
+def test_a_weight_of_nothing_is_no_edge() -> None:
+    # Ranks 0 and 1 give everything to the six between them: nothing is left for the edge 0 - 1.
+    graph = nx.complete_bipartite_graph(2, 6)
+    graph.add_edge(0, 1)
+    round_ = Topology.from_graph(graph, "fmmc").round(0)
+    assert round_.neighbours(0) == pytest.approx(dict.fromkeys(range(2, 8), 1 / 6), abs=SOLVER)
+
+
+@pytest.mark.parametrize("seed", [7, 22, 31])
+def test_fmmc_is_the_optimum_where_fdla_goes_below_zero(seed: int) -> None:
+    import cvxpy as cp
+
+    graph = nx.connected_watts_strogatz_graph(9, 4, 0.4, seed=seed)
+    assert matrix(graph, "fdla")[~np.eye(len(graph), dtype=bool)].min() < -1e-3
+    n = len(graph)
+    w = cp.Variable((n, n), symmetric=True)
+    apart = 1 - nx.to_numpy_array(graph, nodelist=range(n)) - np.eye(n)
+    constraints = [w >= 0, cp.sum(w, axis=1) == 1, cp.multiply(apart, w) == 0]
+    optimum = cp.Problem(cp.Minimize(cp.sigma_max(w - 1 / n)), constraints).solve(solver=cp.CLARABEL)
+    assert rate(graph, "fmmc") == pytest.approx(optimum, abs=SOLVER)
+    assert rate(graph, "fdla") < optimum - 1e-5

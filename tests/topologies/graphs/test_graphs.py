@@ -1,0 +1,388 @@
+"""Graphs as topologies: weight schemes, files, labels, and what is refused or put right."""
+
+import json
+import re
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topologies
+from topologies import Round, Topology, weighted_round
+from topologies.graphs.edge_weights import DEGREE_SCHEMES, SCHEMES
+
+KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
+
+
+def matrix(graph: nx.Graph, weights: str = "metropolis") -> np.ndarray:
+    return Topology.from_graph(graph, weights).round(0).matrix()
+
+
+@st.composite
+def connected_graphs(draw: st.DrawFn) -> nx.Graph:
+    """A random tree with some more edges."""
+    n = draw(st.integers(2, 9))
+    graph = nx.Graph()
+    graph.add_nodes_from(range(n))
+    graph.add_edges_from((draw(st.integers(0, rank - 1)), rank) for rank in range(1, n))
+    extra = draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=8))
+    graph.add_edges_from((one, other) for one, other in extra if one != other)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("metropolis", [[5, 4, 3, 0], [4, 5, 3, 0], [3, 3, 3, 3], [0, 0, 3, 9]]),
+        ("metropolis_hastings", [[2, 6, 4, 0], [6, 2, 4, 0], [4, 4, 0, 4], [0, 0, 4, 8]]),
+        ("max_degree", [[6, 3, 3, 0], [3, 6, 3, 0], [3, 3, 3, 3], [0, 0, 3, 9]]),
+        ("lazy", [[8.5, 2, 1.5, 0], [2, 8.5, 1.5, 0], [1.5, 1.5, 7.5, 1.5], [0, 0, 1.5, 10.5]]),
+        ("uniform", [[4, 4, 4, 0], [4, 4, 4, 0], [3, 3, 3, 3], [0, 0, 6, 6]]),
+    ],
+)
+def test_schemes_by_hand(scheme: str, expected: list[list[float]]) -> None:
+    np.testing.assert_allclose(matrix(KITE, scheme), np.array(expected) / 12, atol=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore:weights='metropolis_hastings' never converges")
+@settings(deadline=None)
+@given(connected_graphs())
+def test_schemes_on_any_graph(graph: nx.Graph) -> None:
+    n = len(graph)
+    adjacency = nx.to_numpy_array(graph, nodelist=range(n))
+    for scheme in DEGREE_SCHEMES:
+        topology = Topology.from_graph(graph, scheme)
+        w = topology.round(0).matrix()
+        off_diagonal = w - np.diag(np.diag(w))
+        np.testing.assert_array_equal(off_diagonal != 0, adjacency != 0)
+        np.testing.assert_allclose(w.sum(axis=0 if scheme == "push_sum" else 1), 1, rtol=0, atol=1e-14)
+        assert (w >= -1e-15).all()
+        if scheme in ("uniform", "push_sum") and not nx.is_regular(graph):
+            assert topology.stochasticity == ("row" if scheme == "uniform" else "column")
+            continue
+        assert topology.stochasticity == "doubly"
+        assert topology.symmetric
+        np.testing.assert_allclose(w, w.T, atol=0)
+        if scheme != "metropolis_hastings":
+            assert np.linalg.norm(w - 1 / n, ord=2) < 1 - 1e-6
+    metropolis, lazy = matrix(graph), matrix(graph, "lazy")
+    np.testing.assert_allclose(lazy, (np.eye(n) + metropolis) / 2, atol=1e-15)
+    assert np.linalg.eigvalsh(lazy).min() > -1e-12
+
+
+@pytest.mark.parametrize("graph", [nx.cycle_graph(6), nx.hypercube_graph(3), nx.path_graph(2)])
+def test_metropolis_hastings_warns_where_it_never_converges(graph: nx.Graph) -> None:
+    with pytest.warns(UserWarning, match="never converges on a regular bipartite graph"):
+        topology = Topology.from_graph(graph, "metropolis_hastings")
+    assert topology.describe().slem == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("graph", [nx.cycle_graph(5), nx.star_graph(4), KITE])
+def test_metropolis_hastings_is_fine_elsewhere(graph: nx.Graph) -> None:
+    assert Topology.from_graph(graph, "metropolis_hastings").describe().slem < 1 - 1e-3
+
+
+def test_an_unknown_scheme_lists_the_schemes() -> None:
+    with pytest.raises(ValueError, match=r"unknown weights 'metro'.*metropolis_hastings.*fmmc, given"):
+        Topology.from_graph(KITE, "metro")
+    with pytest.raises(ValueError, match=r"unknown weights 'metro'"):
+        weighted_round(2, [(0, 1)], "metro")
+
+
+def test_given_weights_of_a_round_come_back() -> None:
+    for name in ("one_peer_exponential", "exponential", "star", "torus"):
+        round_ = topologies.build(name, 6).round(0)
+        topology = Topology.from_graph(round_.graph, "given")
+        assert topology.round(0) == round_
+        assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_given_weights_leave_the_rest_to_oneself() -> None:
+    graph = nx.Graph()
+    graph.add_edge("a", "b", weight=0.25)
+    np.testing.assert_array_equal(matrix(graph, "given"), [[0.75, 0.25], [0.25, 0.75]])
+    directed = nx.DiGraph()
+    directed.add_weighted_edges_from([(0, 1, 0.5), (1, 0, 0.25)])
+    topology = Topology.from_graph(directed, "given")
+    np.testing.assert_array_equal(topology.round(0).matrix(), [[0.75, 0.25], [0.5, 0.5]])
+    assert topology.stochasticity == "row"
+
+
+def test_given_weights_that_sum_to_nothing_are_refused() -> None:
+    graph = nx.DiGraph()
+    graph.add_weighted_edges_from([(0, 1, 0.5), (1, 0, 0.5), (0, 0, 0.9), (1, 1, 0.2)])
+    with pytest.raises(ValueError, match=r"row 0 of the mixing matrix sums to 1\.4"):
+        Topology.from_graph(graph, "given")
+
+
+def test_given_weights_that_leave_less_than_nothing_are_refused() -> None:
+    graph = nx.Graph([(0, 1, {"weight": 0.75}), (1, 2, {"weight": 0.5})])
+    with pytest.raises(ValueError, match=r"rank 1 gives to others sum to 1\.25, .* -0\.25 for itself; scale them"):
+        Topology.from_graph(graph, "given")
+    thirds = nx.complete_graph(11)
+    nx.set_edge_attributes(thirds, 0.1, "weight")  # ten of them sum to 1 but for the last bits
+    assert Topology.from_graph(thirds, "given").round(0).self_weight(0) == 0.0
+
+
+def test_directed_graphs_take_uniform_weights() -> None:
+    graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
+    topology = Topology.from_graph(graph, "uniform")
+    # An edge j -> i carries data from j to i: rank 2 reads 0 and 1.
+    np.testing.assert_allclose(topology.round(0).matrix(), [[1 / 2, 0, 1 / 2], [1 / 2, 1 / 2, 0], [1 / 3] * 3])
+    assert topology.stochasticity == "row"
+    cycle = Topology.from_graph(nx.cycle_graph(4, create_using=nx.DiGraph), "uniform")
+    assert cycle.doubly_stochastic
+    with pytest.raises(ValueError, match=r"directed.*'uniform', 'push_sum', 'given'"):
+        Topology.from_graph(graph)
+    with pytest.raises(ValueError, match="defined for undirected graphs"):
+        weighted_round(2, [(0, 1)], "lazy", directed=True)
+
+
+def test_a_directed_graph_with_all_reverses_is_undirected() -> None:
+    assert matrix(KITE.to_directed()).tolist() == matrix(KITE).tolist()
+
+
+def test_labels_are_sorted() -> None:
+    graph = nx.Graph([("delta", "alpha"), ("alpha", "charlie"), ("charlie", "bravo")])
+    round_ = Topology.from_graph(graph).round(0)
+    assert [round_.peers(i) for i in range(4)] == [(2, 3), (2,), (0, 1), (0,)]
+
+
+def test_labels_that_are_integers_as_text_sort_as_integers() -> None:
+    graph = nx.relabel_nodes(nx.path_graph(12), str)
+    assert Topology.from_graph(graph) == Topology.from_graph(nx.path_graph(12))
+    mixed = nx.relabel_nodes(nx.path_graph(12), lambda rank: f"r{rank}")
+    assert Topology.from_graph(mixed).round(0).peers(0) == (1,)
+    assert Topology.from_graph(mixed).round(0).peers(1) == (0, 4)  # r1, between r0 and r2 in the path
+
+
+def test_labels_of_any_order_give_the_same_ranks() -> None:
+    shuffled = nx.Graph()
+    shuffled.add_nodes_from([3, 0, 2, 1])
+    shuffled.add_edges_from([(3, 2), (2, 1), (0, 1)])
+    assert Topology.from_graph(shuffled) == Topology.from_graph(nx.path_graph(4))
+    assert Topology.from_graph(nx.grid_2d_graph(2, 3)).round(0) == topologies.build("grid", 6).round(0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kinds"),
+    [
+        (0, "a", "int, str"),
+        (frozenset({1}), frozenset({2}), "frozenset"),  # compares as subsets, so it sorts, but to no order
+        (float("nan"), 1.0, "float"),
+        (1j, 2j, "complex"),
+        ((0, "a"), (0, 1), "tuple"),
+    ],
+)
+def test_labels_without_an_order_are_refused(one: object, other: object, kinds: str) -> None:
+    with pytest.raises(ValueError, match=rf"labels of the types {kinds}, which have no common order; relabel"):
+        Topology.from_graph(nx.Graph([(one, other)]))
+
+
+def test_labels_that_only_python_takes_for_integers_sort_as_texts() -> None:
+    graph = nx.Graph([("1_0", "0_2"), ("0_2", "0_1")])  # int("1_0") is 10
+    assert Topology.from_graph(graph).round(0).peers(1) == (0, 2)
+    zeros = nx.Graph([("1", "01"), ("01", "2")])
+    assert Topology.from_graph(zeros).round(0).peers(0) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (nx.empty_graph(3), r"not connected: 3 components of 1, 1, 1 nodes"),
+        (nx.disjoint_union(nx.path_graph(3), nx.path_graph(2)), r"not connected: 2 components of 3, 2"),
+        (nx.Graph([(0, 1, {"weight": -1.0}), (1, 2)]), r"edge 0 - 1 .* weight -1\.0, it must be a positive"),
+        (nx.Graph([(0, 1, {"weight": float("nan")}), (1, 2)]), r"weight nan"),
+        (nx.Graph([(0, 1, {"weight": 0}), (1, 2)]), r"weight 0,"),
+        (nx.Graph([(0, 1, {"weight": float("inf")}), (1, 2)]), r"weight inf"),
+        (nx.Graph([(0, 1, {"weight": "heavy"}), (1, 2)]), r"weight 'heavy'"),
+        (nx.Graph([(0, 1, {"weight": True}), (1, 2)]), r"weight True"),
+    ],
+)
+def test_graphs_that_cannot_work_are_refused(graph: nx.Graph, message: str) -> None:
+    for scheme in (*SCHEMES, "given"):
+        if scheme == "given":
+            nx.set_edge_attributes(graph, {edge: {"weight": 0.5} for edge in graph.edges if not graph.edges[edge]})
+        with pytest.raises(ValueError, match=message):
+            Topology.from_graph(graph, scheme)
+
+
+def test_an_empty_graph_is_refused() -> None:
+    with pytest.raises(ValueError, match="graph has no nodes"):
+        Topology.from_graph(nx.Graph())
+    with pytest.raises(ValueError, match="graph has no nodes"):
+        topologies.build("graph", 3, graph=nx.Graph())
+
+
+def test_a_directed_graph_must_be_strongly_connected() -> None:
+    with pytest.raises(ValueError, match=r"not strongly connected: 3 components"):
+        Topology.from_graph(nx.DiGraph([(0, 1), (1, 2)]), "uniform")
+
+
+def test_self_loops_are_dropped_with_a_warning() -> None:
+    graph = KITE.copy()
+    graph.add_edge(1, 1)
+    with pytest.warns(UserWarning, match="1 self-loops of graph are dropped"):
+        topology = Topology.from_graph(graph)
+    assert topology == Topology.from_graph(KITE)
+    assert graph.has_edge(1, 1)
+
+
+def test_cycle_graph_of_one_is_a_single_rank() -> None:
+    assert Topology.from_graph(nx.cycle_graph(1)).round(0).is_identity
+
+
+def test_parallel_edges_count_once_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="parallel edges of graph count once"):
+        topology = Topology.from_graph(nx.MultiGraph([*KITE.edges, (0, 1)]))
+    assert topology == Topology.from_graph(KITE)
+    assert Topology.from_graph(nx.MultiGraph(KITE)) == Topology.from_graph(KITE)
+
+
+def test_parallel_edges_must_agree_on_given_weights() -> None:
+    twice = nx.MultiGraph()
+    twice.add_weighted_edges_from([(0, 1, 0.25), (0, 1, 0.5)])
+    with pytest.raises(ValueError, match=r"parallel edges 0 - 1 of the weights 0\.25 and 0\.5.*weights='given'"):
+        Topology.from_graph(twice, "given")
+    twice.edges[0, 1, 1]["weight"] = 0.25
+    with pytest.warns(UserWarning, match="parallel edges of graph count once"):
+        assert Topology.from_graph(twice, "given").round(0).neighbours(0) == {1: 0.25}
+
+
+def test_weights_that_are_not_used_cause_a_warning() -> None:
+    graph = nx.Graph([(0, 1, {"weight": 2.0}), (1, 2, {"weight": 3.0})])
+    with pytest.warns(UserWarning, match=r"edge weights of graph are ignored.*weights='given'"):
+        Topology.from_graph(graph)
+    with pytest.raises(ValueError, match=r"edge 0 - 1 of graph has no weight"):
+        Topology.from_graph(nx.path_graph(2), "given")
+
+
+def test_the_size_must_be_the_graphs() -> None:
+    with pytest.raises(ValueError, match=r"graph has 4 nodes, world_size is 5; .* use world_size 4"):
+        topologies.build("graph", 5, graph=KITE)
+
+
+def test_the_graph_given_is_not_kept() -> None:
+    graph = KITE.copy()
+    topology = Topology.from_graph(graph)
+    graph.add_edge(0, 3)
+    assert topology == Topology.from_graph(KITE)
+
+
+def write(graph: nx.Graph, path: Path) -> Path:
+    match path.suffix:
+        case ".graphml":
+            nx.write_graphml(graph, path)
+        case ".gexf":
+            nx.write_gexf(graph, path)
+        case ".edgelist":
+            nx.write_edgelist(graph, path)
+        case ".txt":
+            nx.write_edgelist(graph, path, data=False)
+        case ".edges":
+            path.write_text("".join(f"{one} {other} 1.0\n" for one, other in graph.edges))
+        case ".json":
+            path.write_text(json.dumps(nx.node_link_data(graph, edges="edges")))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".graphml", ".gexf", ".edgelist", ".edges", ".txt", ".json"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_files(suffix: str, as_text: bool, tmp_path: Path) -> None:
+    graph = nx.random_labeled_tree(13, seed=3)
+    path = write(graph, tmp_path / f"net{suffix}")
+    topology = topologies.build("graph", 13, graph=str(path) if as_text else path)
+    assert topology == Topology.from_graph(graph) == Topology.from_graph(path)
+    path.unlink()
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_given_weights_from_files(tmp_path: Path) -> None:
+    round_ = topologies.build("directed_ring", 12).round(0)
+    for suffix in (".graphml", ".json", ".gexf"):
+        path = write(round_.graph.copy(), tmp_path / f"net{suffix}")
+        assert topologies.build("graph", 12, graph=path, weights="given").round(0) == round_
+
+
+LABELS = {
+    "integers": lambda rank: 7 * rank,
+    "texts of integers": str,
+    "texts": lambda rank: f"b{rank}",
+    "letters": lambda rank: "nmlkjihgfedcba"[rank],
+}
+
+
+# An edge list does not say that it is directed.
+@pytest.mark.parametrize(
+    ("suffix", "directed"),
+    [
+        *((suffix, False) for suffix in (".graphml", ".gexf", ".json", ".edgelist", ".txt")),
+        *((suffix, True) for suffix in (".graphml", ".gexf", ".json")),
+    ],
+)
+@pytest.mark.parametrize("labels", LABELS)
+def test_files_keep_labels_and_directions(suffix: str, directed: bool, labels: str, tmp_path: Path) -> None:
+    graph = nx.DiGraph([*nx.cycle_graph(13, create_using=nx.DiGraph).edges, (0, 5), (0, 9), (3, 1)])
+    if not directed:
+        graph = graph.to_undirected()
+    graph = nx.relabel_nodes(graph, LABELS[labels])
+    path = write(graph, tmp_path / f"net{suffix}")
+    weights = "push_sum" if directed else "metropolis"
+    topology = topologies.build("graph", 13, graph=path, weights=weights)
+    rank_of = {label: rank for rank, label in enumerate(sorted(graph, key=int if "integers" in labels else None))}
+    for label, rank in rank_of.items():
+        assert topology.round(0).targets(rank) == tuple(sorted(rank_of[other] for other in graph[label]))
+    assert topology == Topology.from_graph(graph, weights)
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_edge_lists_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "net.edgelist"
+    path.write_text("a b 0.5\nb a 0.25\n")
+    with pytest.raises(ValueError, match=r"parallel edges"):
+        topologies.build("graph", 2, graph=path, weights="given")
+    path.write_text("a b 0.5\nb a 0.5\n")
+    with pytest.warns(UserWarning, match="parallel edges of graph count once"):
+        assert topologies.build("graph", 2, graph=path, weights="given").round(0).neighbours(0) == {1: 0.5}
+
+
+def test_older_node_link_files_say_links(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    path.write_text(json.dumps(nx.node_link_data(KITE, edges="links")))
+    assert topologies.build("graph", 4, graph=path) == Topology.from_graph(KITE)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("net.dot", "graph {}", r"suffix '\.dot'; known are \.graphml, \.gexf"),
+        ("net.json", "{", r"net\.json' does not hold a graph.*JSONDecodeError"),
+        ("net.json", '{"nodes": []}', r"needs the keys nodes and edges"),
+        ("net.graphml", "<graph", r"does not hold a graph in the format of its suffix"),
+        ("net.gexf", "nothing", r"does not hold a graph in the format of its suffix"),
+        ("net.txt", "a b c d\n", r"does not hold a graph in the format of its suffix"),
+    ],
+)
+def test_files_that_hold_no_graph(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        topologies.build("graph", 4, graph=path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape("net.gexf' does not exist")):
+        topologies.build("graph", 4, graph=tmp_path / "net.gexf")
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="graph must be a networkx graph, a path or node-link data, got int"):
+        topologies.build("graph", 4, graph=7)
+
+
+def test_from_rounds_takes_what_the_graphs_refuse() -> None:
+    negative = np.array([[1.2, -0.2], [-0.2, 1.2]])
+    assert Topology.from_rounds([Round.from_matrix(negative)]).doubly_stochastic

@@ -1,0 +1,187 @@
+"""Every family's docstring says what it must, and what it says of rates is true."""
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Facts, Topology, facts_of, registry
+from topologies.analysis import beta, product, slem
+from topologies.reports.docstring_facts import PROPERTIES
+
+DOCSTRING = '''"""Everybody with everybody.
+
+One group.
+
+Properties
+----------
+sizes : any n
+degree : n - 1
+period : 1
+exact : after 1 round
+rate : SLEM 0
+weights : 1/n : all
+
+References
+----------
+An author, "A title that goes
+on", 2001.
+Another one, "Another title", 2002.
+
+Examples
+--------
+>>> 1 + 1
+2
+"""'''
+
+
+@pytest.fixture(autouse=True)
+def _own_families() -> Iterator[None]:
+    before = dict(registry._FAMILIES)
+    yield
+    registry._FAMILIES.clear()
+    registry._FAMILIES.update(before)
+
+
+def register(docstring: str) -> None:
+    registry._FAMILIES.pop("all", None)
+
+    def everybody(world_size: int) -> Topology:
+        return topologies.build("complete", world_size)
+
+    everybody.__doc__ = docstring.strip('"')
+    topologies.register("all")(everybody)
+
+
+@pytest.mark.parametrize("name", topologies.available())
+def test_every_family_states_its_facts(name: str) -> None:
+    facts = facts_of(name)
+    assert facts.name == name
+    for field in fields(Facts):
+        assert getattr(facts, field.name), field.name
+    for key in PROPERTIES:
+        assert len(getattr(facts, key)) < 120, key
+    assert any(re.search(r"\b(19|20)\d\d\b", source) for source in facts.sources), "no year"
+    assert all(source.endswith(".") and '"' in source for source in facts.sources)
+
+
+@pytest.mark.parametrize("name", topologies.available())
+def test_every_option_is_documented(name: str) -> None:
+    function = topologies.family(name)
+    docstring = inspect.getdoc(function)
+    for option in list(inspect.signature(function).parameters)[1:]:
+        assert re.search(rf"^{option}\b", docstring.split("Parameters\n", 1)[1], re.MULTILINE), option
+
+
+def test_a_docstring_becomes_facts() -> None:
+    register(DOCSTRING)
+    assert facts_of("all") == Facts(
+        name="all",
+        summary="Everybody with everybody.",
+        definition=("One group.",),
+        sizes="any n",
+        degree="n - 1",
+        period="1",
+        exact="after 1 round",
+        rate="SLEM 0",
+        weights="1/n : all",
+        sources=('An author, "A title that goes on", 2001.', 'Another one, "Another title", 2002.'),
+        example=">>> 1 + 1\n2\n".strip(),
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        facts_of("all").name = "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "replacement", "key"),
+    [
+        ("Everybody with everybody.", "Everybody with everybody", "summary"),
+        ("Everybody with everybody.", "Everybody " + 130 * "x" + ".", "summary"),
+        ("One group.\n\n", "", "definition"),
+        *((f"{key} : ", f"{key} is ", key) for key in PROPERTIES),
+        ("rate : SLEM 0", "rate : ", "rate"),
+        ("References\n-", "Sources\n-", "References"),
+        (">>> 1 + 1", "1 + 1", "Examples"),
+        ("sizes : any n", "sizes : any n\nspeed : high", "speed"),
+    ],
+)
+def test_what_is_missing_is_named(text: str, replacement: str, key: str) -> None:
+    assert text in DOCSTRING
+    register(DOCSTRING.replace(text, replacement))
+    with pytest.raises(ValueError, match=rf"family 'all' has .*\b{key}\b"):
+        facts_of("all")
+
+
+def test_a_family_without_a_docstring_is_refused() -> None:
+    register("")
+    with pytest.raises(ValueError, match="family 'all' has no summary"):
+        facts_of("all")
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'ring'"):
+        facts_of("rong")
+
+
+def tau(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "rate"),
+    [
+        ("directed_ring", "SLEM cos(pi / n)", lambda n: math.cos(math.pi / n)),
+        ("path", "SLEM 1/3 + 2/3 cos(pi / n)", lambda n: 1 / 3 + 2 / 3 * math.cos(math.pi / n)),
+        ("one_peer_ring", "beta cos(2 pi / n)", lambda n: math.cos(2 * math.pi / n) if n % 2 == 0 and n >= 4 else None),
+        (
+            "one_peer_exponential",
+            "beta max over 0 < k < n of abs(sin(2^tau pi k / n)) / (2^tau sin(pi k / n))",
+            lambda n: max(
+                abs(math.sin(2 ** tau(n) * math.pi * k / n)) / (2 ** tau(n) * math.sin(math.pi * k / n))
+                for k in range(1, n)
+            ),
+        ),
+    ],
+)
+def test_rates_that_the_contract_does_not_check(name: str, stated: str, rate: Callable[[int], float | None]) -> None:
+    assert facts_of(name).rate.startswith(stated)
+    for n in range(3, 34):
+        expected = rate(n)
+        if expected is not None:
+            topology = topologies.build(name, n)
+            measured = slem(topology.round(0).matrix()) if topology.period == 1 else None
+            of_a_period = beta(product(topology, topology.period))
+            assert of_a_period == pytest.approx(expected, abs=1e-12)
+            assert measured is None or measured == pytest.approx(expected, abs=1e-12)
+
+
+def test_measured_rates() -> None:
+    assert "SLEM 0.869 on 4 x 4" in facts_of("grid").rate
+    assert topologies.build("grid", 16).describe().slem == pytest.approx(0.869, abs=5e-4)
+    assert "SLEM 1/2 for n = 16" in facts_of("undirected_exponential").rate
+    assert topologies.build("undirected_exponential", 16).describe().slem == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [6, 7])
+def test_a_random_matching_contracts_as_stated(n: int) -> None:
+    assert "(n - 2) / (2 (n - 1)) in a round for even n, 1/2 for odd n" in facts_of("random_matching").rate
+    topology = topologies.build("random_matching", n, seed=0)
+    # W is a projection, so the expected squared distance is a quadratic form of the mean of W.
+    mean = np.mean([topology.round(t).matrix() for t in range(3000)], axis=0)
+    expected = (n - 2) / (2 * (n - 1)) if n % 2 == 0 else 0.5
+    assert slem((mean + mean.T) / 2) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("grid", 2), ("torus", 3)])
+def test_lattices_are_exact_for_the_sizes_stated(name: str, largest: int) -> None:
+    assert facts_of(name).exact == f"after 1 round for n {'=' if largest == 2 else '<='} {largest}, else never"
+    for n in range(2, 25):
+        for rows in (a for a in range(1, n + 1) if n % a == 0):
+            exact = topologies.build(name, n, shape=(rows, n // rows)).exact_after
+            assert exact == (1 if n <= largest else None)

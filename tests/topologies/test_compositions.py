@@ -1,0 +1,446 @@
+"""Topology.every and Topology.then: exactly the rounds that they promise, whatever they are made of."""
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+
+import topologies
+from topologies import Phase, Round, Topology, analysis, draw
+from topologies.compositions import Composition
+
+#: The families that serve four ranks.
+FAMILIES = sorted(
+    {*topologies.available()} - {"chordal", "paley", "davis", "florentine", "karate_club", "les_miserables"}
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alternating_exp_ring": {"local_size": 2},
+    "graph": {"graph": nx.path_graph(4)},
+    "hyper_cuboid": {"factors": (2, 2)},
+    "hyper_hypercube": {"k": 3},
+    "local_global": {"local_size": 2},
+    "matcha": {"graph": "ring"},
+    "matchings": {"graph": "star"},
+    "random_matching": {"seed": 3},
+}
+INTERVALS = (1, 2, 3, 7)
+WARMUPS = (0, 1, 2, 3, 10)
+NUM_ROUNDS = 45
+
+Schedule = Callable[[int], np.ndarray]
+"""A schedule by its definition: t -> W."""
+
+
+def family(name: str, n: int = 4) -> Topology:
+    return topologies.build(name, n, **OPTIONS.get(name, {}))
+
+
+def matrices(topology: Topology) -> Schedule:
+    return lambda t: topology.round(t).matrix()
+
+
+def every(schedule: Schedule, k: int, n: int) -> Schedule:
+    return lambda t: schedule((t + 1) // k - 1) if (t + 1) % k == 0 else np.eye(n)
+
+
+def then(schedule: Schedule, other: Schedule, after: int) -> Schedule:
+    return lambda t: schedule(t) if t < after else other(t - after)
+
+
+def assert_rounds(topology: Topology, schedule: Schedule, num_rounds: int = NUM_ROUNDS) -> None:
+    for t in range(num_rounds):
+        np.testing.assert_array_equal(topology.round(t).matrix(), schedule(t), err_msg=f"{topology.name}: round {t}")
+
+
+def first_exact(schedule: Schedule, n: int, start: int, num_rounds: int) -> int | None:
+    mixed = np.eye(n)
+    for t in range(start, start + num_rounds):
+        mixed = schedule(t) @ mixed
+        if np.abs(mixed - 1 / n).max() < 1e-12:
+            return t - start + 1
+    return None
+
+
+@pytest.mark.parametrize("k", INTERVALS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_exchanges_in_each_kth_round(name: str, k: int) -> None:
+    base = family(name)
+    topology = base.every(k)
+    assert_rounds(topology, every(matrices(base), k, 4))
+    assert topology.period == (None if base.period is None else k * base.period)
+    assert topology.warmup == 0
+    assert topology.stochasticity == base.stochasticity
+    assert topology.symmetric == base.symmetric
+    assert topology.exact_after == (None if base.exact_after is None else k * base.exact_after)
+    if base.exact_after is not None:
+        assert topology.exact_after == first_exact(matrices(topology), 4, 0, NUM_ROUNDS)
+    if topology.period is not None:
+        assert topology.round(10**9 * topology.period + k - 1) == base.round(0)
+
+
+@pytest.mark.parametrize("after", WARMUPS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_then_changes_over_after_the_warm_up(name: str, after: int) -> None:
+    for first, second in ((family("complete"), family(name)), (family(name), family("one_peer_exponential"))):
+        topology = first.then(second, after=after)
+        assert_rounds(topology, then(matrices(first), matrices(second), after))
+        assert topology.period == second.period
+        assert topology.warmup == after
+        assert topology.stochasticity == "doubly"
+        assert topology.exact_after == second.exact_after
+        if second.exact_after is not None:
+            assert topology.exact_after == first_exact(matrices(topology), 4, after, NUM_ROUNDS)
+        if topology.period is not None:
+            assert topology.round(after + 10**9 * topology.period) == second.round(0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_other_sizes(n: int) -> None:
+    ring, complete = topologies.build("ring", n), topologies.build("complete", n)
+    assert_rounds(ring.every(4), every(matrices(ring), 4, n))
+    topology = complete.then(ring.every(2), after=3)
+    assert_rounds(topology, then(matrices(complete), every(matrices(ring), 2, n), 3))
+
+
+def expression(seed: int) -> tuple[Topology, Schedule]:
+    """A random expression, by the methods and by the definitions."""
+    generator = np.random.default_rng(seed)
+    names = FAMILIES
+
+    def grow(depth: int) -> tuple[Topology, Schedule]:
+        if depth == 0:
+            leaf = family(str(generator.choice(names)))
+            return leaf, matrices(leaf)
+        topology, schedule = grow(depth - 1)
+        if generator.random() < 0.4:
+            k = int(generator.integers(1, 4))
+            return topology.every(k), every(schedule, k, 4)
+        other, other_schedule = grow(depth - 1)
+        after = int(generator.integers(0, 12))
+        return topology.then(other, after=after), then(schedule, other_schedule, after)
+
+    return grow(3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_expressions_have_the_rounds_of_their_definition(seed: int) -> None:
+    topology, schedule = expression(seed)
+    assert_rounds(topology, schedule, 80)
+    if topology.period is not None:
+        start, period = topology.warmup, topology.period
+        assert_rounds(topology, lambda t: schedule(t if t < start else start + (t - start) % period), 80)
+        whole = [schedule(t) for t in range(start + period)]
+        assert topology.symmetric == all(np.allclose(matrix, matrix.T, rtol=0, atol=1e-12) for matrix in whole)
+        assert topology.exact_after == first_exact(schedule, 4, start, 2 * period + 8 * topology.phases[-1].every)
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_expressions_cover_what_there_is() -> None:
+    made = [expression(seed)[0] for seed in range(40)]
+    assert {len(topology.phases) for topology in made} >= {1, 2, 3, 4}
+    assert {topology.period is None for topology in made} == {topology.symmetric for topology in made} == {True, False}
+    assert any(phase.every > 1 and phase.start for topology in made for phase in topology.phases)
+
+
+def test_chains_count_from_round_0() -> None:
+    a, b, c = family("complete"), family("ring"), family("star")
+    topology = a.then(b, after=5).then(c, after=9)
+    assert_rounds(topology, lambda t: matrices(a if t < 5 else b if t < 9 else c)(t))
+    assert topology.phases == (Phase(a, stop=5), Phase(b, start=5, stop=9), Phase(c, start=9))
+    assert a.then(b, after=9).then(c, after=5) == a.then(c, after=5)
+
+
+def test_equal_schedules_of_another_expression_are_equal() -> None:
+    a, b = family("complete"), family("one_peer_ring")
+    assert a.every(2).every(3) == a.every(6)
+    assert a.then(b, after=4).every(3) == a.every(3).then(b.every(3), after=12)
+    assert a.then(b.then(a, after=2), after=3) == a.then(b, after=3).then(a, after=5)
+
+
+def test_what_changes_nothing_is_the_topology_itself() -> None:
+    ring, star, single = family("ring"), family("star"), family("ring", 1)
+    assert ring.every(1) is ring
+    assert ring.then(star, after=0) is star
+    assert single.every(5) is single
+    assert family("star", 1).then(single, after=5) is single
+
+
+def test_differences_are_seen() -> None:
+    ring, star = family("ring"), family("star")
+    different = [
+        ring,
+        ring.every(2),
+        ring.every(3),
+        star.every(2),
+        ring.then(star, after=2),
+        ring.then(star, after=3),
+        star.then(ring, after=2),
+        ring.then(star.every(2), after=2),
+        family("ring", 8).every(2),
+        Topology.from_rounds([Round.identity(4), ring.round(0)], name=ring.every(2).name),
+    ]
+    for i, one in enumerate(different):
+        for j, other in enumerate(different):
+            assert (one == other) is (i == j)
+    seeds = [topologies.build("random_matching", 4, seed=seed).every(2) for seed in (0, 0, 1)]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def compositions() -> Iterator[Topology]:
+    own = Topology.from_rounds([Round.from_groups(4, [(0, 1)]), Round.from_groups(4, [(1, 2, 3)])], name="own")
+    function = Topology.from_function(rotate, period=3)
+    yield from (family(name).every(3) for name in FAMILIES)
+    yield from (family("complete").then(family(name), after=2) for name in FAMILIES)
+    yield own.every(2).then(function.every(3), after=5).then(family("random_matching"), after=9)
+    yield family("random_matching").then(own, after=1000)
+    yield Topology(4, rotate, 4, options={"kept": "to itself"}).every(2)
+
+
+def rotate(t: int) -> Round:
+    return Round.from_rows([{(i + 1 + t % 3) % 4: 0.5} for i in range(4)])
+
+
+@pytest.mark.parametrize("topology", compositions(), ids=lambda topology: topology.name)
+def test_copies_are_equal(topology: Topology) -> None:
+    topology.round(1)
+    text = topology.to_json()
+    copies = [Topology.from_json(text), pickle.loads(pickle.dumps(topology)), copy.deepcopy(topology)]
+    for again in copies:
+        assert again == topology
+        assert hash(again) == hash(topology)
+        assert repr(again) == repr(topology)
+        assert again.to_json() == text
+        assert again.describe() == topology.describe()
+        assert_rounds(again, matrices(topology), 15)
+
+
+def test_json_holds_the_expression() -> None:
+    topology = family("complete").then(family("random_matching").every(4), after=100)
+    assert json.loads(topology.to_json()) == {
+        "phases": [
+            {"start": 0, "every": 1, "topology": {"name": "complete", "world_size": 4, "options": {}}},
+            {
+                "start": 100,
+                "every": 4,
+                "topology": {"name": "random_matching", "world_size": 4, "options": {"seed": 3}},
+            },
+        ]
+    }
+
+
+def test_repr_is_the_expression() -> None:
+    assert repr(family("ring").every(4)) == "Topology('ring.every(4)', world_size=4, period=4)"
+    topology = family("complete").then(family("random_matching").every(2), after=7).then(family("star"), after=9)
+    assert repr(topology) == (
+        "Topology('complete.then(random_matching(seed=3).every(2), after=7).then(star, after=9)', world_size=4, "
+        "warmup=9, period=1)"
+    )
+
+
+def test_nothing_enumerates_long_schedules(tmp_path: Path) -> None:
+    built: list[int] = []
+
+    def draw_pair(t: int, generator: np.random.Generator) -> Round:
+        built.append(t)
+        return Round.from_groups(4, [generator.choice(4, 2, replace=False).tolist()])
+
+    drawn = Topology.from_function(draw_pair, seed=0, symmetric=True)
+    million = 10**6
+    topology = drawn.every(million).then(family("one_peer_exponential").every(million), after=million**2)
+    assert topology.period == 2 * million
+    assert topology.exact_after == 2 * million
+    assert not topology.symmetric  # one_peer_exponential is directed
+    assert topology.round(million**2 + 10**15 * million + million - 1) == family("one_peer_exponential").round(0)
+    assert topology.round(7 * million - 1) == drawn.round(6)
+    found = topology.describe()
+    assert (found.num_rounds, found.mean_messages) == (2 * million, 1 / million)
+    draw(topology, tmp_path / "long.svg")
+    assert set(built) <= {*range(16)}
+    random = family("random_matching")
+    long = random.then(family("ring"), after=million)
+    assert len(long.to_json()) < 300
+    assert Topology.from_json(long.to_json()) == long == pickle.loads(pickle.dumps(long))
+    assert hash(long) == hash(random.then(family("ring"), after=million))
+
+
+def test_symmetry_is_about_the_rounds_that_run() -> None:
+    mixed = Topology.from_rounds([family("ring").round(0), family("directed_ring").round(0)])
+    ring = family("ring")
+    assert not mixed.symmetric
+    assert mixed.then(ring, after=1).symmetric
+    assert not mixed.then(ring, after=2).symmetric
+    assert mixed.every(3).then(ring, after=5).symmetric
+    assert not mixed.every(3).then(ring, after=6).symmetric
+    assert not ring.then(mixed, after=1).symmetric
+    unpromised = Topology.from_function(lambda _: family("ring").round(0))
+    assert not unpromised.then(ring, after=2).symmetric
+    assert unpromised.every(3).then(ring, after=2).symmetric  # it never comes to an exchange
+
+
+def test_stochasticity_is_what_all_rounds_keep() -> None:
+    row = Topology.from_rounds([Round.from_matrix([[0.5, 0.5], [0.25, 0.75]])], stochasticity="row", name="pull")
+    column = Topology.from_rounds([Round.from_matrix([[0.5, 0.25], [0.5, 0.75]])], stochasticity="column", name="push")
+    ring = family("ring", 2)
+    assert row.every(3).stochasticity == row.then(ring, after=2).stochasticity == "row"
+    assert ring.then(column, after=2).stochasticity == column.then(column, after=1).stochasticity == "column"
+    assert row.then(ring, after=2).round(1) == row.round(0)
+    with pytest.raises(ValueError, match=r"'pull' is only row-stochastic and 'push' only column-stochastic"):
+        row.then(column, after=1)
+    assert row.then(ring, after=1).then(column, after=0) == column
+
+
+def test_description_of_local_steps() -> None:
+    base = topologies.build("one_peer_exponential", 8).describe()
+    found = topologies.build("one_peer_exponential", 8).every(4).describe()
+    assert (found.name, found.period, found.warmup, found.num_rounds) == ("one_peer_exponential.every(4)", 12, 0, 12)
+    assert found.mean_messages == base.mean_messages / 4
+    assert (found.max_sends, found.connected, found.symmetric, found.exact_after) == (1, True, False, 12)
+    assert found.beta == base.beta
+    assert found.slem is None
+    assert "measured over   one period\n" in str(found)
+    assert "exact after     12 rounds" in str(found)
+
+
+def test_description_of_a_warm_up() -> None:
+    found = topologies.build("complete", 8).then(topologies.build("ring", 8), after=100).describe()
+    ring = topologies.build("ring", 8).describe()
+    assert (found.warmup, found.period, found.num_rounds, found.exact_after) == (100, 1, 1, None)
+    assert (found.max_sends, found.max_receives, found.mean_messages) == (7, 7, 2.0)
+    assert (found.slem, found.beta) == (ring.slem, ring.beta)
+    assert not found.uniform_groups  # though those of the warm-up are
+    text = str(found)
+    assert "period          1 round, after a warm-up of 100 rounds\n" in text
+    assert "measured over   one period after the warm-up; degree, groups, sums and symmetry over both\n" in text
+    pairs = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
+    assert not family("complete").then(pairs, after=1).describe().connected
+
+
+def test_description_without_a_period() -> None:
+    found = family("complete").then(family("random_matching").every(3), after=5).describe()
+    assert (found.warmup, found.period, found.num_rounds, found.exact_after) == (5, None, 48, None)
+    assert found.mean_messages == pytest.approx(1 / 3)
+    assert found.beta == family("random_matching").describe().beta
+    assert "the first 48 rounds after the warm-up" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("topology", "title", "numbers"),
+    [
+        (family("ring").every(4), "ring.every(4) 4 ranks, period 4", [3]),
+        (family("one_peer_ring").every(5), "one_peer_ring.every(5) 4 ranks, period 10", [4, 9]),
+        (
+            family("random_matching").every(2),
+            "random_matching(seed=3).every(2) 4 ranks, no period, first 8 rounds",
+            [1, 3, 5, 7],
+        ),
+        (
+            family("complete").then(family("one_peer_ring").every(3), after=100),
+            "complete.then(one_peer_ring.every(3), after=100) 4 ranks, period 6 after 100 rounds",
+            [0, 102, 105],
+        ),
+        (
+            family("random_matching").every(9).then(family("random_matching"), after=20),
+            "random_matching(seed=3).every(9).then(random_matching(seed=3), after=20) 4 ranks, no period after 20 ",
+            [8, 17, 20, 21, 22, 23],
+        ),
+        (
+            Topology.from_rounds([family("star").round(0)] * 12, name="stars").then(family("ring"), after=50),
+            "stars.then(ring, after=50) 4 ranks, period 1 after 50 rounds",
+            [0, 1, 2, 3, 50],
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Topology) else "",
+)
+def test_a_picture_shows_the_exchanges(topology: Topology, title: str, numbers: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    draw(topology, path)
+    text = path.read_text()
+    assert title in " ".join(re.findall("<!-- (.*?) -->", text))  # a long title has several lines
+    assert [t for t in range(200) if f"<!-- round {t}: " in text] == numbers
+    draw(topology, path, rounds=3)
+    assert [t for t in range(200) if f"<!-- round {t}: " in path.read_text()] == [0, 1, 2]
+
+
+def test_a_picture_of_many_phases_shows_eight(tmp_path: Path) -> None:
+    topology = family("complete")
+    for start in range(1, 12):
+        topology = topology.then(family("one_peer_ring" if start % 2 else "one_peer_hypercube"), after=start)
+    draw(topology, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text().count("<!-- round ") == 8
+
+
+def test_analysis_of_the_repeated_part() -> None:
+    topology = family("ring").then(family("one_peer_hypercube").every(5), after=3)
+    assert analysis.exact_after(topology) == 10
+    np.testing.assert_allclose(analysis.product(topology, 13), 1 / 4)
+    assert np.abs(analysis.product(topology, 12) - 1 / 4).max() > 1e-3
+    with pytest.raises(ValueError, match="has no period"):
+        analysis.exact_after(family("ring").then(family("random_matching"), after=3))
+
+
+def test_a_round_that_breaks_its_promise_is_named() -> None:
+    def breaks_later(t: int) -> Round:
+        return Round.identity(2) if t < 3 else Round.from_matrix([[0.5, 0.4], [0.5, 0.6]])
+
+    topology = Topology.from_function(breaks_later, name="breaks").every(2)
+    topology.round(5)
+    with pytest.raises(ValueError, match=r"round 3 of topology 'breaks': row 0 .* sums to 0\.9"):
+        topology.round(7)
+
+
+def test_identity_rounds_are_made_once() -> None:
+    rounds = Composition(family("ring").every(3).phases)
+    assert rounds(0) is rounds(1) is rounds(3)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: family("ring").every(0), ValueError, r"k must be at least 1, got 0; pass 1 or more"),
+        (lambda: family("ring").every(-2), ValueError, r"k must be at least 1, got -2"),
+        (lambda: family("ring").every(2.5), TypeError, r"k must be an integer of at least 1, got 2\.5 \(float\)"),
+        (lambda: family("ring").every(True), TypeError, r"k must be an integer of at least 1, got True"),
+        (lambda: family("ring", 1).every(0), ValueError, r"k must be at least 1, got 0"),
+        (
+            lambda: family("ring").then(family("ring", 8), after=1),
+            ValueError,
+            r"other is 'ring' for 8 ranks, it is to follow 'ring' for 4; build both for the same world_size",
+        ),
+        (lambda: family("ring").then(family("ring", 8), after=0), ValueError, r"for 8 ranks"),
+        (lambda: family("ring").then(family("star"), after=-1), ValueError, r"after must be at least 0, got -1"),
+        (lambda: family("ring").then(family("star"), after=1.5), TypeError, r"after must be an integer .* got 1\.5"),
+        (lambda: family("ring").then(family("star")), TypeError, "after"),
+        (
+            lambda: family("ring").then("star", after=1),
+            TypeError,
+            r"other must be a Topology, got 'star' \(str\); make one with topologies.build\(name, 4\)",
+        ),
+        (
+            lambda: Topology.from_function(lambda _: Round.identity(4), name="free").every(2).to_json(),
+            ValueError,
+            "'free' computes its rounds by a function without a period",
+        ),
+        (lambda: Topology.from_json('{"phases": []}'), ValueError, r"phases must start .* at 0, got \[\]"),
+        (lambda: Topology.from_json('{"phases": [3]}'), ValueError, "a phase needs the keys start, every and topology"),
+        (lambda: Topology.from_json('{"phases": [{"start": 0}]}'), ValueError, "a phase needs the keys .*'start': 0"),
+        (lambda: from_starts(1), ValueError, r"the first one at 0, got \[1\]"),
+        (lambda: from_starts(0, 5, 5), ValueError, r"must start at rising rounds.*got \[0, 5, 5\]"),
+        (lambda: from_starts(0, "5"), TypeError, r"start must be an integer"),
+    ],
+)
+def test_refusals(build: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def from_starts(*starts: object) -> Topology:
+    phases = [{"start": start, "every": 1, "topology": json.loads(family("ring").to_json())} for start in starts]
+    return Topology.from_json(json.dumps({"phases": phases}))

@@ -1,0 +1,149 @@
+"""Any graph as a topology."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from topologies.graphs.edge_weights import weighted_round
+from topologies.graphs.graph_files import clean_graph, read_graph
+from topologies.registry import register
+from topologies.round import Round
+from topologies.topology import Topology
+from topologies.validation import SUM_TOLERANCE, measure_stochasticity
+
+
+@register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])
+def graph(
+    world_size: int,
+    *,
+    graph: str | os.PathLike[str] | nx.Graph | Mapping[str, Any],
+    weights: str = "metropolis",
+) -> Topology:
+    """A graph as it is, in every round; rank r is the node with the r-th label in sorted order.
+
+    With d_i the number of others that rank i reads, L the Laplacian of the graph and W[i, j] the weight of the edge
+    j -> i, which carries data from j to i: every edge is used in every round. The graph is recorded in the
+    options, so the topology no longer needs the file.
+
+    Properties
+    ----------
+    sizes : the number of nodes of the graph
+    degree : that of the graph
+    period : 1
+    exact : never promised; after 1 round for a complete graph and equal weights
+    rate : SLEM of W, as measured by describe(); smallest for fdla
+    weights : as the scheme; symmetric for an undirected graph but for uniform, push_sum and given
+
+    Parameters
+    ----------
+    graph
+        A networkx graph, its node-link data, or a file: GraphML, GEXF, edge list or node-link JSON, by suffix.
+    weights
+        From the degrees: "metropolis", ``1 / (1 + max(d_i, d_j))``; "metropolis_hastings", ``1 / max(d_i, d_j)``;
+        "max_degree", ``1 / (1 + max d)``; "lazy", half of metropolis. For directed graphs too: "uniform",
+        ``1 / (1 + d_i)``, only row-stochastic if the graph is irregular, and "push_sum", ``1 / (1 + outdegree_j)``,
+        then only column-stochastic. From the spectrum: "best_constant", ``2 / (lambda_max + lambda_2)`` of L; for at
+        most 100 ranks and with cvxpy the fastest weights of all, "fdla", and of all without negative ones, "fmmc".
+        Weights of "best_constant" and "fdla" may be negative. "given" takes the edge attribute ``weight`` as
+        W[i, j], and a self-loop's as W[i, i], which is by default what the others leave.
+
+    Raises
+    ------
+    ValueError
+        If the graph is empty, not connected (directed: not strongly), of another size, or has a weight that is not a
+        positive number or labels without an order; or, with given weights, if they leave a rank less than nothing
+        for itself or neither rows nor columns sum to 1.
+    ImportError
+        If weights are "fdla" or "fmmc" and cvxpy is not installed.
+
+    References
+    ----------
+    Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004.
+    Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004.
+
+    Examples
+    --------
+    >>> import networkx, topologies
+    >>> star = networkx.star_graph(3)
+    >>> topologies.build("graph", 4, graph=star, weights="best_constant").round(0).neighbours(1)
+    {0: 0.4}
+    """
+    cleaned = clean_graph(read_graph(graph), weights)
+    if len(cleaned) != world_size:
+        raise ValueError(
+            f"graph has {len(cleaned)} nodes, world_size is {world_size}; one rank stands for one node: use "
+            f"world_size {len(cleaned)}"
+        )
+    if weights == "given":
+        round_ = _given_round(cleaned)
+    else:
+        edges = np.array(cleaned.edges, dtype=np.int64)
+        round_ = weighted_round(world_size, edges, weights, directed=cleaned.is_directed())
+    options = {"graph": nx.node_link_data(cleaned, edges="edges"), "weights": weights}
+    return repeated(round_, **options)
+
+
+def weighted_topology(world_size: int, edges: npt.ArrayLike, weights: str, **options: object) -> Topology:
+    """Return the topology that uses all edges of an undirected graph in every round; for families of graphs."""
+    return repeated(weighted_round(world_size, edges, weights), weights=weights, **options)
+
+
+def repeated(round_: Round, **options: object) -> Topology:
+    """Return the topology of one round that is as stochastic as its weights are."""
+    # Where neither sum is 1, "doubly" makes the topology refuse its round and name the row.
+    stochasticity = measure_stochasticity(round_) or "doubly"
+    topology = Topology.from_rounds([round_], stochasticity=stochasticity)
+    return Topology(round_.world_size, topology.make_round, 1, stochasticity, options=options)
+
+
+def _given_round(graph: nx.Graph) -> Round:
+    rows: list[dict[int, float]] = [{} for _ in graph]
+    for source, target, weight in graph.edges(data="weight"):
+        rows[target][source] = float(weight)
+        if not graph.is_directed():
+            rows[source][target] = float(weight)
+    for rank, row in enumerate(rows):
+        if rank not in row:
+            left = 1.0 - math.fsum(row.values())
+            if left < -SUM_TOLERANCE:
+                raise ValueError(
+                    f"the weights of graph that rank {rank} gives to others sum to {1.0 - left!r}, which leaves "
+                    f"{left!r} for itself; scale them to a sum of at most 1, or give what it keeps as the weight of a "
+                    f"self-loop"
+                )
+            row[rank] = max(left, 0.0)
+    round_ = Round.from_rows(rows)
+    if measure_stochasticity(round_) is None:
+        sums = round_.row_sums()
+        rank = int(np.argmax(np.abs(sums - 1) > SUM_TOLERANCE))
+        raise ValueError(
+            f"the weights of graph sum to 1 neither over what every rank reads nor over what reads it: row {rank} of "
+            f"the mixing matrix sums to {float(sums[rank])!r}; scale the edge weights, remove the self-loops (a rank "
+            f"then keeps what the others leave), or use a scheme such as weights='uniform'"
+        )
+    if _never_settles(round_):
+        warnings.warn(
+            "weights='given' never converges on this graph (nobody keeps anything, and all ways from a rank back to "
+            "itself have a common divisor: the values go round for ever); scale the edge weights down",
+            UserWarning,
+            stacklevel=2,
+        )
+    return round_
+
+
+def _never_settles(round_: Round) -> bool:
+    """Whether a strongly connected W with positive edges is periodic, and so has other eigenvalues of size 1."""
+    if any(round_.self_weight(rank) > SUM_TOLERANCE for rank in range(round_.world_size)):
+        return False
+    readers, senders, _ = round_.edges()
+    graph = nx.DiGraph()
+    graph.add_edges_from(zip(senders.tolist(), readers.tolist(), strict=True))
+    return bool(len(graph)) and not nx.is_aperiodic(graph)

@@ -1,0 +1,182 @@
+"""Families that split any graph into matchings: in turn, or each at random (MATCHA)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from topologies.families.graph_option import GraphOption, undirected_edges
+from topologies.graphs.edge_colouring import edge_colouring
+from topologies.graphs.matching_activation import Activation, activation
+from topologies.matrix_storage import IntArray
+from topologies.registry import register
+from topologies.round import Round
+from topologies.topology import Topology
+from topologies.validation import check_integer, check_stored
+
+_GRAPHS = ("ring", "torus")
+
+#: Most edges of a graph that are coloured in a few seconds; it has nearly as many as ranks.
+_MOST_COLOURED = 300_000
+
+
+@register("matchings", variants=lambda *_: [{"graph": graph} for graph in _GRAPHS])
+def matchings(world_size: int, *, graph: GraphOption) -> Topology:
+    """The matchings of a graph's edge colouring in turn: every edge is used once per period, with weight 1/2.
+
+    The edges of the graph are split into m matchings M_0 .. M_(m-1), see
+    :func:`topologies.graphs.edge_colouring.edge_colouring`. In round t the two ranks of every pair in M_(t mod m)
+    average; the others keep what they have.
+
+    Properties
+    ----------
+    sizes : any n with a connected graph
+    degree : 1
+    period : number of matchings m; d <= m <= d + 1 for largest degree d, m = d if bipartite
+    exact : never promised; the hypercube is exact after a period
+    rate : beta of a period, measured; below 1 on every connected graph
+    weights : 1/2, symmetric, doubly stochastic, uniform groups
+
+    Parameters
+    ----------
+    graph
+        The name of a family that repeats one symmetric round, such as "ring" or "torus"; a networkx graph, its
+        node-link data, or a file: GraphML, GEXF, edge list or node-link JSON, by suffix. A graph is recorded in the
+        options, so the topology no longer needs the file.
+
+    Raises
+    ------
+    ValueError
+        If the graph is directed, not connected or of another size; or, by name, if there is no such family, or it is
+        directed, has more than one round or does not serve ``world_size``.
+
+    References
+    ----------
+    Boyd, Ghosh, Prabhakar and Shah, "Randomized gossip algorithms", 2006 (the same pairs, at random).
+    Misra and Gries, "A constructive proof of Vizing's theorem", 1992.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topology = topologies.build("matchings", 5, graph="ring")
+    >>> [topology.round(t).groups for t in range(topology.period)]
+    [((0, 1), (2, 3), (4,)), ((0, 4), (1, 2), (3,)), ((0,), (1,), (2,), (3, 4))]
+    """
+    edges, recorded = _edges("matchings", world_size, graph)
+    colours = edge_colouring(edges)
+    return Topology(
+        world_size,
+        lambda t: Round.from_groups(world_size, colours[t].tolist()),
+        len(colours),
+        promised_symmetric=True,
+        options={"graph": recorded},
+    )
+
+
+@register("matcha", variants=lambda *_: [{"graph": graph} for graph in _GRAPHS])
+def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: int = 0) -> Topology:
+    """Each matching of a graph is used with its own probability, so that few rounds mix like the whole graph.
+
+    The edges of the graph are split into m matchings with Laplacians L_j. In round t matching j is used (B_j = 1) with
+    probability p_j, and ``W = I - alpha sum_j B_j L_j``. The probabilities maximise ``lambda_2(L)``, ``L = sum_j p_j
+    L_j``, subject to ``sum_j p_j <= budget * m``. The step alpha minimises ``||E[W^T W] - J||_2 = ||I - 2 alpha L +
+    alpha^2 (L^2 + 2 L~) - J||_2`` with ``L~ = sum_j p_j (1 - p_j) L_j``. Both are computed at the first round;
+    ``topology.make_round.activation`` holds them.
+
+    What a rank keeps, 1 - alpha (number of its pairs in use), is negative where many matchings are used at once: alpha
+    is the best for the mean square, not for the largest draw. A round without any matching is the identity.
+
+    Properties
+    ----------
+    sizes : any n with a connected graph
+    degree : at most the largest degree of the graph; budget times it, about, on average
+    period : none (random); 1 for budget=1, which always uses the whole graph
+    exact : never promised; budget=1 on the complete graph is exact after 1 round
+    rate : sqrt(||E[W^T W] - J||), ``activation.rate``; the paper prints its square
+    weights : alpha, symmetric, doubly stochastic; what a rank keeps can be negative
+
+    Parameters
+    ----------
+    graph
+        As in :func:`matchings`.
+    budget
+        The share of the matchings used per round on average; above 0, at most 1.
+    seed
+        At least 0; the matchings of round t follow from (seed, t).
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in :func:`matchings`, or if budget is not a number above 0 and at most 1.
+
+    References
+    ----------
+    Wang, Sahu, Yang, Joshi and Kar, "MATCHA: Speeding up decentralized SGD via matching decomposition sampling", 2019,
+    section 3, problems (4) and (5), Theorem 2.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topology = topologies.build("matcha", 6, graph="complete", budget=0.5)
+    >>> found = topology.make_round.activation
+    >>> found.probabilities.tolist(), found.alpha
+    ([0.5, 0.5, 0.5, 0.5, 0.5], 0.25)
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float | np.number):
+        raise TypeError(
+            f"budget must be a number above 0 and at most 1, got {budget!r} ({type(budget).__name__}); pass a float"
+        )
+    if not (math.isfinite(budget) and 0 < budget <= 1):
+        raise ValueError(
+            f"budget must be above 0 and at most 1, got {budget!r}: it is the share of the matchings used per round; "
+            f"pass for example 0.5"
+        )
+    seed = check_integer("seed", seed, minimum=0)
+    edges, recorded = _edges("matcha", world_size, graph)
+    sampled = SampledMatchings(world_size, tuple(edge_colouring(edges)), float(budget), seed)
+    return Topology(
+        world_size,
+        sampled,
+        1 if budget == 1 else None,
+        promised_symmetric=True,
+        options={"graph": recorded, "budget": float(budget)},
+    )
+
+
+def _edges(family: str, world_size: int, graph: GraphOption) -> tuple[IntArray, str | dict[str, Any]]:
+    at_least = (
+        world_size * (world_size - 1) / 2.0 if isinstance(graph, str) and graph == "complete" else world_size - 1.0
+    )
+    check_stored(family, world_size, at_least, most=_MOST_COLOURED, advice="or a graph with fewer edges")
+    edges, recorded = undirected_edges(world_size, graph)
+    check_stored(family, world_size, len(edges), most=_MOST_COLOURED, advice="or a graph with fewer edges")
+    return edges, recorded
+
+
+@dataclass(frozen=True, eq=False)
+class SampledMatchings:
+    """Makes the rounds of :func:`matcha`; it is the ``make_round`` of the topology."""
+
+    world_size: int
+    matchings: tuple[IntArray, ...]
+    budget: float
+    seed: int
+
+    @cached_property
+    def activation(self) -> Activation:
+        """Probabilities, step and rate; computed when first read."""
+        return activation(self.world_size, self.matchings, self.budget)
+
+    def __call__(self, t: int) -> Round:
+        draws = np.random.default_rng((self.seed, t)).random(len(self.matchings))
+        used = np.flatnonzero(draws < self.activation.probabilities)
+        if not len(used):
+            return Round.identity(self.world_size)
+        one, other = np.concatenate([self.matchings[number] for number in used]).T
+        return Round.from_edges(
+            self.world_size, np.concatenate((one, other)), np.concatenate((other, one)), self.activation.alpha
+        )

@@ -1,0 +1,172 @@
+"""Weights for a graph: from its edges to a mixing matrix.
+
+A scheme is a formula for the weight that a rank gives to one neighbour; the rank keeps what the others leave,
+``W[i, i] = 1 - sum_j W[i, j]``. Below, d is the number of others that a rank reads (and, unless the graph is
+directed, is read by). The schemes of :mod:`topologies.graphs.spectral_weights` look at the whole graph instead.
+
+References
+----------
+Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004, section 4 (max_degree, metropolis).
+Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (metropolis_hastings, lazy).
+Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", 2003 (push_sum).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from topologies.array_arguments import rank_array
+from topologies.graphs.spectral_weights import SPECTRAL_SCHEMES
+from topologies.matrix_storage import FloatArray, IntArray
+from topologies.round import Round
+from topologies.validation import check_world_size
+
+#: Weight of an edge from the number of ranks that its reader reads and from the number that read its sender, shape
+#: [edges] each, and the largest of all.
+Scheme = Callable[[FloatArray, FloatArray, float], FloatArray]
+
+
+def metropolis(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``1 / (1 + max(d_i, d_j))``: symmetric, and converges on every connected graph."""
+    del largest
+    return 1.0 / (1.0 + np.maximum(reader, sender))
+
+
+def metropolis_hastings(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``1 / max(d_i, d_j)``: faster, but ranks swap for ever on a regular bipartite graph."""
+    del largest
+    return 1.0 / np.maximum(reader, sender)
+
+
+def max_degree(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``1 / (1 + max_k d_k)``: the same on all edges, ``W = I - L / (1 + max d)``."""
+    del sender
+    return np.full_like(reader, 1.0 / (1.0 + largest))
+
+
+def lazy(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``(I + W) / 2`` for the W of metropolis: no negative eigenvalue."""
+    return metropolis(reader, sender, largest) / 2.0
+
+
+def uniform(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``1 / (1 + d_i)``: the plain mean; only row-stochastic, so biased, on an irregular graph."""
+    del sender, largest
+    return 1.0 / (1.0 + reader)
+
+
+def push_sum(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
+    """``1 / (1 + outdegree_j)``: a rank splits what it has; only column-stochastic on an irregular graph.
+
+    The transpose of uniform on the reversed graph. For push-sum algorithms, which correct the bias.
+    """
+    del reader, largest
+    return 1.0 / (1.0 + sender)
+
+
+DEGREE_SCHEMES: dict[str, Scheme] = {
+    "metropolis": metropolis,
+    "metropolis_hastings": metropolis_hastings,
+    "max_degree": max_degree,
+    "lazy": lazy,
+    "uniform": uniform,
+    "push_sum": push_sum,
+}
+
+SCHEMES = (*DEGREE_SCHEMES, *SPECTRAL_SCHEMES)
+
+#: Schemes that also serve a directed graph.
+DIRECTED_SCHEMES = ("uniform", "push_sum", "given")
+
+
+def weighted_round(
+    world_size: int, edges: npt.ArrayLike, weights: str = "metropolis", *, directed: bool = False
+) -> Round:
+    """Return the round along the edges of a graph.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks n.
+    edges
+        Shape ``[edges, 2]``, each edge once: pairs of ranks; if ``directed``, the second reads the first.
+    weights
+        One of :data:`SCHEMES`. Of "best_constant" and "fdla" some may be negative.
+
+    Raises
+    ------
+    ValueError
+        If the scheme is unknown, or not defined for a directed graph; if "best_constant", "fdla" or "fmmc" meet a
+        graph that is not connected, or the latter two one that is too large.
+    ImportError
+        If "fdla" or "fmmc" miss cvxpy.
+
+    Examples
+    --------
+    >>> weighted_round(3, [(0, 1), (1, 2)], "best_constant").neighbours(1)
+    {0: 0.5, 2: 0.5}
+    """
+    if weights not in SCHEMES:
+        raise unknown_scheme(weights, SCHEMES)
+    if directed and weights not in DIRECTED_SCHEMES:
+        raise directed_graph(weights)
+    world_size = check_world_size(world_size)
+    pairs = rank_array("edges", edges, world_size)
+    if pairs.size == 0:
+        pairs = pairs.reshape(0, 2)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"edges must have the shape [edges, 2], got {list(pairs.shape)}; pass pairs of ranks")
+    sources, targets = pairs[:, 0], pairs[:, 1]
+    if not directed:
+        sources, targets = np.concatenate((sources, targets)), np.concatenate((targets, sources))
+    if weights in SPECTRAL_SCHEMES:
+        _check_connected(Round.from_edges(world_size, targets, sources, 1.0), weights)
+        weight = SPECTRAL_SCHEMES[weights](world_size, pairs) if len(pairs) else np.empty(0)
+        return Round.from_edges(world_size, targets, sources, np.tile(weight, 2))
+    reads = np.bincount(targets, minlength=world_size).astype(np.float64)
+    is_read = np.bincount(sources, minlength=world_size).astype(np.float64)
+    if weights == "metropolis_hastings" and _swaps_for_ever(world_size, pairs, reads):
+        warnings.warn(
+            "weights='metropolis_hastings' never converges on a regular bipartite graph (nobody keeps anything, "
+            "the two halves swap for ever); use 'metropolis' or 'lazy'",
+            UserWarning,
+            stacklevel=2,
+        )
+    weight = DEGREE_SCHEMES[weights](reads[targets], is_read[sources], float(reads.max()))
+    kept = 1.0 / (1.0 + is_read) if weights == "push_sum" else None
+    return Round.from_edges(world_size, targets, sources, weight, kept)
+
+
+def unknown_scheme(weights: object, known: Iterable[str]) -> ValueError:
+    """Return the error for a scheme that does not exist."""
+    return ValueError(f"unknown weights {weights!r}; available: {', '.join(known)}")
+
+
+def directed_graph(weights: str) -> ValueError:
+    """Return the error for a scheme that needs an undirected graph."""
+    return ValueError(
+        f"weights={weights!r} is defined for undirected graphs, this one is directed; use one of "
+        f"{', '.join(map(repr, DIRECTED_SCHEMES))}, or graph.to_undirected()"
+    )
+
+
+def _check_connected(round_: Round, weights: str) -> None:
+    if len(round_.groups) > 1:
+        raise ValueError(
+            f"edges join the ranks to {len(round_.groups)} separate groups, and weights={weights!r} is defined for "
+            f"connected graphs; add edges, or use weights='metropolis'"
+        )
+
+
+def _swaps_for_ever(world_size: int, pairs: IntArray, degree: FloatArray) -> bool:
+    if not len(pairs) or np.any(degree != degree[0]):
+        return False
+    graph = nx.Graph()
+    graph.add_nodes_from(range(world_size))
+    graph.add_edges_from(pairs.tolist())
+    return bool(nx.is_bipartite(graph))

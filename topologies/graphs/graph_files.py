@@ -1,0 +1,201 @@
+"""Graphs from files, and graphs made fit for ranks: connected, simple, with nodes 0 .. n-1."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from topologies.graphs.edge_weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
+from topologies.graphs.graph_formats import from_file, from_node_link
+
+#: How many components an error lists.
+_LISTED = 5
+
+
+def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) -> nx.Graph:
+    """Return the graph of a file, of node-link data, or the graph itself.
+
+    Parameters
+    ----------
+    source
+        A path with the suffix .graphml, .gexf, .json (node-link), or .edgelist, .edges or .txt (lines ``a b``,
+        ``a b weight`` or ``a b {..}``, separated by spaces or, throughout, by commas; ``#`` begins a comment); a
+        mapping in node-link form; or a networkx graph. An edge list does not say whether it is directed and counts as
+        undirected; read a directed one with ``networkx.read_edgelist(path,
+        create_using=networkx.DiGraph)`` and pass the graph.
+
+    Raises
+    ------
+    ValueError
+        If the suffix is unknown, the file does not hold such a graph, or the graph has no nodes.
+    FileNotFoundError
+        If there is no such file.
+    """
+    if isinstance(source, nx.Graph):
+        graph = source
+    elif isinstance(source, Mapping):
+        graph = from_node_link(source)
+    elif source == "":
+        raise ValueError("graph is an empty text; pass a path, a networkx graph or node-link data")
+    elif isinstance(source, str | os.PathLike):
+        graph = from_file(Path(source))
+    else:
+        raise TypeError(
+            f"graph must be a networkx graph, a path or node-link data, got {type(source).__name__}; pass one of these"
+        )
+    if not len(graph):
+        raise ValueError("graph has no nodes; pass a graph with one node per rank")
+    return graph
+
+
+def clean_graph(graph: nx.Graph, weights: str | None = None) -> nx.Graph:
+    """Return the graph for n ranks: simple, connected, nodes 0 .. n-1 in the sorted order of their labels.
+
+    Labels that are all texts of integers sort as integers, other texts as Python sorts them ("b10" before "b9").
+    Parallel edges are merged, and self-loops dropped and edge weights ignored unless they are the weights, with a
+    warning.
+
+    Parameters
+    ----------
+    graph
+        Any networkx graph.
+    weights
+        The scheme; ``None`` for a family that has no such option and needs the edges of an undirected graph alone.
+
+    Raises
+    ------
+    ValueError
+        If the graph is not (strongly) connected, has a weight that is not a positive number, or
+        parallel edges whose given weights contradict each other.
+    """
+    if weights is not None and weights != "given" and weights not in SCHEMES:
+        raise unknown_scheme(weights, (*SCHEMES, "given"))
+    _check_weights(graph, weights)
+    simple = _merge_parallel_edges(graph, weights)
+    if weights != "given":
+        simple = _drop_loops(simple, weights)
+    if simple.is_directed() and weights not in DIRECTED_SCHEMES:
+        if any(not simple.has_edge(target, source) for source, target in simple.edges):
+            raise directed_graph(weights or "metropolis")
+        simple = simple.to_undirected()
+    _check_connected(simple)
+    rank_of = {label: rank for rank, label in enumerate(_sorted_labels(list(simple)))}
+    edges = []
+    for source, target, weight in simple.edges(data="weight"):
+        pair = (rank_of[source], rank_of[target])
+        attributes = {"weight": float(weight)} if weights == "given" else {}
+        edges.append((*(pair if simple.is_directed() else sorted(pair)), attributes))
+    cleaned = nx.DiGraph() if simple.is_directed() else nx.Graph()
+    cleaned.add_nodes_from(range(len(rank_of)))
+    # Sorted: the order in which the graph was built, or read from a set, must not show on any rank.
+    cleaned.add_edges_from(sorted(edges, key=lambda edge: edge[:2]))
+    return cleaned
+
+
+def _check_weights(graph: nx.Graph, weights: str | None) -> None:
+    found = set()
+    for source, target, weight in graph.edges(data="weight"):
+        if weight is None:
+            if weights == "given":
+                raise ValueError(
+                    f"the edge {source!r} - {target!r} of graph has no weight, but weights='given'; set its "
+                    f"attribute 'weight', or use another scheme"
+                )
+            continue
+        if not _is_positive_number(weight):
+            raise ValueError(
+                f"the edge {source!r} - {target!r} of graph has the weight {weight!r}, it must be a positive "
+                f"number; remove the edge or correct it (a matrix with negative weights goes through "
+                f"Round.from_matrix)"
+            )
+        found.add(float(weight))
+    if weights != "given" and len(found) > 1:
+        reason = (
+            "this family uses the edges alone; remove them"
+            if weights is None
+            else f"weights={weights!r} does not read them; pass weights='given' to use them, or remove them"
+        )
+        _warn(f"the edge weights of graph are ignored: {reason}")
+
+
+def _is_positive_number(weight: object) -> bool:
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        return False
+    try:
+        return 0 < float(weight) < math.inf
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def _merge_parallel_edges(graph: nx.Graph, weights: str | None) -> nx.Graph:
+    if not graph.is_multigraph():
+        return graph
+    simple = nx.DiGraph(graph) if graph.is_directed() else nx.Graph(graph)
+    if simple.number_of_edges() < graph.number_of_edges():
+        if weights == "given":
+            for source, target, weight in graph.edges(data="weight"):
+                if weight != simple[source][target]["weight"]:
+                    raise ValueError(
+                        f"graph has parallel edges {source!r} - {target!r} of the weights {weight!r} and "
+                        f"{simple[source][target]['weight']!r}, and weights='given' cannot tell which counts; merge "
+                        f"them first"
+                    )
+        _warn("parallel edges of graph count once; merge them to silence this warning")
+    return simple
+
+
+def _drop_loops(graph: nx.Graph, weights: str | None) -> nx.Graph:
+    loops = list(nx.selfloop_edges(graph))
+    if not loops:
+        return graph
+    decides = "family" if weights is None else "scheme"
+    _warn(f"{len(loops)} self-loops of graph are dropped: the {decides} decides what a rank keeps; remove them first")
+    without = graph.copy()
+    without.remove_edges_from(loops)
+    return without
+
+
+def _check_connected(graph: nx.Graph) -> None:
+    components = nx.strongly_connected_components if graph.is_directed() else nx.connected_components
+    sizes = sorted(map(len, components(graph)), reverse=True)
+    if len(sizes) > 1:
+        strongly = "strongly " if graph.is_directed() else ""
+        listed = ", ".join(map(str, sizes[:_LISTED])) + (", ..." if len(sizes) > _LISTED else "")
+        raise ValueError(
+            f"graph is not {strongly}connected: {len(sizes)} components of {listed} nodes, so the ranks would "
+            f"never agree; add edges, or take the largest component"
+        )
+
+
+def _sorted_labels(labels: list[Any]) -> list[Any]:
+    """Sort labels the same way on every rank: by value, never by hash or order of insertion."""
+    if all(isinstance(label, str) and re.fullmatch("-?[0-9]+", label) for label in labels):
+        # Decimal: Python refuses to make an int of thousands of digits.
+        return sorted(labels, key=lambda label: (Decimal(label), label))
+    try:
+        ordered = sorted(labels)
+        # Sets compare without a TypeError, but not all of them; and nothing compares with NaN.
+        in_order = all(one < other for one, other in itertools.pairwise(ordered))
+    except TypeError:
+        in_order = False
+    if not in_order:
+        kinds = sorted({type(label).__name__ for label in labels})
+        raise ValueError(
+            f"graph has labels of the types {', '.join(kinds)}, which have no common order; relabel its nodes with "
+            f"integers or strings"
+        )
+    return ordered
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

@@ -1,0 +1,102 @@
+"""A table of all families in Markdown: what their docstrings state, and what is measured at one size."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from topologies.analysis.description import Description
+from topologies.registry import available
+from topologies.reports.docstring_facts import facts_of
+from topologies.reports.family_samples import chosen_options, samples
+
+#: The lines of a file between which :func:`update_table` writes.
+BEGIN = "<!-- python -m topologies table -->"
+END = "<!-- end of python -m topologies table -->"
+
+_COLUMNS = (
+    "topology",
+    "world sizes",
+    "peers",
+    "rounds in a period",
+    "the mean exactly after",
+    "what a period leaves of a disagreement",
+)
+
+
+def markdown_table(world_size: int = 16) -> str:
+    """Return one row for each family and variant that differs, measured at ``world_size`` or the nearest size served.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks, 2 to 1024. The time grows with its third power.
+    """
+    lines = [_line(_COLUMNS), _line(("---",) * len(_COLUMNS))]
+    for name in available():
+        sizes = facts_of(name).sizes
+        for topology in samples(name, world_size):
+            measured = topology.describe()
+            nearest = f", {measured.world_size} ranks" if measured.world_size != world_size else ""
+            options = f" ({chosen_options(topology)})" if chosen_options(topology) else ""
+            lines.append(
+                _line(
+                    (
+                        f"`{name}`{options}{nearest}",
+                        sizes,
+                        str(measured.max_sends),
+                        "none" if measured.period is None else str(measured.period),
+                        _rounds(measured.exact_after) if measured.exact_after else "-",
+                        _left(measured),
+                    )
+                )
+            )
+    return "\n".join(lines)
+
+
+def update_table(path: str | os.PathLike[str], table: str) -> None:
+    """Write a table into a file, between the lines :data:`BEGIN` and :data:`END`.
+
+    Raises
+    ------
+    ValueError
+        If the file does not hold these lines, each once and in this order.
+    """
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
+        raise ValueError(
+            f"{str(path)!r} has no place for the table; write the lines {BEGIN} and {END} where it belongs"
+        )
+    kept = (lines[: lines.index(BEGIN) + 1], lines[lines.index(END) :])
+    path.write_text("\n".join((*kept[0], table, *kept[1])) + "\n", encoding="utf-8")
+
+
+def _left(measured: Description) -> str:
+    text = "nothing" if measured.beta < 1e-12 else f"at most {_percent(measured.beta)}"
+    return text if measured.period else f"{text}, after {_rounds(measured.num_rounds)}"
+
+
+def _percent(share: float) -> str:
+    """Return a share rounded up: to one decimal, or to more where that would hide the distance to 100 %.
+
+    Examples
+    --------
+    >>> _percent(0.6), _percent(0.9492), _percent(0.99921), _percent(1.0)
+    ('60.0 %', '95.0 %', '99.93 %', '100.0 %')
+    """
+    for decimals in (1,) if share > 1 - 1e-6 else (1, 2, 3, 4):
+        scale = 10**decimals
+        rounded = math.ceil(share * 100 * scale - 1e-7) / scale
+        if rounded < 100:
+            break
+    return f"{rounded:.{decimals}f} %"
+
+
+def _rounds(number: int) -> str:
+    return "1 round" if number == 1 else f"{number} rounds"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
