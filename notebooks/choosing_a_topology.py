@@ -60,7 +60,7 @@ for name in ("ring", "one_peer_exponential"):
 NAMES = ["complete", "base", "one_peer_exponential", "exponential", "torus", "star", "ring"]
 comparison = topologies.compare(NAMES, world_size=WORLD_SIZE)
 print(comparison)
-show(comparison.draw)
+show(lambda path: topologies.draw_comparison(comparison, path))
 row_of = {row.topology: row for row in comparison.rows}
 assert row_of["complete"].rounds == 1
 assert row_of["complete"].bytes == min(row.bytes for row in comparison.rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
-from topologies import registry
+from topologies.family_registry import FAMILIES
 
 
 def module_of(path: Path) -> str:
@@ -27,7 +27,7 @@ WITH_EXAMPLES = [
 
 @pytest.fixture(autouse=True)
 def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

@@ -9,14 +9,14 @@
 from topologies import analysis as analysis
 from topologies import families as families
 from topologies.analysis.description import Description as Description
+from topologies.building import build as build
+from topologies.building import variants as variants
 from topologies.drawing import draw as draw
+from topologies.drawing import draw_comparison as draw_comparison
+from topologies.family_registry import available as available
+from topologies.family_registry import family as family
+from topologies.family_registry import register as register
 from topologies.graphs.edge_weights import weighted_round as weighted_round
-from topologies.phases import Phase as Phase
-from topologies.registry import available as available
-from topologies.registry import build as build
-from topologies.registry import family as family
-from topologies.registry import register as register
-from topologies.registry import variants as variants
 from topologies.reports.comparing import Comparison as Comparison
 from topologies.reports.comparing import compare as compare
 from topologies.reports.docstring_facts import Facts as Facts
@@ -24,6 +24,8 @@ from topologies.reports.docstring_facts import facts_of as facts_of
 from topologies.reports.recommending import Recommendation as Recommendation
 from topologies.reports.recommending import recommend as recommend
 from topologies.round import Round as Round
+from topologies.schedule import Phase as Phase
+from topologies.schedule import Schedule as Schedule
 from topologies.topology import Topology as Topology
 from topologies.validation import Stochasticity as Stochasticity
 
@@ -34,6 +36,7 @@ __all__ = [
     "Phase",
     "Recommendation",
     "Round",
+    "Schedule",
     "Stochasticity",
     "Topology",
     "analysis",
@@ -41,6 +44,7 @@ __all__ = [
     "build",
     "compare",
     "draw",
+    "draw_comparison",
     "facts_of",
     "families",
     "family",

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from topologies.drawing import draw
+from topologies.building import build
+from topologies.drawing import draw, draw_comparison
 from topologies.drawing.gallery import write_gallery
 from topologies.drawing.picture_files import picture_path
-from topologies.registry import available, build, family
+from topologies.family_registry import available, family
 from topologies.reports.comparing import compare
 from topologies.reports.family_table import markdown_table, update_table
 from topologies.reports.recommending import recommend
@@ -200,7 +201,7 @@ def _compare(parsed: argparse.Namespace) -> str:
         tolerance=parsed.tolerance,
     )
     if parsed.output:
-        comparison.draw(parsed.output)
+        draw_comparison(comparison, parsed.output)
     return comparison.to_csv().rstrip() if parsed.csv else str(comparison)
 
 

@@ -7,11 +7,20 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from topologies import placement
-from topologies.phases import Expression, Phase, check_no_warmup, common_stochasticity, expression_text
 from topologies.round import Round
-from topologies.topology import Topology, check_topology
+from topologies.schedule import (
+    Expression,
+    Phase,
+    Schedule,
+    ScheduleT,
+    check_no_warmup,
+    check_schedule,
+    common_stochasticity,
+    expression_text,
+)
 from topologies.validation import check_integer
 
 
@@ -19,14 +28,14 @@ from topologies.validation import check_integer
 class Composition(Expression):
     """The rounds of phases that follow each other: the first one starts at round 0, only the last one never ends."""
 
-    sequence: tuple[Phase, ...]
+    sequence: tuple[Phase[Any], ...]
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase[Any], ...]:
         return self.sequence
 
     @property
-    def parts(self) -> tuple[Topology, ...]:
+    def parts(self) -> tuple[Schedule, ...]:
         return tuple(phase.topology for phase in self.phases)
 
     @property
@@ -39,23 +48,26 @@ class Composition(Expression):
         return _identity(phase.topology.world_size) if local_steps else phase.topology.round(exchange - 1)
 
 
-def every(topology: Topology, k: int) -> Topology:
+def every(topology: ScheduleT, k: int) -> ScheduleT:
     """Return :meth:`Topology.every`."""
     k = check_integer("k", k, minimum=1)
     if k == 1 or topology.world_size == 1:
         return topology
     return _compose(
-        replace(
-            phase,
-            every=phase.every * k,
-            start=phase.start * k,
-            stop=None if phase.stop is None else phase.stop * k,
-        )
-        for phase in topology.phases
+        type(topology),
+        (
+            replace(
+                phase,
+                every=phase.every * k,
+                start=phase.start * k,
+                stop=None if phase.stop is None else phase.stop * k,
+            )
+            for phase in topology.phases
+        ),
     )
 
 
-def then(topology: Topology, other: Topology, after: int) -> Topology:
+def then(topology: ScheduleT, other: ScheduleT, after: int) -> ScheduleT:
     """Return :meth:`Topology.then`."""
     _check_other(topology, other)
     after = check_integer("after", after, minimum=0)
@@ -70,31 +82,31 @@ def then(topology: Topology, other: Topology, after: int) -> Topology:
         replace(phase, start=phase.start + after, stop=None if phase.stop is None else phase.stop + after)
         for phase in other.phases
     )
-    return _compose((*before, *behind))
+    return _compose(type(topology), (*before, *behind))
 
 
 @dataclass(frozen=True)
 class Interleaving(Expression):
     """Two schedules in turn: round 2 s is round s of the first, round 2 s + 1 round s of the second."""
 
-    even: Topology
-    odd: Topology
+    even: Schedule
+    odd: Schedule
 
     @property
-    def parts(self) -> tuple[Topology, ...]:
+    def parts(self) -> tuple[Schedule, ...]:
         return self.even, self.odd
 
     def __call__(self, t: int) -> Round:
         return self.parts[t % 2].round(t // 2)
 
 
-def interleave(topology: Topology, other: Topology) -> Topology:
+def interleave(topology: ScheduleT, other: ScheduleT) -> ScheduleT:
     """Return :meth:`Topology.interleave`."""
     _check_other(topology, other)
     parts = (topology, other)
     check_no_warmup("interleave", parts)
     periods = [part.period for part in parts]
-    return Topology(
+    return type(topology)(
         world_size=topology.world_size,
         make_round=Interleaving(*parts),
         period=None if None in periods else 2 * math.lcm(*filter(None, periods)),
@@ -103,17 +115,21 @@ def interleave(topology: Topology, other: Topology) -> Topology:
     )
 
 
-def permuted(topology: Topology, order: Sequence[int]) -> Topology:
+def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
     """Return :meth:`Topology.permuted`."""
-    phases = [replace(phase, topology=placement.permuted(phase.topology, order)) for phase in topology.phases]
-    return _compose(phases) if isinstance(topology.make_round, Composition) else phases[0].topology
+    if not isinstance(topology.make_round, Composition):
+        return placement.permuted(topology, order)
+    return _compose(
+        type(topology),
+        (replace(phase, topology=placement.permuted(phase.topology, order)) for phase in topology.phases),
+    )
 
 
-def _compose(phases: Iterable[Phase]) -> Topology:
+def _compose(kind: type[ScheduleT], phases: Iterable[Phase[ScheduleT]]) -> ScheduleT:
     composition = Composition(tuple(phases))
     last = composition.phases[-1]
     period, exact_after = last.topology.period, last.topology.promised_exact_after
-    return Topology(
+    return kind(
         world_size=last.topology.world_size,
         make_round=composition,
         period=None if period is None else period * last.every,
@@ -123,7 +139,7 @@ def _compose(phases: Iterable[Phase]) -> Topology:
     )
 
 
-def _name(phases: Sequence[Phase]) -> str:
+def _name(phases: Sequence[Phase[Any]]) -> str:
     """Return the expression that makes the phases: ``complete.then(ring.every(4), after=100)``."""
     text = ""
     for phase in phases:
@@ -132,9 +148,9 @@ def _name(phases: Sequence[Phase]) -> str:
     return text
 
 
-def _check_other(topology: Topology, other: object) -> None:
-    check_topology("other", other, topology.world_size)
-    assert isinstance(other, Topology)
+def _check_other(topology: Schedule, other: object) -> None:
+    check_schedule("other", other, topology.world_size)
+    assert isinstance(other, Schedule)
     if other.world_size != topology.world_size:
         raise ValueError(
             f"other is {other.name!r} for {other.world_size} ranks, it is to follow {topology.name!r} for "

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topologies.phases import Expression, check_no_warmup, common_stochasticity, expression_text
 from topologies.round import Round
-from topologies.topology import Topology, check_topology
+from topologies.schedule import (
+    Expression,
+    Schedule,
+    ScheduleT,
+    check_no_warmup,
+    check_schedule,
+    common_stochasticity,
+    expression_text,
+)
 from topologies.validation import check_integer
 
 
@@ -19,25 +26,25 @@ from topologies.validation import check_integer
 class Product(Expression):
     """Round t is the Kronecker product of the rounds t of both; rank = machine * local_size + local rank."""
 
-    machines: Topology
-    local: Topology
+    machines: Schedule
+    local: Schedule
 
     @property
-    def parts(self) -> tuple[Topology, ...]:
+    def parts(self) -> tuple[Schedule, ...]:
         return self.machines, self.local
 
     def __call__(self, t: int) -> Round:
         return _kronecker(self.machines.round(t), self.local.round(t))
 
 
-def product(machines: Topology, local: Topology) -> Topology:
+def product(machines: ScheduleT, local: ScheduleT) -> ScheduleT:
     """Return :meth:`Topology.product`."""
-    check_topology("local", local, machines.world_size)
+    check_schedule("local", local, machines.world_size)
     parts = (machines, local)
     check_no_warmup("product", parts)
     periods = [part.period for part in parts]
     promises = [part.promised_exact_after for part in parts]
-    return Topology(
+    return type(machines)(
         world_size=machines.world_size * local.world_size,
         make_round=Product(*parts),
         period=None if None in periods else math.lcm(*filter(None, periods)),
@@ -83,20 +90,20 @@ def _kronecker(machines: Round, local: Round) -> Round:
 class Permutation(Expression):
     """A schedule in which rank ``order[place]`` does what rank ``place`` does in another one."""
 
-    topology: Topology
+    topology: Schedule
     order: tuple[int, ...]
 
     @property
-    def parts(self) -> tuple[Topology, ...]:
+    def parts(self) -> tuple[Schedule, ...]:
         return (self.topology,)
 
     def __call__(self, t: int) -> Round:
         return _relabelled(self.topology.round(t), self.order)
 
 
-def permuted(topology: Topology, order: Sequence[int]) -> Topology:
+def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
     """Return :meth:`Topology.permuted`; not for a topology made of phases, whose phases are permuted one by one."""
-    return Topology(
+    return type(topology)(
         world_size=topology.world_size,
         make_round=Permutation(topology, _check_order(order, topology.world_size)),
         period=topology.period,

@@ -24,7 +24,7 @@ from topologies.matrix_storage import (
     UniformGroups,
     complete_row,
 )
-from topologies.validation import check_integer, check_world_size
+from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_world_size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -392,6 +392,52 @@ class Round:
                 f"stack what the ranks hold"
             )
         return array
+
+
+def measure_stochasticity(round_: Round) -> Stochasticity | None:
+    """Return what the sums of a round say: "doubly", "row" or "column", or ``None`` for neither."""
+    rows = bool(np.all(np.abs(round_.row_sums() - 1) <= SUM_TOLERANCE))
+    columns = bool(np.all(np.abs(round_.column_sums() - 1) <= SUM_TOLERANCE))
+    if rows and columns:
+        return "doubly"
+    if rows:
+        return "row"
+    return "column" if columns else None
+
+
+def check_sums(round_: Round, stochasticity: Stochasticity, *, where: str) -> None:
+    """Check that rows (and, unless declared otherwise, columns) of a round's matrix sum to 1.
+
+    Raises
+    ------
+    ValueError
+        Naming the first row or column that does not, and its sum.
+    """
+    if stochasticity in ("doubly", "row"):
+        _check_each_sum(
+            "row",
+            round_.row_sums(),
+            where,
+            "Scale the row; or, if only the columns are meant to sum to 1, declare stochasticity='column'.",
+        )
+    if stochasticity in ("doubly", "column"):
+        _check_each_sum(
+            "column",
+            round_.column_sums(),
+            where,
+            "The mean over ranks would drift. Make the matrix doubly stochastic; or, if the algorithm corrects "
+            "the bias, declare stochasticity='row'.",
+        )
+
+
+def _check_each_sum(kind: str, sums: FloatArray, where: str, advice: str) -> None:
+    wrong = np.flatnonzero(~(np.abs(sums - 1) <= SUM_TOLERANCE))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"{where}: {kind} {first} of the mixing matrix sums to {float(sums[first])!r}, it must sum to 1 "
+            f"(within {SUM_TOLERANCE:g}). {advice}"
+        )
 
 
 def _iterable(argument: str, value: Any) -> Iterable[Any]:

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any
 
-from topologies.compositions import Composition, Interleaving, interleave, permuted
-from topologies.phases import Phase
+from topologies.compositions import Composition, Interleaving, every, interleave, permuted, then
+from topologies.family_registry import build_family
 from topologies.placement import Permutation, Product, product
 from topologies.plain_data import thawed
-from topologies.registry import build
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.schedule import Phase, Schedule, ScheduleT
 from topologies.validation import check_integer, check_world_size
 
 #: What to do about data that are not those of a topology.
 _WRITTEN = "pass what Topology.to_json() returned"
 
 
-def to_dict(topology: Topology) -> dict[str, Any]:
+def to_dict(topology: Schedule) -> dict[str, Any]:
     """Return the topology as plain JSON types.
 
     Raises
@@ -51,8 +50,8 @@ def to_dict(topology: Topology) -> dict[str, Any]:
     return data
 
 
-def from_dict(data: Mapping[str, Any]) -> Topology:
-    """Return the topology that :func:`to_dict` wrote.
+def from_dict(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
+    """Return the schedule that :func:`to_dict` wrote, made of schedules of the class ``kind``.
 
     Raises
     ------
@@ -60,27 +59,29 @@ def from_dict(data: Mapping[str, Any]) -> Topology:
         If the data are not those of a topology, or the family is not registered.
     """
     try:
-        return _from_dict(data)
+        return _from_dict(kind, data)
     except RecursionError:
         raise ValueError(f"the topology is nested too deeply to be read; {_WRITTEN}") from None
 
 
-def _from_dict(data: Mapping[str, Any]) -> Topology:
+def _from_dict(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
     keys = sorted(map(str, data)) if isinstance(data, Mapping) else []
     match keys:
         case ["name", "options", "world_size"]:
             options = _checked("options", data["options"], Mapping, "a mapping")
-            return build(_name_of(data), data["world_size"], **options)
+            return build_family(kind, _name_of(data), data["world_size"], **options)
         case ["name", "rounds", "stochasticity", "world_size"]:
-            return _from_rounds(data)
+            return _from_rounds(kind, data)
         case ["phases"]:
-            return _from_phases(_checked("phases", data["phases"], list | tuple, "a list"))
+            return _from_phases(kind, _checked("phases", data["phases"], list | tuple, "a list"))
         case ["interleave"]:
-            return interleave(*_two_parts("interleave", data["interleave"]))
+            return interleave(*_two_parts(kind, "interleave", data["interleave"]))
         case ["product"]:
-            return product(*_two_parts("product", data["product"]))
+            return product(*_two_parts(kind, "product", data["product"]))
         case ["order", "permuted"]:
-            return permuted(_from_dict(data["permuted"]), _checked("order", data["order"], list | tuple, "a list"))
+            return permuted(
+                _from_dict(kind, data["permuted"]), _checked("order", data["order"], list | tuple, "a list")
+            )
     raise ValueError(
         f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; or those of an "
         f"expression: phases, interleave, product, or permuted and order; got "
@@ -88,7 +89,7 @@ def _from_dict(data: Mapping[str, Any]) -> Topology:
     )
 
 
-def _from_rounds(data: Mapping[str, Any]) -> Topology:
+def _from_rounds(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
     world_size = check_world_size(data["world_size"])
     rounds = [Round.from_dict(item) for item in _checked("rounds", data["rounds"], list | tuple, "a list")]
     for number, round_ in enumerate(rounds):
@@ -96,13 +97,13 @@ def _from_rounds(data: Mapping[str, Any]) -> Topology:
             raise ValueError(
                 f"world_size is {world_size}, but rounds[{number}] is for {round_.world_size} ranks; {_WRITTEN}"
             )
-    return Topology.from_rounds(rounds, stochasticity=data["stochasticity"], name=_name_of(data))
+    return kind.from_rounds(rounds, stochasticity=data["stochasticity"], name=_name_of(data))
 
 
-def _two_parts(key: str, parts: Any) -> tuple[Topology, Topology]:
+def _two_parts(kind: type[ScheduleT], key: str, parts: Any) -> tuple[ScheduleT, ScheduleT]:
     if len(_checked(key, parts, list | tuple, "a list")) != 2:
         raise ValueError(f"{key} must hold two topologies, got {len(parts)}; {_WRITTEN}")
-    return _from_dict(parts[0]), _from_dict(parts[1])
+    return _from_dict(kind, parts[0]), _from_dict(kind, parts[1])
 
 
 def _name_of(data: Mapping[str, Any]) -> str:
@@ -116,19 +117,19 @@ def _checked(key: str, value: Any, kind: type | UnionType, what: str) -> Any:
     return value
 
 
-def _phase_to_dict(phase: Phase) -> dict[str, Any]:
+def _phase_to_dict(phase: Phase[Any]) -> dict[str, Any]:
     return {"start": phase.start, "every": phase.every, "topology": to_dict(phase.topology)}
 
 
-def _from_phases(items: Sequence[Mapping[str, Any]]) -> Topology:
+def _from_phases(kind: type[ScheduleT], items: Sequence[Mapping[str, Any]]) -> ScheduleT:
     for item in items:
         if not isinstance(item, Mapping) or set(item) != {"start", "every", "topology"}:
             raise ValueError(f"a phase needs the keys start, every and topology, got {reprlib.repr(item)}; {_WRITTEN}")
     starts = [check_integer("start", item["start"], minimum=0) for item in items]
     if starts[:1] != [0] or any(one >= other for one, other in itertools.pairwise(starts)):
         raise ValueError(f"phases must start at rising rounds, the first one at 0, got {starts}; {_WRITTEN}")
-    parts = [_from_dict(item["topology"]).every(item["every"]) for item in items]
+    parts = [every(_from_dict(kind, item["topology"]), item["every"]) for item in items]
     topology = parts[0]
     for start, part in zip(starts[1:], parts[1:], strict=True):
-        topology = topology.then(part, after=start)
+        topology = then(topology, part, start)
     return topology

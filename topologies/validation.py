@@ -5,15 +5,9 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, get_args
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal, get_args
 
 from topologies.integers import powers
-
-if TYPE_CHECKING:
-    from topologies.round import Round
 
 Stochasticity = Literal["doubly", "row", "column"]
 
@@ -161,49 +155,3 @@ def unserved_size(
         f"topology {family!r} needs a world_size that is {rule}, got {world_size}; {nearest}. "
         f"{advice or f'Choose {chosen}, or a family for any size, such as one_peer_exponential.'}"
     )
-
-
-def measure_stochasticity(round_: Round) -> Stochasticity | None:
-    """Return what the sums of a round say: "doubly", "row" or "column", or ``None`` for neither."""
-    rows = bool(np.all(np.abs(round_.row_sums() - 1) <= SUM_TOLERANCE))
-    columns = bool(np.all(np.abs(round_.column_sums() - 1) <= SUM_TOLERANCE))
-    if rows and columns:
-        return "doubly"
-    if rows:
-        return "row"
-    return "column" if columns else None
-
-
-def check_sums(round_: Round, stochasticity: Stochasticity, *, where: str) -> None:
-    """Check that rows (and, unless declared otherwise, columns) of a round's matrix sum to 1.
-
-    Raises
-    ------
-    ValueError
-        Naming the first row or column that does not, and its sum.
-    """
-    if stochasticity in ("doubly", "row"):
-        _check_each_sum(
-            "row",
-            round_.row_sums(),
-            where,
-            "Scale the row; or, if only the columns are meant to sum to 1, declare stochasticity='column'.",
-        )
-    if stochasticity in ("doubly", "column"):
-        _check_each_sum(
-            "column",
-            round_.column_sums(),
-            where,
-            "The mean over ranks would drift. Make the matrix doubly stochastic; or, if the algorithm corrects "
-            "the bias, declare stochasticity='row'.",
-        )
-
-
-def _check_each_sum(kind: str, sums: npt.NDArray[np.float64], where: str, advice: str) -> None:
-    wrong = np.flatnonzero(~(np.abs(sums - 1) <= SUM_TOLERANCE))
-    if len(wrong):
-        first = int(wrong[0])
-        raise ValueError(
-            f"{where}: {kind} {first} of the mixing matrix sums to {float(sums[first])!r}, it must sum to 1 "
-            f"(within {SUM_TOLERANCE:g}). {advice}"
-        )

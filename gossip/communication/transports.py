@@ -347,7 +347,9 @@ def shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK)
     return list(groups)
 
 
-def _groups_of(phase: Phase, known: Mapping[tuple[int, ...], None], most_per_rank: int) -> dict[tuple[int, ...], None]:
+def _groups_of(
+    phase: Phase[Topology], known: Mapping[tuple[int, ...], None], most_per_rank: int
+) -> dict[tuple[int, ...], None]:
     """The groups of a phase besides the known ones; none if some rank would be in too many with them."""
     memberships = Counter(rank for ranks in known for rank in ranks)
     groups: dict[tuple[int, ...], None] = {}

@@ -1,4 +1,4 @@
-"""The rooms of the package, and in which direction they import each other."""
+"""The rooms of the packages, and in which direction they import each other."""
 
 from __future__ import annotations
 
@@ -11,6 +11,30 @@ import networkx as nx
 import pytest
 from repository import GOSSIP, REPOSITORY
 
+ROOMS_OF_TOPOLOGIES = (
+    "integers",
+    "plain_data",
+    "standard_output",
+    "registry",
+    "validation",
+    "matrix_storage",
+    "array_arguments",
+    "round",
+    "schedule",
+    "placement",
+    "compositions",
+    "graphs",
+    "analysis",
+    "family_registry",
+    "serialization",
+    "topology",
+    "building",
+    "families",
+    "reports",
+    "drawing",
+    "__init__",
+    "__main__",
+)
 ROOMS = (
     "errors",
     "version",
@@ -30,7 +54,7 @@ ROOMS = (
     "__init__",
     "lab",
 )
-"""Each imports rooms that stand before it, and itself."""
+"""A room imports rooms that stand before it, and itself."""
 
 MAX_ENTRIES = 18
 ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich"}
@@ -68,16 +92,17 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def test_rooms_are_imported_in_one_direction() -> None:
+@pytest.mark.parametrize(("package", "rooms"), [("topologies", ROOMS_OF_TOPOLOGIES), ("gossip", ROOMS)])
+def test_rooms_are_imported_in_one_direction(package: str, rooms: tuple[str, ...]) -> None:
     upward = [
         f"{module} imports {other}"
-        for module, other in graph("gossip").edges
-        if ROOMS.index(room(other)) > ROOMS.index(room(module))
+        for module, other in graph(package).edges
+        if rooms.index(room(other)) > rooms.index(room(module))
     ]
     assert upward == []
 
 
-@pytest.mark.parametrize("package", ["gossip"])
+@pytest.mark.parametrize("package", ["topologies", "gossip"])
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     assert [circle for circle in nx.strongly_connected_components(graph(package)) if len(circle) > 1] == []
 

@@ -348,4 +348,4 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
     for _ in range(5000):
         data = {"permuted": data, "order": [0, 1, 2, 3]}
     with pytest.raises(ValueError, match="the topology is nested too deeply"):
-        from_dict(data)
+        from_dict(Topology, data)

@@ -1,19 +1,15 @@
 """The registry: names, options and their errors."""
 
-from collections.abc import Iterator
-
 import pytest
 
 import topologies
-from topologies import Round, Topology, registry
+from topologies import Round, Topology
+from topologies.family_registry import FAMILIES
 
 
 @pytest.fixture
-def own_families() -> Iterator[None]:
-    before = dict(registry._FAMILIES)
-    yield
-    registry._FAMILIES.clear()
-    registry._FAMILIES.update(before)
+def own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
 def test_available_is_sorted() -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from topologies.matrix_storage import IntArray
 from topologies.round import Round
-from topologies.topology import Topology, check_topology
+from topologies.schedule import Schedule, check_schedule
 from topologies.validation import check_integer
 
 #: Above this size the sets of who has heard of whom, n^2 bits, are not formed.
@@ -26,16 +26,16 @@ _MOST_SWEEPS = 32
 _BLOCK_BYTES = 1 << 24
 
 
-def repeated_rounds(topology: Topology) -> list[Round]:
+def repeated_rounds(topology: Schedule) -> list[Round]:
     """Return the exchanges of one period after the warm-up, or the first 16 without a period; no local steps."""
-    check_topology("topology", topology)
+    check_schedule("topology", topology)
     last = topology.phases[-1]
     return [last.topology.round(exchange) for exchange in range(last.num_distinct(sampled=SAMPLED_ROUNDS))]
 
 
-def distinct_rounds(topology: Topology) -> list[Round]:
+def distinct_rounds(topology: Schedule) -> list[Round]:
     """Return the exchanges of the warm-up and of one period, 16 of a part without a period; no local steps."""
-    check_topology("topology", topology)
+    check_schedule("topology", topology)
     return [
         phase.topology.round(exchange)
         for phase in topology.phases
@@ -43,7 +43,7 @@ def distinct_rounds(topology: Topology) -> list[Round]:
     ]
 
 
-def exchanges_from(topology: Topology, start: int | None) -> tuple[Topology, int, Callable[[int], int]]:
+def exchanges_from(topology: Schedule, start: int | None) -> tuple[Schedule, int, Callable[[int], int]]:
     """Return what takes place from round ``start`` on, without the local steps in between.
 
     Parameters
@@ -55,7 +55,7 @@ def exchanges_from(topology: Topology, start: int | None) -> tuple[Topology, int
     -------
     The topology whose rounds are exchanged, the first of them, and how many rounds of the schedule k of them take.
     """
-    check_topology("topology", topology)
+    check_schedule("topology", topology)
     start = topology.warmup if start is None else check_integer("start", start, minimum=0)
     last = topology.phases[-1]
     if start < last.start:
@@ -73,7 +73,7 @@ class Degrees:
     mean: float
 
 
-def degrees(topology: Topology) -> Degrees:
+def degrees(topology: Schedule) -> Degrees:
     """Return how many others a rank sends to and reads: at most, and on average after the warm-up.
 
     Examples
@@ -90,7 +90,7 @@ def degrees(topology: Topology) -> Degrees:
     )
 
 
-def connected(topology: Topology) -> bool:
+def connected(topology: Schedule) -> bool:
     """Whether what any rank holds reaches every other over repeated periods (without one: over 16 exchanges).
 
     Examples
@@ -109,7 +109,7 @@ def connected(topology: Topology) -> bool:
     return bool(num_components == 1)
 
 
-def diameter(topology: Topology) -> int | None:
+def diameter(topology: Schedule) -> int | None:
     """Return over how many edges the farthest two ranks hear of each other; ``None``: never.
 
     The edges are those of all rounds of a period (without one, of 16 exchanges) together.

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from topologies.analysis.connectivity import distinct_rounds, exchanges_from
 from topologies.analysis.disagreement import MAX_DENSE_SPECTRUM, ROUNDING, Disagreement
-from topologies.analysis.exactness import sums, vanishes_within
+from topologies.analysis.exactness import known_exact_after, sums, vanishes_within
 from topologies.matrix_storage import FloatArray
-from topologies.round import Round
-from topologies.topology import Topology, check_topology
-from topologies.validation import check_integer, check_share, measure_stochasticity
+from topologies.round import Round, measure_stochasticity
+from topologies.schedule import Schedule, check_schedule
+from topologies.validation import check_integer, check_share
 
 #: Rounds from which the rate of a schedule without a period is taken.
 SAMPLED_ROUNDS = 64
@@ -35,7 +35,7 @@ _NEVER = 1 << 50
 _MAX_FOLLOWED_ROUNDS = 256
 
 
-def product(topology: Topology, num_rounds: int, *, start: int = 0) -> FloatArray:
+def product(topology: Schedule, num_rounds: int, *, start: int = 0) -> FloatArray:
     """Return ``W_(s+k-1) ... W_(s+1) W_s`` for k = ``num_rounds`` and s = ``start``, a dense ``[n, n]`` array."""
     mixed = np.eye(topology.world_size)
     num_rounds = check_integer("num_rounds", num_rounds, minimum=0)
@@ -44,7 +44,7 @@ def product(topology: Topology, num_rounds: int, *, start: int = 0) -> FloatArra
     return mixed
 
 
-def slem(of: Topology | Round | npt.ArrayLike) -> float:
+def slem(of: Schedule | Round | npt.ArrayLike) -> float:
     """Return the second largest modulus of the eigenvalues of W: the rate when W is used in every round.
 
     The eigenvalue 1 of the vector 1 belongs to the mean and does not count; it is 0 for a single rank. For matrices
@@ -73,17 +73,17 @@ def slem(of: Topology | Round | npt.ArrayLike) -> float:
         raise ValueError(
             "slem is defined for a matrix whose rows or columns sum to 1, neither do; pass a stochastic matrix"
         )
-    if isinstance(of, Topology) and of.exact_after is not None:
+    if isinstance(of, Schedule) and known_exact_after(of) is not None:
         return 0.0  # W^k = J for some k: of such a matrix the computed eigenvalues are all rounding
     return Disagreement([round_]).spectral_radius()
 
 
-def spectral_gap(of: Topology | Round | npt.ArrayLike) -> float:
+def spectral_gap(of: Schedule | Round | npt.ArrayLike) -> float:
     """Return ``1 - slem(of)``."""
     return 1.0 - slem(of)
 
 
-def beta(of: Topology | Round | npt.ArrayLike, num_rounds: int | None = None, *, start: int | None = None) -> float:
+def beta(of: Schedule | Round | npt.ArrayLike, num_rounds: int | None = None, *, start: int | None = None) -> float:
     """Return ``||M - J||_2``, the largest factor by which M leaves a distance to the mean.
 
     Parameters
@@ -102,7 +102,7 @@ def beta(of: Topology | Round | npt.ArrayLike, num_rounds: int | None = None, *,
     >>> round(beta(one_peer, 1), 4), beta(one_peer)
     (0.9239, 0.0)
     """
-    if not isinstance(of, Topology):
+    if not isinstance(of, Schedule):
         return _small_is_zero(Disagreement([_as_round(of)]).norm())
     if num_rounds is None:
         of, start, _ = exchanges_from(of, start)
@@ -111,7 +111,7 @@ def beta(of: Topology | Round | npt.ArrayLike, num_rounds: int | None = None, *,
     return _small_is_zero(disagreement(of, check_integer("num_rounds", num_rounds, minimum=1), start).norm())
 
 
-def consensus_errors(topology: Topology, num_rounds: int, *, start: int = 0) -> FloatArray:
+def consensus_errors(topology: Schedule, num_rounds: int, *, start: int = 0) -> FloatArray:
     """Return what k rounds leave of the worst disagreement, for k = 0 .. num_rounds: ``||R_k - J||_2``, R_0 = I.
 
     R_k is the product of k rounds, or what push-sum makes of it if they are only column-stochastic.
@@ -141,7 +141,7 @@ def consensus_errors(topology: Topology, num_rounds: int, *, start: int = 0) -> 
     return np.array([_small_is_zero(error) for error in errors])
 
 
-def consensus_rate(topology: Topology) -> float:
+def consensus_rate(topology: Schedule) -> float:
     """Return the factor per round by which a disagreement shrinks in the long run; 0.0 if it vanishes exactly.
 
     It is the spectral radius of the period's product (without the mean) to the power of 1 / period. Without a
@@ -154,9 +154,9 @@ def consensus_rate(topology: Topology) -> float:
     >>> round(consensus_rate(topologies.build("ring", 6)), 12)
     0.666666666667
     """
-    check_topology("topology", topology)
+    check_schedule("topology", topology)
     repeated = topology.phases[-1]
-    if topology.world_size == 1 or topology.exact_after is not None:
+    if topology.world_size == 1 or known_exact_after(topology) is not None:
         return 0.0
     period = repeated.topology.period
     if period is None:
@@ -173,7 +173,7 @@ def consensus_rate(topology: Topology) -> float:
     return float(min(factor, 1.0) ** (1.0 / (num_rounds * repeated.every)))
 
 
-def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None) -> int | None:
+def rounds_to(topology: Schedule, tolerance: float, *, start: int | None = None) -> int | None:
     """Return after how many rounds the worst disagreement is down to ``tolerance`` of its size; ``None``: never.
 
     The smallest k with ``||R_k - J||_2 <= tolerance``. Above 384 ranks a schedule that needs more than 256 rounds is
@@ -233,7 +233,7 @@ def rounds_to(topology: Topology, tolerance: float, *, start: int | None = None)
     return None if needed is None else num_rounds_of(needed)
 
 
-def _never_grows(topology: Topology) -> bool:
+def _never_grows(topology: Schedule) -> bool:
     """Whether no round enlarges a disagreement, as none does that is doubly stochastic without negative weights."""
     rounds = distinct_rounds(topology)
     found = sums(rounds)
@@ -242,7 +242,7 @@ def _never_grows(topology: Topology) -> bool:
     return found.smallest_weight >= 0.0 or all(Disagreement([round_]).norm() <= 1.0 + ROUNDING for round_ in rounds)
 
 
-def bias(topology: Topology) -> float:
+def bias(topology: Schedule) -> float:
     """Return ``||lim R_k - J||_2``: how far from the mean the ranks agree, for a schedule with a period.
 
     0.0 unless it is only row-stochastic. Then the ranks agree on ``sum_j pi_j x_j``, with the stationary weights pi of
@@ -263,13 +263,13 @@ def bias(topology: Topology) -> float:
     return float(np.linalg.norm(weights - 1.0 / len(weights)) * math.sqrt(len(weights)))
 
 
-def disagreement(topology: Topology, num_rounds: int, start: int) -> Disagreement:
+def disagreement(topology: Schedule, num_rounds: int, start: int) -> Disagreement:
     """Return what rounds ``start`` .. ``start + num_rounds - 1`` do to a disagreement."""
     rounds = [topology.round(t) for t in range(start, start + num_rounds)]
     return Disagreement(rounds or [Round.identity(topology.world_size)], column=topology.stochasticity == "column")
 
 
-def _errors(topology: Topology, start: int) -> Callable[[int], float]:
+def _errors(topology: Schedule, start: int) -> Callable[[int], float]:
     """Return the function from k to ``||R_k - J||_2`` for the rounds from ``start`` on."""
     if topology.world_size > MAX_DENSE_SPECTRUM:
         if topology.period == 1 and start >= topology.warmup and topology.symmetric:
@@ -291,7 +291,7 @@ def _errors(topology: Topology, start: int) -> Callable[[int], float]:
 class _Products:
     """Dense products of the first k rounds from ``start`` on, for any k, quickly for rising k and for whole periods."""
 
-    def __init__(self, topology: Topology, start: int) -> None:
+    def __init__(self, topology: Schedule, start: int) -> None:
         self.topology = topology
         self.start = start
         self.period = topology.period if start >= topology.warmup else None
@@ -326,8 +326,8 @@ def _first(holds: Callable[[int], bool]) -> int | None:
     return above
 
 
-def _single_round(of: Topology | Round | npt.ArrayLike, function: str) -> Round:
-    if not isinstance(of, Topology):
+def _single_round(of: Schedule | Round | npt.ArrayLike, function: str) -> Round:
+    if not isinstance(of, Schedule):
         return _as_round(of)
     if of.period != 1:
         raise ValueError(

@@ -8,8 +8,8 @@ from typing import Any
 
 from topologies import analysis
 from topologies.analysis.connectivity import MAX_DIAMETER_WORLD_SIZE, distinct_rounds, repeated_rounds
-from topologies.phases import brief_options
-from topologies.topology import Topology
+from topologies.analysis.exactness import known_exact_after
+from topologies.schedule import Schedule, brief_options
 from topologies.validation import Stochasticity, check_measured_size
 
 #: What ranks agree to when they are said to agree: 1 % of the worst disagreement is left.
@@ -134,7 +134,7 @@ class Description:
         ]
 
 
-def describe(topology: Topology) -> Description:
+def describe(topology: Schedule) -> Description:
     """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
 
     Raises
@@ -172,7 +172,7 @@ def describe(topology: Topology) -> Description:
         beta=analysis.beta(last.topology, len(repeated)),
         rate=analysis.consensus_rate(topology),
         rounds_to_tolerance=analysis.rounds_to(topology, TOLERANCE),
-        exact_after=topology.exact_after,
+        exact_after=known_exact_after(topology),
     )
 
 

@@ -11,7 +11,7 @@ from topologies.analysis.connectivity import distinct_rounds, exchanges_from
 from topologies.analysis.disagreement import ROUNDING
 from topologies.matrix_storage import FloatArray
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.schedule import Schedule
 from topologies.validation import SUM_TOLERANCE, Stochasticity
 
 #: Up to so many ranks exactness is a statement about the whole matrix, beyond about eight random vectors.
@@ -21,7 +21,7 @@ _MAX_DENSE_PRODUCT = 1024
 _ENDED = 1e-6
 
 
-def exact_after(topology: Topology, *, start: int | None = None) -> int | None:
+def exact_after(topology: Schedule, *, start: int | None = None) -> int | None:
     """Return the smallest k for which the product of k rounds is J, or ``None`` if there is none.
 
     Searched up to two periods and ceil(log2 n) exchanges more. A product that only comes ever closer to J is not
@@ -61,7 +61,14 @@ def exact_after(topology: Topology, *, start: int | None = None) -> int | None:
     return None
 
 
-def vanishes_within(topology: Topology, num_rounds: int) -> bool:
+def known_exact_after(topology: Schedule) -> int | None:
+    """Return what the family promises of exactness, or else what is measured of a schedule with a period."""
+    if topology.promised_exact_after is not None or topology.period is None:
+        return topology.promised_exact_after
+    return exact_after(topology)
+
+
+def vanishes_within(topology: Schedule, num_rounds: int) -> bool:
     """Return whether the product of some of the first rounds is J, of a schedule with a period or without one.
 
     A product that comes closer and closer is J to rounding at some point, too. It does not count: one round must take
@@ -77,7 +84,7 @@ def vanishes_within(topology: Topology, num_rounds: int) -> bool:
     return False
 
 
-def _distances(topology: Topology, first: int, num_rounds: int) -> Iterator[tuple[Round, float]]:
+def _distances(topology: Schedule, first: int, num_rounds: int) -> Iterator[tuple[Round, float]]:
     """Yield rounds from ``first`` on, each with how far it leaves the ranks from the mean, relative to the start."""
     mixed = start_values = _start_values(topology.world_size)
     mean, largest = start_values.mean(axis=0), max(1.0, float(np.abs(start_values).max()))
@@ -121,7 +128,7 @@ class Sums:
         return "row" if rows else "column" if columns else None
 
 
-def sums(of: Topology | Iterable[Round]) -> Sums:
+def sums(of: Schedule | Iterable[Round]) -> Sums:
     """Add up the rows and columns of every matrix: the proof that the mean is kept, and its largest deviation.
 
     Parameters
@@ -138,7 +145,7 @@ def sums(of: Topology | Iterable[Round]) -> Sums:
     """
     rows = columns = 0.0
     smallest = float("inf")
-    for round_ in distinct_rounds(of) if isinstance(of, Topology) else of:
+    for round_ in distinct_rounds(of) if isinstance(of, Schedule) else of:
         rows = max(rows, float(np.abs(round_.row_sums() - 1.0).max()))
         columns = max(columns, float(np.abs(round_.column_sums() - 1.0).max()))
         smallest = min(smallest, round_.smallest_weight)

@@ -13,7 +13,7 @@ from topologies.analysis.consensus import consensus_rate
 from topologies.integers import divisors, listed
 from topologies.matrix_storage import FloatArray, IntArray
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.schedule import Schedule
 from topologies.validation import check_integer
 
 
@@ -111,7 +111,7 @@ class Traffic:
         return self.message_bytes * float(np.mean(messages)) / self.every
 
 
-def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int = 1) -> Traffic:
+def traffic(topology: Schedule, *, message_bytes: float = 1.0, local_size: int = 1) -> Traffic:
     """Return what a topology sends, for messages of ``message_bytes`` and nodes of ``local_size`` ranks.
 
     Parameters
@@ -144,7 +144,7 @@ def traffic(topology: Topology, *, message_bytes: float = 1.0, local_size: int =
     )
 
 
-def rate_per_byte(topology: Topology, *, message_bytes: float = 1.0) -> float:
+def rate_per_byte(topology: Schedule, *, message_bytes: float = 1.0) -> float:
     """Return the factor by which a disagreement shrinks in the long run for every byte that a rank sends.
 
     It is ``consensus_rate ** (1 / bytes per round)``; by default per message. 1.0 if nothing is sent.

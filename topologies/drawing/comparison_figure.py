@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from topologies import analysis
 from topologies.drawing.picture_files import picture_path, save, settings
+from topologies.matrix_storage import FloatArray
+from topologies.reports.comparing import Comparison
 from topologies.reports.units import bytes_text
-
-if TYPE_CHECKING:
-    from topologies.matrix_storage import FloatArray
-    from topologies.reports.comparing import Comparison
 
 _COLOURED = 10
 _MOST_ROUNDS = 120
@@ -30,9 +28,27 @@ _COLOURS = (
 )  # fmt: skip
 
 
-def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write what :meth:`topologies.reports.comparing.Comparison.draw` promises."""
-    path = picture_path(path)
+def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+    """Write a figure: what is left of the worst disagreement against rounds, and against bytes sent per rank.
+
+    Every topology that was asked for has a name in the legend, also where its line lies on another's. Of all
+    families the ten that send the fewest bytes have; the others are grey.
+
+    Parameters
+    ----------
+    comparison
+        What :func:`topologies.compare` returned.
+    path
+        Where to write, .svg or .png.
+
+    Raises
+    ------
+    ValueError
+        If the path ends neither in .svg nor in .png.
+    ImportError
+        If matplotlib is missing.
+    """
+    target = picture_path(path)
     with settings("path"):
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
@@ -81,7 +97,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
             title=f"fewest bytes first{f'; {others} more in grey' if others else ''}",
             title_fontsize=8,
         )
-        save(figure, path)
+        save(figure, target)
 
 
 def _style(index: int) -> dict[str, Any]:

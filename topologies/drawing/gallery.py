@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from topologies.drawing import draw_compact
 from topologies.drawing.picture_files import output_path
-from topologies.registry import available
+from topologies.family_registry import available
 from topologies.reports.docstring_facts import Facts, facts_of
 from topologies.reports.family_samples import options_text, samples
 from topologies.validation import check_integer

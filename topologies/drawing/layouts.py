@@ -11,7 +11,8 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.registry import available, build
+from topologies.building import build
+from topologies.family_registry import available
 
 if TYPE_CHECKING:
     from topologies.topology import Topology

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from topologies.families.uniform_groups import fewest_factors, hyper_hypercube, strided_groups
+from topologies.family_registry import register
 from topologies.integers import prime_factors
-from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from topologies.family_registry import register
 from topologies.integers import powers
-from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import MAX_WORLD_SIZE, check_integer, unserved_size

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from topologies.families.static_families import weighted_circulant
-from topologies.registry import register
+from topologies.family_registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer

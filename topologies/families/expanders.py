@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from topologies.families.given_graph import weighted_topology
 from topologies.families.static_families import simple_edges
+from topologies.family_registry import register
 from topologies.integers import is_prime
-from topologies.registry import register
 from topologies.topology import Topology
 from topologies.validation import check_stored, unserved_size
 

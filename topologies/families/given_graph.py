@@ -12,12 +12,12 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from topologies.family_registry import register
 from topologies.graphs.edge_weights import weighted_round
 from topologies.graphs.graph_files import clean_graph, read_graph
-from topologies.registry import register
-from topologies.round import Round
+from topologies.round import Round, measure_stochasticity
 from topologies.topology import Topology
-from topologies.validation import SUM_TOLERANCE, measure_stochasticity
+from topologies.validation import SUM_TOLERANCE
 
 
 @register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from topologies.families.graph_option import GraphOption, undirected_edges
+from topologies.family_registry import register
 from topologies.graphs.edge_colouring import edge_colouring
 from topologies.graphs.matching_activation import Activation, activation
 from topologies.matrix_storage import IntArray
-from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer, check_stored

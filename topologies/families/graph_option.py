@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any, TypeAlias
 import networkx as nx
 import numpy as np
 
-from topologies import registry
+from topologies.building import build
+from topologies.family_registry import available
 from topologies.graphs.graph_files import clean_graph, read_graph
 from topologies.matrix_storage import IntArray
+from topologies.registry import nearest_match
 from topologies.round import Round
 
 GraphOption: TypeAlias = str | os.PathLike[str] | nx.Graph | Mapping[str, Any]
@@ -52,16 +53,16 @@ def undirected_edges(world_size: int, graph: GraphOption) -> tuple[IntArray, str
 
 
 def _edges_of_family(world_size: int, name: str) -> IntArray:
-    if name not in registry.available():
-        nearest = difflib.get_close_matches(name, registry.available(), n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    if name not in available():
+        nearest = nearest_match(name, available())
+        hint = f"did you mean {nearest!r}? " if nearest else ""
         raise ValueError(
             f"graph={name!r} is no registered family, and no file without a suffix; {hint}pass one of "
             f"topologies.available(), a path such as 'graph.json', or a networkx graph"
         )
     instead = "use one such as 'ring' or 'torus', or pass a networkx graph"
     try:
-        topology = registry.build(name, world_size)
+        topology = build(name, world_size)
     except TypeError as error:
         raise ValueError(f"graph={name!r} names a family that has no default options ({error}); {instead}") from None
     except ValueError as error:

@@ -6,7 +6,7 @@ import numpy as np
 
 from topologies.families.static_families import circulant
 from topologies.families.uniform_groups import strided_groups
-from topologies.registry import register
+from topologies.family_registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import unserved_size

@@ -9,8 +9,8 @@ import networkx as nx
 import numpy as np
 
 from topologies.families.given_graph import weighted_topology
+from topologies.family_registry import register
 from topologies.integers import listed
-from topologies.registry import register
 from topologies.topology import Topology
 from topologies.validation import check_integer, check_stored, unserved_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from topologies.families.swap_or_not import SwapOrNotShuffle
-from topologies.registry import register
+from topologies.family_registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer

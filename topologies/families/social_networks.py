@@ -10,8 +10,8 @@ from collections.abc import Callable
 import networkx as nx
 
 from topologies.families.given_graph import weighted_topology
+from topologies.family_registry import register
 from topologies.graphs.graph_files import clean_graph
-from topologies.registry import register
 from topologies.topology import Topology
 
 

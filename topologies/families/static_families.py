@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from topologies.family_registry import register
 from topologies.graphs.edge_weights import weighted_round
 from topologies.integers import divisors, listed
-from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer, check_stored, unserved_size

@@ -9,8 +9,8 @@ from itertools import count
 
 import numpy as np
 
+from topologies.family_registry import register
 from topologies.integers import divisors, is_prime, listed, powers, prime_factors
-from topologies.registry import register
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import MAX_WORLD_SIZE, check_integer, check_stored, unserved_size

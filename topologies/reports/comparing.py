@@ -1,4 +1,4 @@
-"""Topologies side by side: how fast they agree, in rounds and in bytes, as a table and as a figure."""
+"""Topologies side by side: how fast they agree, in rounds and in bytes, as data and as a table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from topologies import analysis
-from topologies.registry import available, variants
+from topologies.building import variants
+from topologies.family_registry import available
 from topologies.reports.family_samples import distinct, title_of
 from topologies.reports.units import bytes_text
 from topologies.topology import Topology
@@ -65,7 +64,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found: ``str()`` is a table, :meth:`to_csv`, :meth:`to_dicts` and :meth:`draw` the rest.
+    """What :func:`compare` found: ``str()`` is a table, :meth:`to_csv` and :meth:`to_dicts` are plain data.
+
+    :func:`topologies.draw_comparison` makes a figure of it.
 
     Attributes
     ----------
@@ -97,23 +98,6 @@ class Comparison:
         writer.writeheader()
         writer.writerows(asdict(row) for row in self.rows)
         return text.getvalue()
-
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write a figure: what is left of the worst disagreement against rounds, and against bytes sent per rank.
-
-        Every topology that was asked for has a name in the legend, also where its line lies on another's. Of all
-        families the ten that send the fewest bytes have; the others are grey.
-
-        Raises
-        ------
-        ValueError
-            If the path ends neither in .svg nor in .png.
-        ImportError
-            If matplotlib is missing.
-        """
-        from topologies.drawing.comparison_figure import draw_comparison
-
-        draw_comparison(self, Path(path))
 
     def __str__(self) -> str:
         left = f"{100 * self.tolerance:.3g} %"

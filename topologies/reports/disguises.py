@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from topologies.family_registry import family
 from topologies.matrix_storage import FloatArray
-from topologies.registry import family
 from topologies.topology import Topology
 
 #: Exchanges that are compared of a schedule without a period, and rounds in which they are looked for.

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from topologies.registry import family, variants
+from topologies.building import variants
+from topologies.family_registry import family
 from topologies.topology import Topology
 from topologies.validation import check_integer
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from topologies.analysis.description import Description
-from topologies.registry import available
+from topologies.family_registry import available
 from topologies.reports.docstring_facts import facts_of
 from topologies.reports.family_samples import chosen_options, samples
 

@@ -10,6 +10,7 @@ import pytest
 import topologies
 from topologies import Topology
 from topologies.families.graph_option import undirected_edges
+from topologies.family_registry import FAMILIES
 
 
 def used_edges(topology: Topology) -> list[tuple[int, ...]]:
@@ -105,7 +106,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_family_whose_round_leaves_ranks_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topologies.registry._FAMILIES", dict(topologies.registry._FAMILIES))
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
     @topologies.register("apart")
     def apart(world_size: int) -> Topology:

@@ -119,9 +119,9 @@ def test_topologies_of_different_sizes_are_not_compared() -> None:
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_figure_has_a_curve_for_each(suffix: str, tmp_path: Path) -> None:
     found = topologies.compare(["ring", "torus", "base"], world_size=16, message_bytes=1e6)
-    found.draw(tmp_path / f"figure{suffix}")
+    topologies.draw_comparison(found, tmp_path / f"figure{suffix}")
     again = tmp_path / f"again{suffix}"
-    found.draw(again)
+    topologies.draw_comparison(found, again)
     assert (tmp_path / f"figure{suffix}").read_bytes() == again.read_bytes()
     if suffix == ".svg":
         text = again.read_text()
@@ -130,9 +130,8 @@ def test_the_figure_has_a_curve_for_each(suffix: str, tmp_path: Path) -> None:
 
 
 def test_curves_that_agree_share_a_line(tmp_path: Path) -> None:
-    topologies.compare(["hypercube", "exponential", "one_peer_hypercube", "hyper_hypercube"], world_size=8).draw(
-        tmp_path / "figure.svg"
-    )
+    found = topologies.compare(["hypercube", "exponential", "one_peer_hypercube", "hyper_hypercube"], world_size=8)
+    topologies.draw_comparison(found, tmp_path / "figure.svg")
     text = (tmp_path / "figure.svg").read_text()
     labels = ("hyper_hypercube (k=3)", "one_peer_hypercube", "= hyper_hypercube (k=1)", "hypercube", "= exponential")
     assert all(f"<!-- {label} -->" in text for label in labels)
@@ -145,7 +144,7 @@ def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Pa
     ]  # fmt: skip
     found = topologies.compare(asked, world_size=24)
     assert len(found.rows) > 10  # more than there are colours
-    found.draw(tmp_path / "asked.svg")
+    topologies.draw_comparison(found, tmp_path / "asked.svg")
     text = (tmp_path / "asked.svg").read_text()
     for row in found.rows:
         assert f"<!-- {row.topology} -->" in text or f"<!-- = {row.topology} -->" in text, row.topology
@@ -156,13 +155,13 @@ def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Pa
 
 
 def test_of_all_families_the_figure_names_ten(tmp_path: Path) -> None:
-    topologies.compare(world_size=6).draw(tmp_path / "all.svg")
+    topologies.draw_comparison(topologies.compare(world_size=6), tmp_path / "all.svg")
     assert re.search(r"<!-- fewest bytes first; \d+ more in grey -->", (tmp_path / "all.svg").read_text())
 
 
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"path must end in \.svg or \.png"):
-        topologies.compare(["ring"], world_size=4).draw(tmp_path / "figure.pdf")
+        topologies.draw_comparison(topologies.compare(["ring"], world_size=4), tmp_path / "figure.pdf")
 
 
 def test_recommendation_by_hand() -> None:

@@ -4,15 +4,16 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
 import topologies
-from topologies import Facts, Topology, facts_of, registry
+from topologies import Facts, Topology, facts_of
 from topologies.analysis import beta, product, slem
+from topologies.family_registry import FAMILIES
 from topologies.reports.docstring_facts import PROPERTIES
 
 DOCSTRING = '''"""Everybody with everybody.
@@ -42,15 +43,12 @@ Examples
 
 
 @pytest.fixture(autouse=True)
-def _own_families() -> Iterator[None]:
-    before = dict(registry._FAMILIES)
-    yield
-    registry._FAMILIES.clear()
-    registry._FAMILIES.update(before)
+def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
 def register(docstring: str) -> None:
-    registry._FAMILIES.pop("all", None)
+    FAMILIES._entries.pop("all", None)
 
     def everybody(world_size: int) -> Topology:
         return topologies.build("complete", world_size)

@@ -2,15 +2,15 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from repository import REPOSITORY
 
 import topologies
-from topologies import Round, Topology, registry
+from topologies import Round, Topology
 from topologies.__main__ import main
+from topologies.family_registry import FAMILIES
 from topologies.reports.family_samples import options_text, samples
 from topologies.reports.family_table import BEGIN, END, markdown_table, update_table
 
@@ -18,11 +18,8 @@ README = REPOSITORY / "README.md"
 
 
 @pytest.fixture(autouse=True)
-def _own_families() -> Iterator[None]:
-    before = dict(registry._FAMILIES)
-    yield
-    registry._FAMILIES.clear()
-    registry._FAMILIES.update(before)
+def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
 def cells(table: str, name: str) -> list[list[str]]:

@@ -1,0 +1,409 @@
+"""A schedule of rounds, as immutable data: what happens in round t, and of which phases it is made."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+
+from topologies.plain_data import frozen
+from topologies.round import Round, check_sums
+from topologies.validation import Stochasticity, check_integer, check_stochasticity, check_world_size
+
+#: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
+_CACHED_ROUNDS = 64
+
+
+ScheduleT = TypeVar("ScheduleT", bound="Schedule")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule:
+    """A schedule of rounds for ``world_size`` ranks; round t follows from t alone, on every rank alike.
+
+    It is the data of a :class:`Topology`, and all that is needed to exchange, compose and measure it.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks n.
+    make_round
+        Builds round t, for ``0 <= t < warmup + period`` (any t >= 0 if there is no period). Its result must depend
+        on t alone. What it returns is checked when it is first used.
+    period
+        Number of rounds before the schedule repeats, once the warm-up is over; ``None`` if it never does.
+    stochasticity
+        "doubly": rows and columns of every W sum to 1, so the mean over ranks is kept. "row" or "column": only
+        these do.
+    promised_symmetric
+        Whether every W is symmetric; ``None``: measured over a period when asked for. Without a period it
+        must be promised to be believed.
+    promised_exact_after
+        If given, the promise that from a period boundary on the product of this many rounds is exactly
+        J = 11^T / n. A period begins at round ``warmup`` and every ``period`` rounds later.
+    name
+        The registered name, or one of your choice.
+    options
+        What the family was built with, as plain data.
+    """
+
+    world_size: int
+    make_round: Callable[[int], Round]
+    period: int | None
+    stochasticity: Stochasticity = "doubly"
+    promised_symmetric: bool | None = None
+    promised_exact_after: int | None = None
+    name: str = "custom"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    registered: bool = False
+    _cache: dict[int, Round] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "options", MappingProxyType({key: frozen(value) for key, value in self.options.items()})
+        )
+        check_world_size(self.world_size)
+        check_stochasticity(self.stochasticity)
+        if self.period is not None:
+            check_integer("period", self.period, minimum=1)
+
+    @classmethod
+    def from_rounds(
+        cls, rounds: Iterable[Round], *, stochasticity: Stochasticity = "doubly", name: str = "custom"
+    ) -> Self:
+        """Return the schedule that repeats the given rounds.
+
+        Raises
+        ------
+        ValueError
+            If there are none, their sizes differ, or a row or column does not sum to 1 as ``stochasticity``
+            promises. The error names the round, the row and the sum.
+        """
+        if isinstance(rounds, Round) or not isinstance(rounds, Iterable):
+            raise TypeError(
+                f"rounds must be a list of at least one Round, got a {type(rounds).__name__}; pass [round_]"
+            )
+        given = tuple(rounds)
+        if not given:
+            raise ValueError("rounds is empty; pass at least one Round, such as Round.identity(world_size)")
+        for number, round_ in enumerate(given):
+            if not isinstance(round_, Round):
+                raise TypeError(
+                    f"rounds[{number}] is a {type(round_).__name__}, not a Round; wrap a matrix in Round.from_matrix"
+                )
+        schedule = cls(
+            world_size=given[0].world_size,
+            make_round=given.__getitem__,
+            period=len(given),
+            stochasticity=stochasticity,
+            name=name,
+        )
+        for number, round_ in enumerate(given):
+            schedule._check_round(round_, number)
+        return schedule
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[..., Round],
+        *,
+        seed: int | None = None,
+        period: int | None = None,
+        stochasticity: Stochasticity = "doubly",
+        symmetric: bool | None = None,
+        name: str = "custom",
+    ) -> Self:
+        """Return the schedule whose round t is computed by a function.
+
+        Parameters
+        ----------
+        function
+            ``function(t) -> Round``; with a ``seed`` it is called as ``function(t, generator)``. It must give
+            the same round on every rank: use no other source of randomness than the generator.
+        seed
+            At least 0. The generator of round t is ``numpy.random.default_rng((seed, t))``: round t needs no
+            earlier one.
+        period
+            Number of rounds before the schedule repeats; ``None``: it does not.
+        stochasticity, symmetric
+            What every round promises; a round that breaks a promise is refused when it is first used. Only those of
+            :meth:`Round.from_formula` are taken on trust.
+        name
+            A name for reports.
+
+        Raises
+        ------
+        ValueError
+            If round 0 breaks a promise; later rounds are checked when they are first used. A round from
+            :meth:`Round.from_formula` is trusted: return one from ``from_rows`` or ``from_edges`` to have it checked.
+
+        Examples
+        --------
+        >>> def shift(t):
+        ...     return Round.from_rows([{(i + 1 + t) % 5: 0.5} for i in range(5)])
+        >>> Schedule.from_function(shift, period=4).round(6).neighbours(0)
+        {3: 0.5}
+        """
+        if not callable(function):
+            raise TypeError(
+                f"function must be a function of t that returns a Round, got {function!r} ({type(function).__name__})"
+            )
+        make_round = function if seed is None else _Seeded(function, check_integer("seed", seed, minimum=0))
+        first = make_round(0)
+        _check_is_round(first, 0)
+        schedule = cls(
+            world_size=first.world_size,
+            make_round=make_round,
+            period=period,
+            stochasticity=stochasticity,
+            promised_symmetric=symmetric,
+            name=name,
+        )
+        schedule._check_round(first, 0)
+        return schedule
+
+    def round(self, t: int) -> Round:
+        """Return round t >= 0. No other round is built for it.
+
+        Raises
+        ------
+        ValueError
+            If t is negative, or round t is of another size or its matrix breaks the declared stochasticity.
+        """
+        number = check_integer("t", t, minimum=0)
+        if self.period is not None and number >= self.warmup:
+            number = self.warmup + (number - self.warmup) % self.period
+        round_ = self._cache.get(number)
+        if round_ is None:
+            round_ = self.make_round(number)
+            _check_is_round(round_, number)
+            self._check_round(round_, number)
+            if len(self._cache) >= _CACHED_ROUNDS:
+                self._cache.clear()
+            self._cache[number] = round_
+        return round_
+
+    @property
+    def phases(self) -> tuple[Phase[Self], ...]:
+        """The topologies that run one after the other: only itself, unless made by :meth:`every` or :meth:`then`."""
+        phases = self.make_round.phases if isinstance(self.make_round, Expression) else ()
+        return phases or (Phase(self),)
+
+    @property
+    def warmup(self) -> int:
+        """Number of rounds before the part that repeats begins; 0 unless the topology was made by :meth:`then`."""
+        return self.phases[-1].start
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Whether the mean over ranks is kept: rows and columns of every W sum to 1."""
+        return self.stochasticity == "doubly"
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every W is symmetric. Without a period: only if that was promised."""
+        if self.promised_symmetric is not None:
+            return self.promised_symmetric
+        if isinstance(self.make_round, Expression):
+            return self.make_round.symmetric
+        return self.period is not None and all(self.round(t).is_symmetric for t in range(self.period))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same data; schedules from functions without a period equal only themselves."""
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        if self is other:
+            return True
+        if self._identity() != other._identity():
+            return False
+        if self.registered and other.registered:
+            return True
+        if isinstance(self.make_round, Expression) or isinstance(other.make_round, Expression):
+            return bool(self.make_round == other.make_round)
+        return self.period is not None and all(self.round(t) == other.round(t) for t in range(self.period))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.world_size, self.period))
+
+    def __repr__(self) -> str:
+        options = f"{brief_options(self.options)}, " if self.options else ""
+        warmup = f"warmup={self.warmup}, " if self.warmup else ""
+        return (
+            f"{type(self).__name__}({self.name!r}, world_size={self.world_size}, {options}{warmup}period={self.period})"
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickle a schedule of rounds by its rounds, a composed one by its phases."""
+        names = (field.name for field in fields(self) if field.init and field.name != "registered")
+        given = {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
+        return functools.partial(type(self), **given), ()
+
+    def _identity(self) -> tuple[Any, ...]:
+        options = dict(self.options) if self.registered else {}
+        return self.name, self.world_size, self.period, self.stochasticity, self.registered, options
+
+    def _check_round(self, round_: Round, number: int) -> None:
+        where = f"round {number} of topology {self.name!r}"
+        if round_.world_size != self.world_size:
+            raise ValueError(
+                f"{where} is for {round_.world_size} ranks, the topology for {self.world_size}; build all rounds "
+                f"for the same world_size"
+            )
+        if not round_.is_formula:
+            check_sums(round_, self.stochasticity, where=where)
+            if self.promised_symmetric and not self.registered and not round_.is_symmetric:
+                raise ValueError(
+                    f"{where} is not symmetric, which was promised; make W[i, j] == W[j, i], or do not pass "
+                    f"symmetric=True"
+                )
+
+
+@dataclass(frozen=True)
+class Phase(Generic[ScheduleT]):
+    """The part of a schedule in which one topology runs.
+
+    Parameters
+    ----------
+    topology
+        The topology whose rounds are exchanged; not itself made of phases.
+    every
+        Round s of the topology is round ``start + every * (s + 1) - 1`` of the schedule, after ``every - 1``
+        identity rounds.
+    start
+        The first round of the phase.
+    stop
+        The first round after it; ``None``: it never ends.
+    """
+
+    topology: ScheduleT
+    every: int = 1
+    start: int = 0
+    stop: int | None = None
+
+    def number_of(self, exchange: int) -> int:
+        """Return which round of the schedule the topology's round ``exchange`` is."""
+        return self.start + self.every * (exchange + 1) - 1
+
+    def num_distinct(self, *, sampled: int) -> int:
+        """Return after how many exchanges they repeat or the phase ends.
+
+        Parameters
+        ----------
+        sampled
+            How many exchanges to count at most of a topology without a period.
+        """
+        distinct = self.topology.period or sampled
+        return distinct if self.stop is None else min(distinct, (self.stop - self.start) // self.every)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every exchange of the phase is symmetric; without a period only if the topology promises it."""
+        num_exchanges = self.num_distinct(sampled=1)
+        if self.topology.symmetric or not num_exchanges:
+            return True
+        period = self.topology.period
+        if period is None or num_exchanges == period:
+            return False
+        return all(self.topology.round(exchange).is_symmetric for exchange in range(num_exchanges))
+
+
+class Expression(abc.ABC):
+    """The rule by which the rounds of a topology follow from those of others; the topology's ``make_round``.
+
+    A subclass is a frozen dataclass of what it is made of: two expressions are equal if their parts are.
+    """
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> tuple[Schedule, ...]:
+        """The topologies that it is made of."""
+
+    @abc.abstractmethod
+    def __call__(self, t: int) -> Round:
+        """Return round t."""
+
+    @property
+    def phases(self) -> tuple[Phase[Any], ...]:
+        """The phases that follow each other; empty: the schedule is one phase."""
+        return ()
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every W is symmetric; without a period only if the parts promise it."""
+        return all(part.symmetric for part in self.parts)
+
+
+class _Seeded:
+    """Calls ``function(t, generator)`` with a generator that depends on (seed, t) alone."""
+
+    def __init__(self, function: Callable[..., Round], seed: int) -> None:
+        self.function = function
+        self.seed = seed
+
+    def __call__(self, t: int) -> Round:
+        return self.function(t, np.random.default_rng((self.seed, t)))
+
+
+def check_schedule(argument: str, value: object, world_size: int | str = "world_size") -> None:
+    """Refuse what is no topology."""
+    if not isinstance(value, Schedule):
+        raise TypeError(
+            f"{argument} must be a Topology, got {value!r} ({type(value).__name__}); make one with "
+            f"topologies.build(name, {world_size})"
+        )
+
+
+def _check_is_round(value: object, number: int) -> None:
+    """Refuse what is no round."""
+    if not isinstance(value, Round):
+        raise TypeError(
+            f"function must return a Round, got {type(value).__name__} for round {number}; wrap a matrix in "
+            f"Round.from_matrix"
+        )
+
+
+def expression_text(topology: Schedule) -> str:
+    """Return the topology's name, with its options in brackets."""
+    options = brief_options(topology.options) if topology.registered else ""
+    return f"{topology.name}({options})" if options else topology.name
+
+
+def brief_options(options: Mapping[str, Any]) -> str:
+    """Return ``name=value, ...`` with long values cut and mappings, such as a graph, left out."""
+    return ", ".join(
+        f"{name}={'{...}' if isinstance(value, Mapping) else reprlib.repr(value)}" for name, value in options.items()
+    )
+
+
+def check_no_warmup(operation: str, parts: Iterable[Schedule]) -> None:
+    """Refuse parts that begin with a warm-up where only what repeats can be combined."""
+    for part in parts:
+        if part.warmup:
+            raise ValueError(
+                f"{operation} combines schedules that repeat, but {part.name!r} begins with a warm-up of "
+                f"{part.warmup} rounds; combine first, and put then(..., after={part.warmup}) behind it"
+            )
+
+
+def common_stochasticity(parts: Iterable[Schedule]) -> Stochasticity:
+    """Return what the rounds of all parts keep: "doubly", "row" or "column".
+
+    Raises
+    ------
+    ValueError
+        If one part is only row- and another only column-stochastic.
+    """
+    weaker: dict[Stochasticity, str] = {part.stochasticity: part.name for part in parts}
+    weaker.pop("doubly", None)
+    if len(weaker) > 1:
+        raise ValueError(
+            f"topology {weaker['row']!r} is only row-stochastic and {weaker['column']!r} only column-stochastic: no "
+            f"algorithm serves both; use doubly stochastic weights for one of them"
+        )
+    return next(iter(weaker), "doubly")
