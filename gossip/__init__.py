@@ -29,6 +29,7 @@ from gossip.compression.choco import Choco as Choco
 from gossip.compression.codec import BucketShape as BucketShape
 from gossip.compression.codec import Codec as Codec
 from gossip.compression.codec import Compression as Compression
+from gossip.compression.compression_names import COMPRESSIONS as COMPRESSIONS
 from gossip.compression.modulo import ModuloQuantization as ModuloQuantization
 from gossip.compression.powergossip import PowerGossip as PowerGossip
 from gossip.compression.value_codecs import Cast as Cast
@@ -53,6 +54,7 @@ from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
+    "COMPRESSIONS",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",

@@ -22,7 +22,7 @@ import torch
 import topologies
 from gossip import AdaptWhileCommunicating, BucketShape, Codec
 from gossip.compression.codec import Messages
-from gossip.compression.compression_names import BY_NAME, resolve_compression
+from gossip.compression.compression_names import COMPRESSIONS, resolve_compression
 
 NUM_WARM_UP = 3
 NOT_BY_VECTOR = ("powergossip",)  # its bytes depend on the matrices
@@ -129,7 +129,7 @@ def main() -> None:
         f"{arguments.numel} float32 on {device}, torch {torch.__version__}; a copy: {_speed(arguments.numel, copy_s)}\n"
     )
     print("| compression | bytes per value | encode | decode and mix |\n| --- | ---: | ---: | ---: |")
-    for name in (None, *BY_NAME):
+    for name in (None, *COMPRESSIONS.available()):
         if name not in NOT_BY_VECTOR:
             times, size = measure(name, arguments.numel, device, arguments.repetitions)
             cells = [_speed(arguments.numel, times[part]) for part in ("encode", "decode by rank 0")]

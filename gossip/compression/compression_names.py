@@ -11,16 +11,20 @@ from gossip.compression.codec import Compression
 from gossip.compression.modulo import ModuloQuantization
 from gossip.compression.powergossip import PowerGossip
 from gossip.compression.value_codecs import Cast, Uncompressed
+from topologies.registry import Registry
 
-BY_NAME: dict[str, Callable[[], Compression]] = {
-    "bf16": lambda: Cast(torch.bfloat16),
-    "fp16": lambda: Cast(torch.float16),
-    "int8": lambda: ModuloQuantization(8),
-    "int4": lambda: ModuloQuantization(4),
-    "choco": Choco,
-    "powergossip": PowerGossip,
-}
-"""Each with its default constants."""
+COMPRESSIONS: Registry[Callable[[], Compression]] = Registry(
+    "compression",
+    {
+        "bf16": lambda: Cast(torch.bfloat16),
+        "fp16": lambda: Cast(torch.float16),
+        "int8": lambda: ModuloQuantization(8),
+        "int4": lambda: ModuloQuantization(4),
+        "choco": Choco,
+        "powergossip": PowerGossip,
+    },
+)
+"""With their default constants; ``gossip.COMPRESSIONS.register(name)`` decorates one of a user's own."""
 
 
 def resolve_compression(compression: str | Compression | None) -> Compression:
@@ -39,6 +43,4 @@ def resolve_compression(compression: str | Compression | None) -> Compression:
         raise TypeError(
             f"compression must be a name or a gossip.Compression, got {compression!r}; pass e.g. ModuloQuantization(8)"
         )
-    if compression not in BY_NAME:
-        raise ValueError(f"there is no compression {compression!r}; choose one of {', '.join(BY_NAME)}, or None")
-    return BY_NAME[compression]()
+    return COMPRESSIONS.get(compression)()
