@@ -17,7 +17,7 @@ from loguru import logger
 
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, LaunchError
-from gossip.lab.experiments import attempts, new_folders, resuming, run_folder
+from gossip.lab.experiments import attempts, new_folders, registered_choices, resuming, run_folder
 from gossip.lab.experiments.attempts import State
 from gossip.lab.experiments.config_errors import check_flags, explain
 from gossip.lab.experiments.console_table import print_run
@@ -58,6 +58,10 @@ def main(config_folder: Path, config_name: str) -> int:
         raises ``SystemExit(143)`` and USR1 ``SystemExit(138)``, after a checkpoint where checkpoints are on.
     """
     if set(FLAGS).intersection(sys.argv[1:]):
+        try:
+            registered_choices.offer(sys.argv[1:], config_folder)
+        except ConfigurationError as error:
+            return report(error, config_folder, config_name)
         print(help_text(sys.argv[0], config_folder, config_name))
         return 0
     for each in SIGNALS:
@@ -137,6 +141,7 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
     from gossip.lab.sweeps import sweeper
 
     check_flags(sys.argv[1:])
+    registered_choices.offer(sys.argv[1:], config_folder)
     errors: list[Exception] = []
 
     def task(config: Any) -> None:

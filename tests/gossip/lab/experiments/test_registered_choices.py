@@ -1,0 +1,95 @@
+"""What a user's module registers is chosen on the command line like the files of a group."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from composing import CommandLine
+from hydra.core.config_store import ConfigStore
+from repository import CONFIGS
+
+import topologies
+from gossip.lab.experiments import train_command
+from gossip.lab.experiments.registered_choices import TOPOLOGY, registered
+from topologies.family_registry import FAMILIES
+
+MODULE = '''
+import topologies
+from topologies import Round, Topology
+
+
+@topologies.register("two_halves")
+def two_halves(world_size: int, *, shift: int = 0) -> Topology:
+    """Each half averages inside itself; every other round the halves meet in pairs."""
+    half = world_size // 2
+    inside = Round.from_groups(world_size, [range(half), range(half, 2 * half)])
+    across = Round.from_groups(world_size, [(rank, half + (rank + shift) % half) for rank in range(half)])
+    return Topology.from_rounds([inside, across])
+
+
+@topologies.register("needs_width")
+def needs_width(world_size: int, *, width: int) -> Topology:
+    return topologies.build("ring", world_size)
+'''
+IMPORTS = "imports=[user_topologies]"
+
+
+@pytest.fixture(autouse=True)
+def _own_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "user_topologies.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+    yield
+    ConfigStore.instance().repo.pop(TOPOLOGY, None)
+    sys.modules.pop("user_topologies", None)
+
+
+def test_a_registered_topology_runs_by_its_name(command: CommandLine, tmp_path: Path) -> None:
+    small = ("engine=virtual", "launch.world_size=4", "training.steps=2", "figures=false")
+    status, errors = command(IMPORTS, "topology=two_halves", "topology.options.shift=1", *small)
+    assert (status, errors.count("error")) == (0, 0)
+    (config,) = (tmp_path / "outputs").glob("*/config.yaml")
+    assert "name: two_halves" in config.read_text()
+    summary = json.loads((config.parent / "summary.json").read_text())
+    assert summary["topology"] == "two_halves"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((IMPORTS, "topology=two_halfs"), "there is no topology=two_halfs; did you mean two_halves? Available: "),
+        (("topology=two_halves",), "there is no topology=two_halves"),
+        (
+            (IMPORTS, "topology=two_halves", "topology.options.shft=1"),
+            "the configuration has no key topology.options.shft; did you mean topology.options.shift?",
+        ),
+        ((IMPORTS, "topology=needs_width"), "topology.options.width has no value; set it"),
+        (("imports=[user_topologees]", "topology=two_halves"), "imports=user_topologees cannot be imported"),
+        (("imports=user_topologies", "topology=two_halves"), "imports=user_topologies is no list of modules"),
+        (("imports=[user_topologies", "topology=two_halves"), "does not close its bracket ["),
+    ],
+)
+def test_what_cannot_be_chosen_is_one_line(arguments: tuple[str, ...], text: str, command: CommandLine) -> None:
+    status, errors = command(*arguments)
+    assert status == 2
+    assert text in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_help_lists_what_is_registered_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--help", IMPORTS])
+    assert train_command.main(CONFIGS, "train") == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("topology=two_halves")
+    assert lines[first + 1].strip() == ("Each half averages inside itself; every other round the halves meet in pairs.")
+    assert lines[first + 2].strip() == "topology.options.shift=0"
+    assert "topology=ring" in lines
+
+
+def test_families_of_the_package_have_files() -> None:
+    assert list(registered(CONFIGS)) == []
+    assert topologies.available()
