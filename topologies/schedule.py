@@ -191,13 +191,13 @@ class Schedule:
 
     @property
     def phases(self) -> tuple[Phase[Self], ...]:
-        """The topologies that run one after the other: only itself, unless made by :meth:`every` or :meth:`then`."""
+        """The topologies that run one after the other: only itself, unless it was made by ``every`` or ``then``."""
         phases = self.make_round.phases if isinstance(self.make_round, Expression) else ()
         return phases or (Phase(self),)
 
     @property
     def warmup(self) -> int:
-        """Number of rounds before the part that repeats begins; 0 unless the topology was made by :meth:`then`."""
+        """Number of rounds before the part that repeats begins; 0 unless it was made by :meth:`Topology.then`."""
         return self.phases[-1].start
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -155,7 +155,6 @@ def test_world_size_is_an_integer(world_size: object) -> None:
         Round.identity(world_size)  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float64, st.integers(1, 7).map(lambda n: (n, n)), elements=st.sampled_from([0, 0, 0, 0.5, -0.25])))
 def test_any_matrix_survives(matrix: np.ndarray) -> None:
     round_ = Round.from_matrix(matrix)
@@ -215,7 +214,6 @@ def test_a_formula_is_asked_for_one_rank_alone() -> None:
     assert set(asked) == {7, 8}
 
 
-@settings(deadline=None)  # the first example imports scipy
 @given(st.integers(1, 9), st.integers(0, 2**32), st.booleans())
 def test_mixing_is_the_product_with_the_matrix(world_size: int, seed: int, grouped: bool) -> None:
     generator = np.random.default_rng(seed)

@@ -311,7 +311,7 @@ def test_connectivity_and_diameter(topology: Topology) -> None:
     assert analysis.diameter(topology) == nx.diameter(union)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 90), st.integers(0, 2**32), st.booleans(), st.integers(0, 5), st.integers(1, 500))
 def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool, most_sweeps: int, block_bytes: int) -> None:
     graph = nx.gnp_random_graph(n, 3 / n, seed=seed, directed=directed)

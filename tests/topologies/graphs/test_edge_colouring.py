@@ -39,19 +39,19 @@ def graphs(draw: st.DrawFn, bipartite: bool = False) -> nx.Graph:
     return nx.Graph(chosen)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs())
 def test_edge_colouring_is_proper_with_at_most_one_colour_too_many(graph: nx.Graph) -> None:
     assert largest_degree(graph) <= num_colours(graph) <= largest_degree(graph) + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(bipartite=True))
 def test_edge_colouring_of_a_bipartite_graph_is_optimal(graph: nx.Graph) -> None:
     assert num_colours(graph) == largest_degree(graph)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs())
 def test_edge_colouring_by_fans_alone_needs_one_colour_more_at_most(graph: nx.Graph) -> None:
     edges = module._sorted_edges(graph)
@@ -107,7 +107,7 @@ def test_edge_colouring_of_nothing() -> None:
     assert edge_colouring([]) == edge_colouring(nx.empty_graph(4)) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_edge_colouring_depends_on_the_set_of_edges_alone(graph: nx.Graph, random: object) -> None:
     edges = [edge if random.random() < 0.5 else edge[::-1] for edge in graph.edges]  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ def connected_graphs(draw: st.DrawFn) -> nx.Graph:
     return graph
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(connected_graphs())
 def test_optimal_weights_on_any_graph(graph: nx.Graph) -> None:
     n = len(graph)

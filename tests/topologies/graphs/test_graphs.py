@@ -7,7 +7,7 @@ from pathlib import Path
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import topologies
@@ -48,7 +48,6 @@ def test_schemes_by_hand(scheme: str, expected: list[list[float]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:weights='metropolis_hastings' never converges")
-@settings(deadline=None)
 @given(connected_graphs())
 def test_schemes_on_any_graph(graph: nx.Graph) -> None:
     n = len(graph)
