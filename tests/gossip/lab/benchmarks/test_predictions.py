@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab_hosts import why_no_hosts
 from repository import REPOSITORY
-from test_lab import why_not
 
 from gossip.lab.benchmarks.bench_predictions import Case, measure_case
 from gossip.lab.benchmarks.networks import Loopback
@@ -47,7 +47,7 @@ def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None
 
 @pytest.mark.root
 def test_script_measures_in_the_lab(tmp_path: Path) -> None:
-    missing = why_not()
+    missing = why_no_hosts()
     if missing is not None:
         pytest.skip(missing)
     output = tmp_path / "steps.json"
