@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs lint, types and the whole test suite: first the project's own tests, then those beside other
-# libraries and programs. With arguments, pytest runs once, with these.
+# libraries and programs. With --quick only those of the project's own tests that start no process and are not slow, in
+# less than two minutes. With other arguments, pytest runs once, with these.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -15,7 +16,9 @@ check lint .venv/bin/ruff check .
 check format .venv/bin/ruff format --check .
 check types .venv/bin/mypy
 pytest=(.venv/bin/python -m pytest -n 2 --dist loadgroup)
-if [ $# -gt 0 ]; then
+if [ "${1:-}" = --quick ]; then
+    check quick "${pytest[@]}" tests --ignore=tests/interop -m "not processes and not slow" "${@:2}"
+elif [ $# -gt 0 ]; then
     check tests "${pytest[@]}" "$@"
 else
     check tests "${pytest[@]}" tests --ignore=tests/interop

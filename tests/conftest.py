@@ -6,8 +6,10 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, before it is imported: as for torch below
 
+import functools
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,37 @@ torch.set_num_threads(1)  # the tensors of tests are small, and the cores are sh
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
 """pytest's own, and what scikit-learn and torch set when they are first imported."""
+
+STARTERS = frozenset(
+    (
+        "gossip.launching.launcher",
+        "multiprocessing",
+        "programs",
+        "running",
+        "slurm_cluster",
+        "subprocess",
+        "unsupervised",
+    )
+)
+"""The modules by which tests start processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes; and begin with what takes long, so that no worker is alone with it at the end."""
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item.module):
+            item.add_marker(pytest.mark.processes)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # xdist puts large groups before all
+
+
+@functools.cache
+def starts_processes(module: ModuleType) -> bool:
+    """Whether a test module has imported what starts processes, or something of it."""
+    origins = (
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        for value in vars(module).values()
+    )
+    return any(origin in STARTERS for origin in origins)
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ def bench(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_bench_leaves_a_table_and_figures(tmp_path: Path) -> None:
     done = bench(tmp_path, *TINY, "bench/methods=stragglers", "bench.straggler=exponential")
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hydra import compose, initialize_config_dir
 from repository import REPOSITORY
 from running import sweep
@@ -14,6 +15,7 @@ from gossip.lab.sweeps import sweeper
 TINY = ("experiment=smoke", "launch.world_size=3", "seed=0", "training.steps=10", "topology=ring", "compression=none")
 
 
+@pytest.mark.slow
 def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
     run = sweep(tmp_path, *TINY, "topology=ring,hypercube", "optimizer.lr=0.1,-1", "hydra.launcher.n_jobs=2")
     assert run.status == 1, run.stderr

@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from omegaconf import OmegaConf
 from running import run_folders, train
@@ -18,6 +19,7 @@ from gossip.lab.experiments.records import read_jsonl
 TINY = ("training.epochs=2", "launch.world_size=2")
 
 
+@pytest.mark.slow
 def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
     run = train(tmp_path, *TINY, "logger=tensorboard")
     assert run.status == 0, run.stderr

@@ -77,6 +77,7 @@ def resume_at_every_step(folder: str, names: Sequence[str], num_steps: int) -> N
             model.close()
 
 
+@pytest.mark.slow
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     launch(run_with_and_without_saving, str(tmp_path), list(RUNS), 4, world_size=4)
     launch(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)

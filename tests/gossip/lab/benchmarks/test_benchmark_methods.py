@@ -52,6 +52,7 @@ def measure_everything(folder: str) -> None:
     bench_worker.run(specification(Path(folder), dist.get_rank()))
 
 
+@pytest.mark.slow
 def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> None:
     gossip.launch(measure_everything, str(tmp_path), world_size=2, num_threads=1)
     for rank in range(2):
