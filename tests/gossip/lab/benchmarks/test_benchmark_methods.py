@@ -19,6 +19,8 @@ from gossip.lab.benchmarks.counters import InterfaceBytes, PeakMemory
 from gossip.lab.benchmarks.step_measuring import average_
 from gossip.lab.experiments.records import read_jsonl
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, dict[str, Any]] = {
     "local": {},
     "ddp": {"bucket_cap_mb": 1, "hook": "bf16"},
@@ -52,7 +54,6 @@ def measure_everything(folder: str) -> None:
     bench_worker.run(specification(Path(folder), dist.get_rank()))
 
 
-@pytest.mark.slow
 def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> None:
     gossip.launch(measure_everything, str(tmp_path), world_size=2, num_threads=1)
     for rank in range(2):

@@ -16,6 +16,8 @@ from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim, read_overrides
 
+pytestmark = pytest.mark.slow
+
 FAILS_AT = 11
 LAST_CHECKPOINT = 10
 SMALL = (
@@ -54,7 +56,6 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if not key.endswith("_s")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,7 +81,6 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, options: tuple[str, ...]) 
     assert not list((tmp_path / "run").glob("*.lock"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_resumed_run_takes_another_number_of_ranks(tmp_path: Path, world_size: int) -> None:
     folder = tmp_path / "run"

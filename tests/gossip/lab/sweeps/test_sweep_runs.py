@@ -19,6 +19,8 @@ from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweeper import GridSweeper
 from gossip.launching import fork_server
 
+pytestmark = pytest.mark.slow
+
 Sweep = Callable[..., int]
 
 TINY = ("hydra/launcher=basic", "engine=virtual", "training.steps=2", "training.batch_size=4", "model.hidden=[4]")
