@@ -301,6 +301,24 @@ def test_the_same_edit_on_all_ranks_leaves_a_parameter_equal() -> None:
     launch(editing_alike, world_size=2)
 
 
+def editing_one_after_the_other() -> None:
+    model = make_model(topology="ring")
+    start = make_module()[2].weight.detach()
+    with torch.no_grad():
+        model.module[2].weight.add_(model.rank)
+    model.consensus_distance()
+    with torch.no_grad():
+        model.module[0].weight.mul_(2)  # alike
+    with model.averaged():
+        torch.testing.assert_close(model.module[2].weight.detach(), start + 0.5)
+    assert model._engine.frozen.differing == ["2.weight"]  # type: ignore[union-attr]
+    model.close()
+
+
+def test_a_parameter_that_differs_does_so_whatever_is_written_next() -> None:
+    launch(editing_one_after_the_other, world_size=2)
+
+
 def converting_on_one_rank() -> str:
     model = make_model(topology="ring")
     if model.rank == 1:
