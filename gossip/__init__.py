@@ -5,6 +5,7 @@ Every rank trains its own replica and, after each step, averages it with a few p
 workers on this machine.
 """
 
+from gossip.algorithms import ALGORITHMS as ALGORITHMS
 from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms import Algorithm as Algorithm
@@ -54,6 +55,7 @@ from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
+    "ALGORITHMS",
     "COMPRESSIONS",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",

@@ -2,6 +2,7 @@
 
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating as AdaptWhileCommunicating
+from gossip.algorithms.algorithm_names import ALGORITHMS as ALGORITHMS
 from gossip.algorithms.algorithm_names import resolve_algorithm as resolve_algorithm
 from gossip.algorithms.base import VALUES as VALUES
 from gossip.algorithms.base import Algorithm as Algorithm
@@ -14,6 +15,7 @@ from gossip.algorithms.momentum_exchange import MomentumExchange as MomentumExch
 from gossip.algorithms.push_sum import PushSum as PushSum
 
 __all__ = [
+    "ALGORITHMS",
     "VALUES",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating
 from gossip.algorithms.base import Algorithm
@@ -9,17 +11,22 @@ from gossip.algorithms.exact_diffusion import ExactDiffusion
 from gossip.algorithms.gradient_tracking import GradientTracking
 from gossip.algorithms.momentum_exchange import MomentumExchange
 from gossip.algorithms.push_sum import PushSum
+from topologies.registry import Registry
 
-_BY_NAME: dict[str, type[Algorithm]] = {
-    "adapt_while_communicating": AdaptWhileCommunicating,
-    "awc": AdaptWhileCommunicating,
-    "adapt_then_combine": AdaptThenCombine,
-    "atc": AdaptThenCombine,
-    "exact_diffusion": ExactDiffusion,
-    "gradient_tracking": GradientTracking,
-    "momentum_exchange": MomentumExchange,
-    "push_sum": PushSum,
-}
+ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
+    "algorithm",
+    {
+        "adapt_while_communicating": AdaptWhileCommunicating,
+        "awc": AdaptWhileCommunicating,
+        "adapt_then_combine": AdaptThenCombine,
+        "atc": AdaptThenCombine,
+        "exact_diffusion": ExactDiffusion,
+        "gradient_tracking": GradientTracking,
+        "momentum_exchange": MomentumExchange,
+        "push_sum": PushSum,
+    },
+)
+"""With their default constants; ``gossip.ALGORITHMS.register(name)`` decorates one of a user's own."""
 
 
 def resolve_algorithm(algorithm: str | Algorithm) -> Algorithm:
@@ -36,6 +43,4 @@ def resolve_algorithm(algorithm: str | Algorithm) -> Algorithm:
         raise TypeError(
             f"algorithm must be a name or a gossip.Algorithm, got {algorithm!r}; pass e.g. AdaptThenCombine()"
         )
-    if algorithm not in _BY_NAME:
-        raise ValueError(f"there is no algorithm {algorithm!r}; choose one of {', '.join(_BY_NAME)}")
-    return _BY_NAME[algorithm]()
+    return ALGORITHMS.get(algorithm)()

@@ -13,7 +13,7 @@ from gossip.compression.powergossip import PowerGossip
 from gossip.compression.value_codecs import Cast, Uncompressed
 from topologies.registry import Registry
 
-COMPRESSIONS: Registry[Callable[[], Compression]] = Registry(
+COMPRESSIONS: Registry[Callable[..., Compression]] = Registry(
     "compression",
     {
         "bf16": lambda: Cast(torch.bfloat16),

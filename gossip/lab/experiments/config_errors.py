@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.registered_choices import TOPOLOGY, registered
+from gossip.lab.experiments.registered_choices import registered
 from gossip.lab.experiments.run_settings import ConfigurationError, nearest
 
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -163,7 +163,7 @@ def _keys_of_this(config_folder: Path, config_name: str) -> Iterator[str]:
 def _chosen_files(arguments: Sequence[str], config_folder: Path) -> Iterator[str]:
     for argument in arguments:
         group, _, name = argument.partition("=")
-        is_registered = group == TOPOLOGY and name in registered(config_folder)
+        is_registered = name in registered(group, config_folder)
         if is_registered or (group and (config_folder / group / f"{name}.yaml").is_file()):
             yield argument
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
-from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
 from gossip.compression.codec import Compression
-from gossip.compression.compression_names import resolve_compression
+from gossip.compression.compression_names import COMPRESSIONS, resolve_compression
 from gossip.lab.experiments.datasets import Data
 from gossip.lab.experiments.loggers import Logger
 from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
@@ -26,6 +26,7 @@ from gossip.lab.experiments.run_settings import ConfigurationError, Settings, va
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
 from topologies import Topology
+from topologies.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _partition(config: Mapping[str, Any], data: Data, settings: Settings) -> tup
 
 def make_compression(config: Mapping[str, Any]) -> Compression:
     """What goes on the wire."""
-    return resolve_compression(_factory(config, "compression")())
+    return resolve_compression(_made(config, "compression", COMPRESSIONS))
 
 
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
@@ -162,7 +163,7 @@ def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
     ConfigurationError
         It cannot be built.
     """
-    return resolve_algorithm(_factory(config, "algorithm")())
+    return resolve_algorithm(_made(config, "algorithm", ALGORITHMS))
 
 
 def _blaming_topology(name: str, options: Mapping[str, Any], world_size: int, error: Exception) -> ConfigurationError:
@@ -278,6 +279,19 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
             raise blaming(key, section, error, works_without) from error
 
     return make
+
+
+def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., Any]]) -> Any:
+    """What ``config[key]`` names: a registered name with its options, or else a target."""
+    name, options = config[key].get("name"), config[key].get("options") or {}
+    if config[key].get(TARGET) or name is None:
+        return _factory(config, key)()
+    make = registry.get(name)
+    check_options(f"{key}.options", make, options)
+    try:
+        return make(**options)
+    except FAULTS as error:
+        raise blaming(f"{key}.options", options, error, lambda _: False) from error
 
 
 def _instantiated(key: str, section: Mapping[str, Any]) -> Callable[..., Any]:

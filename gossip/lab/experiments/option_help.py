@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gossip.lab.experiments.registered_choices import TOPOLOGY, options_of, registered, summary_of
+from gossip.lab.experiments.registered_choices import options_of, registered, summary_of
 
 FLAGS = ("--help", "-h")
 
@@ -51,10 +51,9 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
             lines += ["", f"{group}={path.stem}", *(f"  {line}" for line in _comment(path))]
             if group != "experiment":  # an experiment's file sets the options of others
                 lines += _options(path, group)
-        if group == TOPOLOGY:
-            for name in registered(config_folder):
-                lines += ["", f"{group}={name}", f"  {summary_of(name)}".rstrip()]
-                lines += [f"  {group}.options.{option}={value}" for option, value in options_of(name).items()]
+        for name in registered(group, config_folder):
+            lines += ["", f"{group}={name}", f"  {summary_of(group, name)}".rstrip()]
+            lines += [f"  {group}.options.{option}={value}" for option, value in options_of(group, name).items()]
     return "\n".join(lines)
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import topologies
+from gossip.algorithms import ALGORITHMS
+from gossip.compression.compression_names import COMPRESSIONS
 from gossip.lab.experiments.experiment_build import import_modules
+from topologies.family_registry import FAMILIES
+from topologies.registry import Registry
 
-TOPOLOGY = "topology"
+REGISTRIES: Mapping[str, Registry[Any]] = {
+    "topology": FAMILIES,
+    "algorithm": ALGORITHMS,
+    "compression": COMPRESSIONS,
+}
+"""By the group of the configuration."""
+
 _IMPORTS = "imports="
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _NEEDED = "???"
 """omegaconf's mark of a value that must be set."""
 
@@ -36,28 +46,30 @@ def offer(arguments: Sequence[str], config_folder: Path) -> None:
     for argument in arguments:
         if argument.startswith(_IMPORTS):
             import_modules({"imports": _value(argument)})
-    for name in registered(config_folder):
-        ConfigStore.instance().store(name, {"name": name, "options": options_of(name)}, group=TOPOLOGY)
+    for group in REGISTRIES:
+        for name in registered(group, config_folder):
+            ConfigStore.instance().store(name, {"name": name, "options": options_of(group, name)}, group=group)
 
 
-def registered(config_folder: Path) -> Iterator[str]:
-    """The names of topologies that have no file."""
-    for name in topologies.available():
-        if not (config_folder / TOPOLOGY / f"{name}.yaml").is_file():
+def registered(group: str, config_folder: Path) -> Iterator[str]:
+    """The names of a group that have no file."""
+    for name in REGISTRIES[group].available() if group in REGISTRIES else ():
+        if not (config_folder / group / f"{name}.yaml").is_file():
             yield name
 
 
-def summary_of(name: str) -> str:
-    """The first line of a registered topology's docstring."""
-    return (inspect.getdoc(topologies.family(name)) or "").partition("\n")[0]
+def summary_of(group: str, name: str) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(REGISTRIES[group].get(name)) or "").partition("\n")[0]
 
 
-def options_of(name: str) -> dict[str, Any]:
-    """The options of a registered topology with their defaults; those without one have to be set."""
-    _, *parameters = inspect.signature(topologies.family(name)).parameters.values()
+def options_of(group: str, name: str) -> dict[str, Any]:
+    """The options that have plain defaults, with these; and those that have to be set."""
+    parameters = list(inspect.signature(REGISTRIES[group].get(name)).parameters.values())
     return {
         parameter.name: _NEEDED if parameter.default is parameter.empty else parameter.default
-        for parameter in parameters
+        for parameter in parameters[group == "topology" :]  # whose first one is the world size
+        if parameter.default is parameter.empty or isinstance(parameter.default, _PLAIN)
     }
 
 

@@ -12,12 +12,12 @@ from composing import CommandLine
 from hydra.core.config_store import ConfigStore
 from repository import CONFIGS
 
-import topologies
+import gossip
 from gossip.lab.experiments import train_command
-from gossip.lab.experiments.registered_choices import TOPOLOGY, registered
-from topologies.family_registry import FAMILIES
+from gossip.lab.experiments.registered_choices import REGISTRIES, registered
 
 MODULE = '''
+import gossip
 import topologies
 from topologies import Round, Topology
 
@@ -34,6 +34,20 @@ def two_halves(world_size: int, *, shift: int = 0) -> Topology:
 @topologies.register("needs_width")
 def needs_width(world_size: int, *, width: int) -> Topology:
     return topologies.build("ring", world_size)
+
+
+@gossip.COMPRESSIONS.register("my_bits")
+def my_bits(*, bits: int = 8) -> gossip.Compression:
+    """As few bits as I like."""
+    return gossip.ModuloQuantization(bits)
+
+
+@gossip.ALGORITHMS.register("half_mixed")
+class HalfMixed(gossip.AdaptThenCombine):
+    """Half of what the neighbours say."""
+
+    def __init__(self, *, gamma: float = 0.5) -> None:
+        super().__init__(gamma)
 '''
 IMPORTS = "imports=[user_topologies]"
 
@@ -42,20 +56,25 @@ IMPORTS = "imports=[user_topologies]"
 def _own_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "user_topologies.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+    for registry in REGISTRIES.values():
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     yield
-    ConfigStore.instance().repo.pop(TOPOLOGY, None)
+    for group in REGISTRIES:
+        ConfigStore.instance().repo.pop(group, None)
     sys.modules.pop("user_topologies", None)
 
 
-def test_a_registered_topology_runs_by_its_name(command: CommandLine, tmp_path: Path) -> None:
+def test_what_is_registered_runs_by_its_name(command: CommandLine, tmp_path: Path) -> None:
     small = ("engine=virtual", "launch.world_size=4", "training.steps=2", "figures=false")
-    status, errors = command(IMPORTS, "topology=two_halves", "topology.options.shift=1", *small)
+    others = ("algorithm=half_mixed", "compression=my_bits", "compression.options.bits=4")
+    status, errors = command(IMPORTS, "topology=two_halves", "topology.options.shift=1", *others, *small)
     assert (status, errors.count("error")) == (0, 0)
     (config,) = (tmp_path / "outputs").glob("*/config.yaml")
     assert "name: two_halves" in config.read_text()
     summary = json.loads((config.parent / "summary.json").read_text())
     assert summary["topology"] == "two_halves"
+    assert summary["algorithm"] == "HalfMixed(gamma=0.5)"
+    assert summary["compression"] == gossip.ModuloQuantization(4).describe()
 
 
 @pytest.mark.parametrize(
@@ -68,6 +87,11 @@ def test_a_registered_topology_runs_by_its_name(command: CommandLine, tmp_path: 
             "the configuration has no key topology.options.shft; did you mean topology.options.shift?",
         ),
         ((IMPORTS, "topology=needs_width"), "topology.options.width has no value; set it"),
+        (
+            (IMPORTS, "compression=my_bits", "compression.options.bits=5"),
+            "compression.options.bits=5: bits must be 4 or 8, got 5",
+        ),
+        ((IMPORTS, "compression=my_bit"), "there is no compression=my_bit; did you mean my_bits? Available: "),
         (("imports=[user_topologees]", "topology=two_halves"), "imports=user_topologees cannot be imported"),
         (("imports=user_topologies", "topology=two_halves"), "imports=user_topologies is no list of modules"),
         (("imports=[user_topologies", "topology=two_halves"), "does not close its bracket ["),
@@ -87,9 +111,9 @@ def test_help_lists_what_is_registered_too(monkeypatch: pytest.MonkeyPatch, caps
     first = lines.index("topology=two_halves")
     assert lines[first + 1].strip() == ("Each half averages inside itself; every other round the halves meet in pairs.")
     assert lines[first + 2].strip() == "topology.options.shift=0"
-    assert "topology=ring" in lines
+    assert {"topology=ring", "compression=my_bits", "algorithm=half_mixed", "algorithm=awc"} <= set(lines)
 
 
-def test_families_of_the_package_have_files() -> None:
-    assert list(registered(CONFIGS)) == []
-    assert topologies.available()
+def test_what_the_package_registers_has_files_but_for_short_names() -> None:
+    found = {group: list(registered(group, CONFIGS)) for group in REGISTRIES}
+    assert found == {"topology": [], "algorithm": ["atc", "awc"], "compression": []}
