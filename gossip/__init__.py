@@ -21,16 +21,20 @@ from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
 from gossip.checkpoints import save as save
 from gossip.communication.debug_transport import DebugTransport as DebugTransport
-from gossip.communication.transports import Arrival as Arrival
+from gossip.communication.transport import Exchange as Exchange
+from gossip.communication.transport import Transport as Transport
 from gossip.communication.transports import DistributedTransport as DistributedTransport
-from gossip.communication.transports import Exchange as Exchange
-from gossip.communication.transports import Transport as Transport
 from gossip.communication.world import World as World
 from gossip.compression.choco import Choco as Choco
 from gossip.compression.codec import BucketShape as BucketShape
 from gossip.compression.codec import Codec as Codec
 from gossip.compression.codec import Compression as Compression
 from gossip.compression.compression_names import COMPRESSIONS as COMPRESSIONS
+from gossip.compression.conversation import Arrival as Arrival
+from gossip.compression.conversation import Conversation as Conversation
+from gossip.compression.conversation import Delivery as Delivery
+from gossip.compression.conversation import Turn as Turn
+from gossip.compression.conversation import Turns as Turns
 from gossip.compression.modulo import ModuloQuantization as ModuloQuantization
 from gossip.compression.powergossip import PowerGossip as PowerGossip
 from gossip.compression.value_codecs import Cast as Cast
@@ -71,7 +75,9 @@ __all__ = [
     "Cluster",
     "Codec",
     "Compression",
+    "Conversation",
     "DebugTransport",
+    "Delivery",
     "DistributedTransport",
     "DropOut",
     "ExactDiffusion",
@@ -92,6 +98,8 @@ __all__ = [
     "SlowRank",
     "StepStats",
     "Transport",
+    "Turn",
+    "Turns",
     "Uncompressed",
     "UsesExchange",
     "VirtualWorkers",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
 from gossip.communication.flags import AgreedFlag
-from gossip.communication.transports import Transport
+from gossip.communication.transport import TransportFactory
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
@@ -85,8 +85,9 @@ class GossipDataParallel(ModuleFace, Outermost):
         Size of a bucket in MiB; a larger parameter has a bucket of its own.
     timeout : timedelta
         How long any wait for other ranks may take before it raises; or a fifth more, see :mod:`.communication.sockets`.
-    transport : Transport, optional
-        How messages travel; by default over ``torch.distributed``.
+    transport : callable, optional
+        ``(world, topology) -> Transport``, such as a class that extends :class:`gossip.Transport`: how messages travel.
+        By default over ``torch.distributed``: :class:`gossip.DistributedTransport`.
     process_group : ProcessGroup, optional
         The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. ``rank`` and the
         topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
@@ -108,6 +109,7 @@ class GossipDataParallel(ModuleFace, Outermost):
     compression : Compression
     topology : Topology
     rank, world_size : int
+    world : World
     step : int
     grad_norm : float or None
 
@@ -163,7 +165,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         buffers: Literal["local", "average"] = "local",
         bucket_cap_mb: float = 25.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        transport: Transport | None = None,
+        transport: TransportFactory | None = None,
         process_group: dist.ProcessGroup | None = None,
         debug: str | None = None,
     ) -> None:
@@ -215,6 +217,12 @@ class GossipDataParallel(ModuleFace, Outermost):
     def world_size(self) -> int:
         """Number of ranks."""
         return self._world.world_size if self._engine is not None else 1
+
+    @property
+    def world(self) -> World:
+        """The ranks, for collectives of one's own between steps; given back by :meth:`close`."""
+        self._live()
+        return self._world
 
     @property
     def step(self) -> int:

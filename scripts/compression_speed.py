@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 import topologies
-from gossip import AdaptWhileCommunicating, BucketShape, Codec
-from gossip.compression.codec import Messages
+from gossip import AdaptWhileCommunicating, BucketShape, Conversation, Delivery
 from gossip.compression.compression_names import COMPRESSIONS, resolve_compression
 
 NUM_WARM_UP = 3
@@ -67,43 +66,45 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
     round_ = topology.round(0)
     torch.manual_seed(0)
     values = [torch.randn(numel).to(device)] * 2
-    values = [each + 0.01 * torch.randn(numel).to(device) for each in values]
-    codecs = [compression.codec(BucketShape(0, each), rank) for rank, each in enumerate(values)]
+    values = [replica + 0.01 * torch.randn(numel).to(device) for replica in values]
+    codecs = [compression.codec(BucketShape(0, replica), rank) for rank, replica in enumerate(values)]
     algorithm = AdaptWhileCommunicating()
     clock = Clock(device)
     num_bytes = 0
 
-    def decode(codec: Codec, received: Messages, into: torch.Tensor) -> None:
-        for part, difference in codec.decode(received):
+    def mix(conversation: Conversation, into: torch.Tensor) -> None:
+        for part, difference in conversation.arrival.parts:
             algorithm.combine_(into[part], difference, 0)
 
+    names = [f"decode by rank {rank}" for rank in range(2)]
     for step in range(NUM_WARM_UP + repetitions):
-        sent = [
-            clock.time("encode", partial(codec.encode, each, round_, step))
-            for codec, each in zip(codecs, values, strict=True)
+        conversations: list[Conversation] = [
+            clock.time("encode", partial(codec.exchange, replica, round_, step))
+            for codec, replica in zip(codecs, values, strict=True)
         ]
-        received = [codec.receive_buffers() for codec in codecs]
-        for rank in range(2):
-            received[rank][1 - rank].copy_(sent[1 - rank][rank])
-        num_bytes = sent[0][1].nbytes
-        conversations = [
-            codec.follow_up({to: message.cpu() for to, message in ours.items()}, theirs)
-            for codec, ours, theirs in zip(codecs, sent, received, strict=True)
+        openings = [conversation.opening for conversation in conversations]
+        num_bytes = openings[0].sent[1].nbytes
+        deliveries = []
+        for rank, opening in enumerate(openings):
+            opening.receive_buffers[1 - rank].copy_(openings[1 - rank].sent[rank])
+            deliveries.append(Delivery(opening.sent, opening.receive_buffers))
+            _ = deliveries[rank].on_host if compression.follows_up else None  # a transport's work
+        under_way = [
+            conversation.proceed(delivery) for conversation, delivery in zip(conversations, deliveries, strict=True)
         ]
-        names = [f"decode by rank {rank}" for rank in range(2)]
         for name in names:
             clock.time(name, lambda: None)
         while (
             turns := [
-                clock.time(name, partial(next, conversation, None), goes_on=True)
-                for name, conversation in zip(names, conversations, strict=True)
+                clock.time(name, partial(next, more, None), goes_on=True)
+                for name, more in zip(names, under_way, strict=True)
             ]
         ) != [None, None]:
-            for rank, (_, receive_buffers) in enumerate(turns):
-                for source, room in receive_buffers.items():
-                    room.copy_(turns[source][0][rank])
-        for name, codec, theirs, each in zip(names, codecs, received, values, strict=True):
-            clock.time(name, partial(decode, codec, theirs, each), goes_on=True)
+            for rank, turn in enumerate(turns):
+                for source, buffer in turn.receive_buffers.items():
+                    buffer.copy_(turns[source].sent[rank])
+        for name, conversation, replica in zip(names, conversations, values, strict=True):
+            clock.time(name, partial(mix, conversation, replica), goes_on=True)
         values[0].add_(1e-3)
     return clock.medians(), num_bytes / numel
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, post_point_to_point
-from gossip.communication.transports import Arrival, Transport, check_device, lost_exchange, peers_in
-from gossip.communication.worker_threads import Conversation, Works
+from gossip.communication.transport import Transport
+from gossip.communication.transports import check_device, device_of, lost_exchange, peers_in
+from gossip.communication.worker_threads import Job, Works
 from gossip.communication.world import OnDevice, World
-from gossip.compression.codec import Codec, Messages
+from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages
 from gossip.errors import ExchangeError
-from topologies import Round
+from topologies import Round, Topology
 
 _MAGIC = 0x676F73736970  # "gossip"
 _NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
@@ -26,20 +27,6 @@ _HEADERS, _MESSAGES = "debug headers", "debug messages"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 _GLANCE_S = 0.1
 _LATENESS_S = 1.0  # of a header whose sender says that it is gone
-
-
-def check_debug(debug: str | None, transport: Transport | None) -> None:
-    """Refuse what GossipDataParallel's ``debug`` cannot be.
-
-    Raises
-    ------
-    ValueError
-        It is neither None nor "detail", or a transport was given too.
-    """
-    if debug not in (None, "detail"):
-        raise ValueError(f'debug must be None or "detail", got {debug!r}')
-    if debug is not None and transport is not None:
-        raise ValueError(f"debug={debug!r} brings its own transport; leave out transport={type(transport).__name__}")
 
 
 @dataclass(frozen=True)
@@ -64,13 +51,13 @@ class Header:
         """In words how what rank ``source`` sent differs from what this rank has; None if it does not."""
         if values[0] != _MAGIC:
             return f'rank {source} sent something else than a header: it is not in debug="detail"'
-        theirs = Header(*values[1:])
-        if (theirs.step, theirs.bucket) != (self.step, self.bucket):
-            return f"rank {source} sent bucket {theirs.bucket} of step {theirs.step}: one of the two is out of step"
-        if theirs.round_digest != self.round_digest:
+        found = Header(*values[1:])
+        if (found.step, found.bucket) != (self.step, self.bucket):
+            return f"rank {source} sent bucket {found.bucket} of step {found.step}: one of the two is out of step"
+        if found.round_digest != self.round_digest:
             return f"rank {source} mixes by another round: the topologies, their seeds or their versions differ"
-        if (theirs.numel, theirs.dtype) != (self.numel, self.dtype):
-            return f"rank {source} sent {theirs.contents}, expected {self.contents}: the modules differ"
+        if (found.numel, found.dtype) != (self.numel, self.dtype):
+            return f"rank {source} sent {found.contents}, expected {self.contents}: the modules differ"
         return None
 
     @property
@@ -79,7 +66,7 @@ class Header:
         return f"{self.numel} values of {str(_DTYPES[self.dtype]).removeprefix('torch.')}"
 
 
-class DebugTransport:
+class DebugTransport(Transport):
     """Point-to-point exchange in which every message is announced, and checked against the announcement.
 
     A header with step, bucket, digest of the round, number and type of the values and digest of the bytes goes ahead of
@@ -91,13 +78,16 @@ class DebugTransport:
     Parameters
     ----------
     world : World
+    topology : Topology
+        Looked at round by round only.
 
     Notes
     -----
     Collective: every rank must construct it.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, topology: Topology) -> None:
+        del topology
         self.world = world
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
@@ -106,51 +96,47 @@ class DebugTransport:
             self.world.communicator(range(world.world_size), purpose)
 
     def describe(self) -> str:
-        """One line for the log. Local."""
         assert self.world.membership is not None
         return f"backend {self.world.membership.backend_name}; debug: every round point-to-point, with headers; slow"
 
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> DebugExchange:
-        world = self.world
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DebugExchange:
+        world, opening = self.world, conversation.opening
         assert world.device_paths is not None
-        check_device(world, sent, step, bucket)
-        receive_buffers = codec.receive_buffers()
+        check_device(world, opening, step, bucket)
         digest = self._digest_of(round_)
 
         def header(message: torch.Tensor, checksum: int = 0) -> Header:
             return Header(step, bucket, digest, message.numel(), _DTYPES.index(message.dtype), checksum)
 
-        receive_tags = {source: self._next_tag(self._num_received, source) for source in receive_buffers}
-        send_tags = {target: self._next_tag(self._num_sent, target) for target in sent}
+        receive_tags = {source: self._next_tag(self._num_received, source) for source in opening.receive_buffers}
+        send_tags = {target: self._next_tag(self._num_sent, target) for target in opening.sent}
         headers = {
             target: header(message, _digest(message)).to_tensor(world.control_device)
-            for target, message in sent.items()
+            for target, message in opening.sent.items()
         }
-        theirs = {
+        headers_received = {
             source: torch.zeros(Header.LENGTH, dtype=torch.int64, device=world.control_device)
-            for source in receive_buffers
+            for source in opening.receive_buffers
         }
         exchange = DebugExchange(
-            codec=codec,
-            sent=sent,
-            receive_buffers=receive_buffers,
-            expected={source: header(buffer) for source, buffer in receive_buffers.items()},
-            theirs=theirs,
+            conversation=conversation,
+            expected={source: header(buffer) for source, buffer in opening.receive_buffers.items()},
+            headers_received=headers_received,
             post=functools.partial(self._post, receive_tags, send_tags),
             step=step,
             bucket=bucket,
             world=world,
-            bytes_by_peer={target: message.nbytes + headers[target].nbytes for target, message in sent.items()},
+            bytes_by_peer={target: message.nbytes + headers[target].nbytes for target, message in opening.sent.items()},
         )
 
-        def announce(sent: Tensors, received: Tensors) -> Conversation:
+        def announce(sent: Tensors, received: Tensors) -> Job:
             works = exchange.post(
-                _HEADERS, dict(zip(headers, sent, strict=True)), dict(zip(theirs, received, strict=True))
+                _HEADERS, dict(zip(headers, sent, strict=True)), dict(zip(headers_received, received, strict=True))
             )
             world.roll_call.note_progress(step, bucket)
             yield works
 
-        exchange.pending = world.device_paths.submit(announce, list(headers.values()), list(theirs.values()))
+        exchange.pending = world.device_paths.submit(announce, list(headers.values()), list(headers_received.values()))
         return exchange
 
     def _post(
@@ -185,11 +171,9 @@ class DebugTransport:
 class DebugExchange:
     """Messages under way, announced but not yet sent; see :class:`gossip.Exchange`."""
 
-    codec: Codec
-    sent: Messages
-    receive_buffers: Messages
+    conversation: Conversation
     expected: Mapping[int, Header]
-    theirs: Messages
+    headers_received: Messages
     post: functools.partial[Works]
     step: int
     bucket: int
@@ -204,24 +188,26 @@ class DebugExchange:
     def wait(self) -> Arrival:
         self._await(self.pending, self.world.control_device)
         announced = {}
-        for source, values in self.theirs.items():
+        for source, values in self.headers_received.items():
             difference = self.expected[source].difference(source, values.tolist())
             if difference is not None:
                 raise ExchangeError(f"{self._where}: {difference}")
             announced[source] = Header(*values.tolist()[1:]).digest
 
         assert self.world.device_paths is not None
-        device = next(iter(self.sent.values())).device
+        opening = self.conversation.opening
         pending = self.world.device_paths.submit(
-            functools.partial(self._converse, announced), list(self.sent.values()), list(self.receive_buffers.values())
+            functools.partial(self._post_all, announced),
+            list(opening.sent.values()),
+            list(opening.receive_buffers.values()),
         )
-        self._await(pending, device)
-        is_finite = self.codec.is_finite(self.receive_buffers) if device.type == "cpu" else True
-        return Arrival(self.codec.decode(self.receive_buffers), is_finite)
+        self._await(pending, device_of(opening))
+        return self.conversation.arrival
 
-    def _converse(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Conversation:
-        wire_sent = dict(zip(self.sent, sent, strict=True))
-        wire_received = dict(zip(self.receive_buffers, received, strict=True))
+    def _post_all(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Job:
+        opening = self.conversation.opening
+        wire_sent = dict(zip(opening.sent, sent, strict=True))
+        wire_received = dict(zip(opening.receive_buffers, received, strict=True))
         yield self.post(_MESSAGES, wire_sent, wire_received)
         yield None
         for source, message in wire_received.items():
@@ -232,10 +218,11 @@ class DebugExchange:
                     f"{digest:08x}, and was {announced[source]:08x} when it left; check the network and both hosts' "
                     "memory"
                 )
-        for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
-            for target, message in more_sent.items():
+        delivery = Delivery(opening.sent, opening.receive_buffers, on_host=(wire_sent, wire_received))
+        for turn in self.conversation.proceed(delivery):
+            for target, message in turn.sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
-            yield self.post(_MESSAGES, more_sent, more_received)
+            yield self.post(_MESSAGES, turn.sent, turn.receive_buffers)
 
     @property
     def _where(self) -> str:
@@ -247,7 +234,7 @@ class DebugExchange:
         failure = self.world.wait_for(
             OnDevice(pending, device),
             where,
-            lambda: peers_in(pending.awaited, self.receive_buffers, self.sent) or tuple(self.receive_buffers),
+            lambda: peers_in(pending.awaited, self.expected, self.conversation.opening.sent) or tuple(self.expected),
             look=lateness.look,
         )
         if failure is not None:
@@ -257,14 +244,14 @@ class DebugExchange:
             raise ExchangeError(f"{error}; {self._progress()}", culprits=error.culprits) from pending.error
 
     def _who_is_ahead(self) -> str:
-        for source in self.receive_buffers:
+        for source in self.expected:
             progress = self.world.roll_call.progress(source)
             if progress is not None and progress > (self.step, self.bucket):
                 return f"rank {source} has gone on to bucket {progress[1]} of step {progress[0]}"
         return ""
 
     def _progress(self) -> str:
-        seen = {source: self.world.roll_call.progress(source) for source in self.receive_buffers}
+        seen = {source: self.world.roll_call.progress(source) for source in self.expected}
         return "; ".join(
             f"rank {source} was never seen"
             if progress is None

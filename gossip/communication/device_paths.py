@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from gossip.communication.membership import Group
-from gossip.communication.worker_threads import Conversation, Operation, PostingError, WorkerThreads, Works, posted
+from gossip.communication.worker_threads import Job, Operation, PostingError, WorkerThreads, Works, posted
 from gossip.private_torch import begin_coalescing, end_coalescing
 
 Tensors = Sequence[torch.Tensor]
-Converse = Callable[[Tensors, Tensors], Conversation]
-"""Begins the conversation that sends the first tensors and fills the second ones."""
+MakeJob = Callable[[Tensors, Tensors], Job]
+"""Begins the job that sends the first tensors and fills the second ones."""
 
 
 class Pending(Protocol):
@@ -23,7 +23,7 @@ class Pending(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """What the conversation, or the first operation that failed, raised."""
+        """What the job, or the first operation that failed, raised."""
 
     @property
     def awaited(self) -> str:
@@ -68,25 +68,25 @@ class DevicePaths:
         """Whether some backend takes tensors of this device."""
         return device.type in self._backends
 
-    def submit(self, converse: Converse, sent: Tensors, received: Tensors) -> Pending:
-        """Start the conversation, in the order of the calls.
+    def submit(self, make_job: MakeJob, sent: Tensors, received: Tensors) -> Pending:
+        """Start the job, in the order of the calls.
 
         Parameters
         ----------
-        converse : callable
+        make_job : callable
             Called once with the tensors that go on the wire: ``sent`` and ``received``, or their copies.
         sent, received : sequence of Tensor
             All on one device; a tensor may be in both. They must stay as they are until the operations have ended.
         """
         device = (*sent, *received)[0].device
         if device.type == "cpu":
-            return self._worker_threads.submit(converse(sent, received))
+            return self._worker_threads.submit(make_job(sent, received))
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.get_device_module(device.type).Stream(device)
         if self._backends.get(device.type) == "gloo":
-            return _Staged(self._worker_threads, stream, converse, sent, received)
-        return _OnStream(stream, converse, sent, received)
+            return _Staged(self._worker_threads, stream, make_job, sent, received)
+        return _OnStream(stream, make_job, sent, received)
 
 
 class _OnStream:
@@ -97,7 +97,7 @@ class _OnStream:
     orders.
     """
 
-    def __init__(self, stream: Any, converse: Converse, sent: Tensors, received: Tensors) -> None:
+    def __init__(self, stream: Any, make_job: MakeJob, sent: Tensors, received: Tensors) -> None:
         self.error: Exception | None = None
         self.awaited: str = "its own turn to be posted"
         self.finished_at: Mapping[str, float] = {}
@@ -108,7 +108,7 @@ class _OnStream:
             tensor.record_stream(stream)  # its memory is not given away meanwhile
         with self._module.stream(stream):
             try:
-                for works in converse(sent, received):
+                for works in make_job(sent, received):
                     for self.awaited, work, *_ in works or ():
                         work.wait()  # only the stream does
             except PostingError as error:
@@ -131,7 +131,7 @@ class _Staged:
     """Operations on copies in pinned memory."""
 
     def __init__(
-        self, worker_threads: WorkerThreads, stream: Any, converse: Converse, sent: Tensors, received: Tensors
+        self, worker_threads: WorkerThreads, stream: Any, make_job: MakeJob, sent: Tensors, received: Tensors
     ) -> None:
         self._copies: dict[int, torch.Tensor] = {}
         for tensor in (*sent, *received):
@@ -148,11 +148,11 @@ class _Staged:
         wire_sent = [self._copies[id(tensor)] for tensor in sent]
         wire_received = [self._copies[id(tensor)] for tensor in received]
 
-        def converse_when_copied() -> Conversation:
+        def job_when_copied() -> Job:
             copied.synchronize()
-            yield from converse(wire_sent, wire_received)
+            yield from make_job(wire_sent, wire_received)
 
-        self._ticket = worker_threads.submit(converse_when_copied())
+        self._ticket = worker_threads.submit(job_when_copied())
 
     @property
     def error(self) -> Exception | None:

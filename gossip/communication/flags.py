@@ -6,7 +6,7 @@ import torch
 
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.device_paths import DevicePaths, Pending, Tensors
-from gossip.communication.worker_threads import Conversation, WorkerThreads, posted
+from gossip.communication.worker_threads import Job, WorkerThreads, posted
 from gossip.communication.world import World
 
 
@@ -47,10 +47,10 @@ class AgreedFlag:
         flag = torch.tensor([float(yes)], device=self._world.control_device)
         group = self._group
 
-        def converse(_: Tensors, received: Tensors) -> Conversation:
+        def post(_: Tensors, received: Tensors) -> Job:
             yield (posted("all other ranks", lambda: group.allreduce([received[0]])),)
 
-        self._pending = (self._device_paths.submit(converse, [flag], [flag]), flag)
+        self._pending = (self._device_paths.submit(post, [flag], [flag]), flag)
 
     def wait(self) -> bool | None:
         """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.

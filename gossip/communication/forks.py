@@ -28,9 +28,9 @@ class Inherited(Protocol):
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
-def watch(each: Inherited) -> None:
-    """Have ``each.leave_to_parent()`` called in every child that is forked as long as it exists."""
-    _inherited.add(each)
+def watch(holder: Inherited) -> None:
+    """Have ``holder.leave_to_parent()`` called in every child that is forked as long as it exists."""
+    _inherited.add(holder)
     _watch_forks()
 
 
@@ -46,6 +46,6 @@ def _watch_forks() -> None:
 
 
 def _leave_all_to_parent() -> None:
-    for each in list(_inherited):
-        each.leave_to_parent()
+    for holder in list(_inherited):
+        holder.leave_to_parent()
     _inherited.clear()

@@ -9,12 +9,12 @@ from typing import Any
 from gossip.communication.world import World
 
 
-def gather_plain(mine: Any, what: str, timeout: timedelta) -> list[Any]:
-    """Every rank's ``mine``, by rank. Collective; without a process group, this one's.
+def gather_plain(content: Any, what: str, timeout: timedelta) -> list[Any]:
+    """Every rank's ``content``, by rank. Collective; without a process group, this one's.
 
     Parameters
     ----------
-    mine : plain data
+    content : plain data
         Numbers, strings, None, lists and dictionaries with strings for keys. A tuple arrives as a list; a float arrives
         as it was sent.
     what : str
@@ -25,13 +25,13 @@ def gather_plain(mine: Any, what: str, timeout: timedelta) -> list[Any]:
     Raises
     ------
     TypeError
-        ``mine`` is no plain data.
+        ``content`` is no plain data.
     ExchangeError
         A rank did not take part in time.
     """
-    payload = json.dumps(mine).encode()
+    payload = json.dumps(content).encode()
     world = World(timeout)
     try:
-        return [json.loads(each) for each in world.gather_bytes(payload, what)]
+        return [json.loads(data) for data in world.gather_bytes(payload, what)]
     finally:
         world.close()

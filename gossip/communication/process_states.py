@@ -42,9 +42,9 @@ def own_process() -> Process:
         return Process("", pid, 0)
 
 
-def state_of(process: Process, ours: Process) -> str:
+def state_of(process: Process, here: Process) -> str:
     """``GONE``, ``SUSPENDED`` (by SIGSTOP or a debugger), or nothing: it lives, or is not on this machine."""
-    if not ours.machine or process.machine != ours.machine:
+    if not here.machine or process.machine != here.machine:
         return ""
     try:
         state, started_at = _stat(process.pid)

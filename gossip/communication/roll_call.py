@@ -54,7 +54,7 @@ class RollCall:
         self.world_size = world_size
         self.is_silent = False
         self._have_met = False
-        self._keys = [f"arrival{each}" for each in range(world_size)]
+        self._keys = [f"arrival{rank}" for rank in range(world_size)]
         self._sequence = -1
         self._what = ""
         self.processes = [Process("", 0, 0)] * world_size

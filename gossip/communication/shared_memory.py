@@ -73,6 +73,11 @@ class SharedMessage:
         if os.getpid() == self._pid:  # in a forked child the number may stand for something else by now
             os.close(self._fd)
 
+    @property
+    def message(self) -> torch.Tensor:
+        """The buffer taken last."""
+        return self._messages[self._turn]
+
     def take(self, step: int) -> torch.Tensor:
         """The buffer for the message of ``step``, once everybody has done with what was in it.
 
@@ -94,7 +99,7 @@ class SharedMessage:
                     "exchanges ago",
                     advice=" (GossipDataParallel's timeout sets how long to wait)",
                 )
-        return self._messages[self._turn]
+        return self.message
 
     def hand_out(self, readers: tuple[int, ...]) -> torch.Tensor:
         """The token of what was put into the buffer taken last, for these ranks."""
@@ -149,14 +154,14 @@ class LocalMessages:
             secret = secrets.token_hex(8)
             if fd is not None:
                 os.write(fd, secret.encode())
-            mine = [machine() if fd is not None else None, os.getpid(), fd, secret]
-            everyone = _gather(world, mine)
+            own = [machine() if fd is not None else None, os.getpid(), fd, secret]
+            everyone = _gather(world, own)
             seen = [
                 rank
-                for rank, (machine, pid, theirs, text) in enumerate(everyone)
-                if machine is not None and machine == mine[0] and rank != world.rank and _can_read(pid, theirs, text)
+                for rank, (machine, pid, descriptor, text) in enumerate(everyone)
+                if machine is not None and machine == own[0] and rank != world.rank and _can_read(pid, descriptor, text)
             ]
-            self._seen = [set(each) for each in _gather(world, seen)]
+            self._seen = [set(ranks) for ranks in _gather(world, seen)]
         finally:
             if fd is not None:
                 os.close(fd)

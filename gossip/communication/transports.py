@@ -1,23 +1,22 @@
-"""How a bucket gets mixed with the peers' in one round of a topology."""
+"""Exchange over ``torch.distributed``: in groups, point-to-point, and in the memory of one machine."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
 
 import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
 from gossip.communication.membership import Membership
 from gossip.communication.shared_memory import TOKEN_NUMEL, LocalMessages, SharedMessage
+from gossip.communication.transport import Transport
 from gossip.communication.waiting import Failure
-from gossip.communication.worker_threads import Conversation, Works, posted
+from gossip.communication.worker_threads import Job, Works, posted
 from gossip.communication.world import World
-from gossip.compression.codec import Codec, Compression, Messages, Parts
-from gossip.compression.part_memory import all_finite
-from gossip.compression.value_codecs import ValuesCodec
+from gossip.compression.codec import Compression
+from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.errors import ExchangeError
 from topologies import Phase, Round, Topology
 
@@ -31,63 +30,7 @@ MIN_LARGE_BYTES = 2**16
 PIECE_BYTES = 2**19
 
 
-class Arrival(NamedTuple):
-    """What has arrived in one exchange.
-
-    Attributes
-    ----------
-    parts : iterator of (slice, Tensor)
-        ``sum_j W[i, j] (m_j - m_i)``, as the codec's ``decode`` yields it: once, before the bucket's next ``start``.
-    is_finite : bool
-        Whether all messages are, this rank's too; True where the host does not see them.
-    """
-
-    parts: Parts
-    is_finite: bool
-
-
-class Exchange(Protocol):
-    """One bucket's messages on their way through one round."""
-
-    @property
-    def bytes_by_peer(self) -> Mapping[int, int]:
-        """What this rank sends for it, by rank; complete after :meth:`wait`."""
-
-    @property
-    def arrived_at(self) -> Mapping[int, float]:
-        """When the peers' messages were there (``time.perf_counter()``), by rank; complete after :meth:`wait`."""
-
-    def wait(self) -> Arrival:
-        """Wait for the messages. Called once.
-
-        Raises
-        ------
-        ExchangeError
-            It failed or timed out; the text names rank, step, bucket and peers.
-        """
-
-
-class Transport(Protocol):
-    """Carries messages; one per wrapped model."""
-
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> Exchange:
-        """Start to exchange what ``codec`` has encoded, without waiting for anybody.
-
-        Parameters
-        ----------
-        codec : Codec
-            The bucket's. The transport fills its ``receive_buffers()``, serves its ``follow_up(...)``, and returns
-            what its ``decode(...)`` makes of it all.
-        sent : mapping of int to Tensor
-            What ``codec.encode`` returned, by rank that it goes to.
-        round_ : Round
-            One in which this rank has a peer.
-        step, bucket : int
-            The same on all ranks for the same exchange. A bucket's exchanges are started one at a time.
-        """
-
-
-class DistributedTransport:
+class DistributedTransport(Transport):
     """Exchange over ``torch.distributed``.
 
     Messages go point-to-point, each as a whole, to every rank that reads this one. Where three and more ranks average
@@ -131,13 +74,13 @@ class DistributedTransport:
         self._local_messages = LocalMessages(world, shares_memory=shares_memory)
         self._shared_messages: dict[int, SharedMessage] = {}
 
-    def prepare(self, codec: Codec, bucket: int) -> None:
-        """Let the codec of a bucket make its messages where peers on this machine can read them. Local."""
-        if isinstance(codec, ValuesCodec) and self._local_messages.local:
-            message = codec.message
-            if message.is_cpu and message.nbytes >= MIN_LARGE_BYTES:
-                self._shared_messages[bucket] = SharedMessage(self._world, message, bucket)
-                codec.take = self._shared_messages[bucket].take
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        """Where peers on this machine read it, if there are any; waits until they have read what lay there before."""
+        if not self._local_messages.local or not message.is_cpu or message.nbytes < MIN_LARGE_BYTES:
+            return message
+        if bucket not in self._shared_messages:
+            self._shared_messages[bucket] = SharedMessage(self._world, message, bucket)
+        return self._shared_messages[bucket].take(step)
 
     @property
     def num_communicators(self) -> int:
@@ -148,7 +91,7 @@ class DistributedTransport:
         )
 
     def describe(self) -> str:
-        """One line for the log: the backend, the communicators, and which rounds go which way. Local."""
+        """The backend, the communicators, and which rounds go which way. Local."""
         assert self._world.membership is not None
         ways: dict[str, list[int]] = {}
         for phase in self._topology.phases:
@@ -174,86 +117,84 @@ class DistributedTransport:
             return "by all-reduce in groups"
         return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
 
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
-        check_device(self._world, sent, step, bucket)
-        assert self._world.device_paths is not None
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+        turn = conversation.opening
+        check_device(self._world, turn, step, bucket)
         rank = self._world.rank
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
-        if ranks in self._shared and isinstance(codec, ValuesCodec) and self._is_summed(codec, ranks, bucket):
-            return self._start_all_reduce(codec, ranks, step, bucket)
-        return self._start_messages(codec, sent, round_, step, bucket)
+        exchange = DistributedExchange(self._world, conversation, tuple(round_.neighbours(rank)), step, bucket)
+        if ranks in self._shared and self._is_summed(turn, ranks, bucket):
+            self._start_all_reduce(exchange, turn, ranks)
+        else:
+            self._start_messages(exchange, turn)
+        return exchange
 
-    def _is_summed(self, codec: ValuesCodec, ranks: Sequence[int], bucket: int) -> bool:
+    def _is_summed(self, turn: Turn, ranks: Sequence[int], bucket: int) -> bool:
         """Whether a group's messages are added on the wire: whole values, enough of them, and not read in memory."""
-        is_large = codec.is_exact and codec.message.nbytes >= MIN_LARGE_BYTES
-        return is_large and not (bucket in self._shared_messages and self._local_messages.are_local(ranks))
+        if turn.make_accumulator is None or next(iter(turn.sent.values())).nbytes < MIN_LARGE_BYTES:
+            return False
+        return not (bucket in self._shared_messages and self._local_messages.are_local(ranks))
 
-    def _start_all_reduce(
-        self, codec: ValuesCodec, ranks: Sequence[int], step: int, bucket: int
-    ) -> DistributedExchange:
+    def _start_all_reduce(self, exchange: DistributedExchange, turn: Turn, ranks: Sequence[int]) -> None:
         assert self._world.device_paths is not None
-        total = codec.accumulator()
-        total.copy_(codec.message).mul_(1 / len(ranks))  # in the wide dtype: mul(out=) would round in the narrow one
-        others = tuple(each for each in ranks if each != self._world.rank)
-        exchange = DistributedExchange(self._world, codec, {}, step, bucket)
+        assert turn.make_accumulator is not None
+        total = turn.make_accumulator()
+        # In the wide dtype: mul(out=) would round in the narrow one.
+        total.copy_(next(iter(turn.sent.values()))).mul_(1 / len(ranks))
+        others = tuple(rank for rank in ranks if rank != self._world.rank)
         exchange.sources = others
-        exchange.bytes_by_peer = {each: 2 * total.nbytes // len(ranks) for each in others}
+        exchange.bytes_by_peer = {rank: 2 * total.nbytes // len(ranks) for rank in others}
         exchange.total = total
         group = self._world.communicator(ranks, "mixing")
         name = f"the all-reduce with ranks {', '.join(map(str, others))}"
 
-        def converse(_: Tensors, received: Tensors) -> Conversation:
+        def post(_: Tensors, received: Tensors) -> Job:
             yield (posted(name, lambda: group.allreduce([received[0]]), 2 * total.nbytes),)
             yield None
-            if total.is_cpu:
-                exchange.is_finite = all_finite(total)
+            yield from exchange.proceed(Delivery({}, {}, total=total))
 
-        exchange.pending = self._world.device_paths.submit(converse, [total], [total])
-        return exchange
+        exchange.pending = self._world.device_paths.submit(post, [total], [total])
 
-    def _start_messages(
-        self, codec: Codec, sent: Messages, round_: Round, step: int, bucket: int
-    ) -> DistributedExchange:
+    def _start_messages(self, exchange: DistributedExchange, turn: Turn) -> None:
         assert self._world.device_paths is not None
-        shared_message = self._shared_messages.get(bucket)
+        shared_message = self._shared_messages.get(exchange.bucket)
         neighbours = self._local_messages.local if shared_message is not None else frozenset()
-        exchange = DistributedExchange(self._world, codec, sent, step, bucket)
-        exchange.local_messages = self._local_messages
-        exchange.sources = tuple(round_.neighbours(self._world.rank))
+        exchange.local_messages, exchange.shared_message = self._local_messages, shared_message
         exchange.tokens = {
-            each: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for each in exchange.sources if each in neighbours
+            source: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for source in exchange.sources if source in neighbours
         }
-        receive_buffers = (
-            dict(exchange.tokens) if len(exchange.tokens) == len(exchange.sources) else codec.receive_buffers()
-        )
-        exchange.received = {each: exchange.tokens.get(each, receive_buffers[each]) for each in exchange.sources}
-        readers = tuple(each for each in sent if each in neighbours)
+        receive_buffers = exchange.tokens if len(exchange.tokens) == len(exchange.sources) else turn.receive_buffers
+        exchange.received = {
+            source: exchange.tokens.get(source, receive_buffers[source]) for source in exchange.sources
+        }
+        readers = tuple(target for target in turn.sent if target in neighbours)
         if shared_message is not None and readers:
-            exchange.sent = {**sent, **dict.fromkeys(readers, shared_message.hand_out(readers))}
+            exchange.sent = {**turn.sent, **dict.fromkeys(readers, shared_message.hand_out(readers))}
         wire = list(exchange.sent.values()), list(exchange.received.values())
-        exchange.pending = self._world.device_paths.submit(exchange.converse, *wire)
-        return exchange
+        exchange.pending = self._world.device_paths.submit(exchange.post_all, *wire)
 
 
 class DistributedExchange:
-    """Messages under way over ``torch.distributed``; see :class:`Exchange`."""
+    """Messages under way over ``torch.distributed``; see :class:`gossip.Exchange`."""
 
     pending: Pending
 
-    def __init__(self, world: World, codec: Codec, sent: Messages, step: int, bucket: int) -> None:
+    def __init__(
+        self, world: World, conversation: Conversation, sources: tuple[int, ...], step: int, bucket: int
+    ) -> None:
         self.world = world
-        self.codec = codec
+        self.conversation = conversation
         self.step = step
         self.bucket = bucket
-        self.sent = sent
+        self.sources = sources
+        self.sent = conversation.opening.sent
         self.received: Messages = {}
-        self.sources: tuple[int, ...] = ()
         self.total: torch.Tensor | None = None
-        self.tokens: dict[int, torch.Tensor] = {}
+        self.tokens: Mapping[int, torch.Tensor] = {}
         self.local_messages: LocalMessages | None = None
-        self.bytes_by_peer = {target: message.nbytes for target, message in sent.items()}
-        self.is_finite = True
+        self.shared_message: SharedMessage | None = None
+        self.bytes_by_peer = {target: message.nbytes for target, message in self.sent.items()}
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
@@ -262,7 +203,7 @@ class DistributedExchange:
             return dict.fromkeys(self.sources, max(times.values())) if times else {}
         return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
 
-    def converse(self, sent: Tensors, received: Tensors) -> Conversation:
+    def post_all(self, sent: Tensors, received: Tensors) -> Job:
         """The messages, and what the codec has to say to them."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.sources, received, strict=True))
@@ -270,18 +211,18 @@ class DistributedExchange:
         for pieces in zip_longest(_pieces(wire_sent), _pieces(wire_received), fillvalue=nothing):
             yield self._post(*pieces)
         yield None
-        if self.local_messages is not None and self.tokens:
-            message = self.codec.sent
-            assert message is not None
+        if self.local_messages is not None and self.shared_message is not None and self.tokens:
             for source, token in self.tokens.items():
-                wire_received[source] = self.local_messages.read(token, message)
+                wire_received[source] = self.local_messages.read(token, self.shared_message.message)
             self.received = wire_received
-        for more_sent, more_received in self.codec.follow_up(wire_sent, wire_received):
-            for target, message in more_sent.items():
+        yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
+
+    def proceed(self, delivery: Delivery) -> Job:
+        """What follows the opening, once that has been delivered."""
+        for turn in self.conversation.proceed(delivery):
+            for target, message in turn.sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
-            yield self._post(more_sent, more_received)
-        if all(message.is_cpu for message in self.sent.values()):
-            self.is_finite = self.codec.is_finite(wire_received)
+            yield self._post(turn.sent, turn.receive_buffers)
 
     def _post(self, sent: Messages, received: Messages) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
@@ -296,18 +237,16 @@ class DistributedExchange:
         failure = self.world.wait_for(self.pending, where, self._awaited)
         if failure is not None:
             raise lost_exchange(self.world, failure, where, self.pending) from self.pending.error
-        return Arrival(self._decode(), self.is_finite)
+        arrival = self.conversation.arrival
+        return Arrival(self._read(arrival.parts), arrival.is_finite)
 
     def _awaited(self) -> Sequence[int]:
         """The ranks that the exchange waits for just now."""
         return peers_in(self.pending.awaited, self.sources, self.sent) or self.sources
 
-    def _decode(self) -> Parts:
-        if self.total is not None:
-            assert isinstance(self.codec, ValuesCodec)
-            yield from self.codec.decode_sum(self.total)
-            return
-        yield from self.codec.decode(self.received)
+    def _read(self, parts: Parts) -> Parts:
+        """All parts; then the peers are told that this rank has read their messages."""
+        yield from parts
         if self.local_messages is not None:
             self.local_messages.done(self.tokens)
 
@@ -329,11 +268,11 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
     )
 
 
-def _pieces(parcels: Messages) -> Iterator[Messages]:
+def _pieces(messages: Messages) -> Iterator[Messages]:
     """Messages piece by piece, cut alike by all ranks; on a device, where the host does not look at them, whole."""
     cut = {
         peer: message.split(PIECE_BYTES // message.element_size()) if message.is_cpu else (message,)
-        for peer, message in parcels.items()
+        for peer, message in messages.items()
     }
     for number in range(max(map(len, cut.values()), default=0)):
         yield {peer: pieces[number] for peer, pieces in cut.items() if number < len(pieces)}
@@ -380,7 +319,7 @@ def check_follow_ups(compression: Compression, membership: Membership) -> None:
         )
 
 
-def check_device(world: World, sent: Messages, step: int, bucket: int) -> None:
+def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
     """Refuse a message that the backend cannot carry.
 
     Raises
@@ -390,10 +329,16 @@ def check_device(world: World, sent: Messages, step: int, bucket: int) -> None:
     """
     assert world.device_paths is not None
     assert world.membership is not None
-    device = next(iter(sent.values())).device
+    device = device_of(turn)
     if not world.device_paths.serves(device):
         raise ExchangeError(
             f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {device}, but the process "
             f"group has a backend for {', '.join(world.membership.backends)} only; move the module there before "
             'wrapping it, or initialise with backend="cpu:gloo,cuda:nccl"'
         )
+
+
+def device_of(turn: Turn) -> torch.device:
+    """Where its messages are."""
+    messages = turn.sent or turn.receive_buffers
+    return next(iter(messages.values())).device

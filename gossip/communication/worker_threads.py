@@ -65,7 +65,7 @@ def posted(awaited: str, post: Callable[[], dist.Work], num_bytes: int = 0) -> O
 
 
 Works = Sequence[Operation]
-Conversation = Iterator[Works | None]
+Job = Iterator[Works | None]
 """Posts operations and yields their handles; yields None where it can go on only once all of them have ended."""
 
 #: Something is posted when fewer bytes than this, both ways together, are under way. Enough to keep a fast link busy,
@@ -79,8 +79,8 @@ class WorkerThreads:
     One daemon thread posts: a gloo send or receive of a large message can hold its caller for as long as the socket is
     busy, and that would be time taken from the backward pass. One daemon thread waits: a thread that is blocked in
     ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles answer
-    ``is_completed()`` with False until somebody has waited for them. What a conversation yields before its first None
-    is posted ahead, in the order of the conversations, as long as only so much is under way; the rest by the thread
+    ``is_completed()`` with False until somebody has waited for them. What a job yields before its first None
+    is posted ahead, in the order of the jobs, as long as only so much is under way; the rest by the thread
     that waits, once its turn has come: on all ranks in one order. So messages follow each other on the wire and do not
     compete. Whoever needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
 
@@ -106,7 +106,7 @@ class WorkerThreads:
         self._is_parents = False
         forks.watch(self)
 
-    def submit(self, conversation: Conversation) -> Ticket:
+    def submit(self, job: Job) -> Ticket:
         """Begin it after everything submitted before, wait for what it yields, and so on; all in the back.
 
         Raises
@@ -121,7 +121,7 @@ class WorkerThreads:
                 "communication has ended with the program: in an exit handler that was registered before torch was "
                 "imported nothing can be exchanged any more; register it later"
             )
-        ticket = Ticket(conversation)
+        ticket = Ticket(job)
         self._tickets.add(ticket)
         self._to_post.put(ticket)
         return ticket
@@ -149,20 +149,20 @@ class WorkerThreads:
 
 
 class Ticket:
-    """The outcome of a conversation, once there is one.
+    """The outcome of a job, once there is one.
 
     Attributes
     ----------
     error : Exception or None
-        What the conversation, or the first work that failed, raised.
+        What the job, or the first work that failed, raised.
     awaited : str
         The name of the work that is being waited for, or that failed.
     finished_at : dict of str to float
         ``time.perf_counter()`` when the last operation of a name was seen to have ended, by that name.
     """
 
-    def __init__(self, conversation: Conversation) -> None:
-        self._talk = conversation
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._done = threading.Event()
         self.error: Exception | None = None
         self.awaited = "its own turn to be posted"
@@ -180,7 +180,7 @@ class Ticket:
     def leave_to_parent(self) -> None:
         """In a forked child: it has ended, and not well, unless it had."""
         if not self.done:
-            forks.keep(self._talk)
+            forks.keep(self._job)
             self.error = GossipError(forks.FORKED)
             self._done = threading.Event()  # another thread may have held the lock inside
             self._done.set()
@@ -188,7 +188,7 @@ class Ticket:
     def post(self) -> Works | None:
         """Run by the posting thread: what comes next, or None if that has to wait for something."""
         try:
-            return next(self._talk, None) if self.error is None else None
+            return next(self._job, None) if self.error is None else None
         except Exception as error:
             self._fail(error)
             return None
@@ -207,14 +207,14 @@ class Ticket:
         """Run by the waiting thread: all that was not posted ahead."""
         while self.error is None:
             try:
-                works = next(self._talk)
+                works = next(self._job)
             except StopIteration:
                 break
             except Exception as error:
                 self._fail(error)
             else:
                 self.wait_for(works or ())
-        self._talk = iter(())  # what it holds is needed no more
+        self._job = iter(())  # what it holds is needed no more
         self._done.set()
 
     def _fail(self, error: Exception) -> None:

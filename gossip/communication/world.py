@@ -25,7 +25,7 @@ from gossip.communication.membership import (
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
 from gossip.communication.waiting import Awaited, Failure, wait_for
-from gossip.communication.worker_threads import Conversation, Operation, WorkerThreads, posted
+from gossip.communication.worker_threads import Job, Operation, WorkerThreads, posted
 from gossip.errors import ExchangeError, GossipError
 from gossip.private_torch import known_groups
 
@@ -173,7 +173,7 @@ class World:
         store, made = self._store, list[Group]()
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
 
-        def connect() -> Conversation:
+        def connect() -> Job:
             with resending_soon(self.timeout):
                 made.append(gloo_group(store, f"{purpose} {ranks}", ranks.index(self.rank), len(ranks), patience))
             # A rank that closed at once would break the connections that others are still making.
@@ -353,10 +353,10 @@ class World:
         assert self.device_paths is not None
         self.roll_call.note(what)
 
-        def converse(*tensors: Tensors) -> Conversation:
+        def job(*tensors: Tensors) -> Job:
             yield (posted("all other ranks", lambda: post(*tensors)),)
 
-        pending = self.device_paths.submit(converse, list(sent), list(received))
+        pending = self.device_paths.submit(job, list(sent), list(received))
         failure = self.wait_for(
             OnDevice(pending, received[0].device), what, lambda: self.others, sequence=self.roll_call.sequence
         )

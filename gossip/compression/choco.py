@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from gossip.algorithms.static_rounds import check_static
-from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, Messages, WholeCodec, chunks
+from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
+from gossip.compression.conversation import Messages, Turn, Turns, chunks
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
 from topologies import Round, Topology
 
@@ -127,15 +129,14 @@ class ChocoCodec(WholeCodec):
         self.has_begun = False
         self._message = torch.empty(0)
         self._receive_buffers: list[torch.Tensor] = []
-        self._weights: dict[int, float] = {}
 
     @property
     def sent(self) -> torch.Tensor | None:
         return None
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
-        self._weights = round_.neighbours(self._rank)
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        weights = round_.neighbours(self._rank)
         if self.has_begun:
             if self._message.dtype != torch.uint8:
                 self._message = self.known.new_empty(self._sparsifier.num_bytes, dtype=torch.uint8)
@@ -146,35 +147,38 @@ class ChocoCodec(WholeCodec):
             self._message = values.detach().clone()
             for part in chunks(len(values), values.device):
                 self.known[part] = _finite(values[part])
-        return dict.fromkeys(round_.targets(self._rank), self._message)
+        delivery = yield Turn(
+            dict.fromkeys(round_.targets(self._rank), self._message), partial(self._make_buffers, weights)
+        )
+        return self._arrival(partial(self._take_in, delivery.received, weights))
 
-    def receive_buffers(self) -> Messages:
-        while len(self._receive_buffers) < len(self._weights):
+    def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
+        while len(self._receive_buffers) < len(weights):
             self._receive_buffers.append(torch.empty_like(self._message))
-        return dict(zip(self._weights, self._receive_buffers, strict=True))
+        return dict(zip(weights, self._receive_buffers, strict=True))
 
     @torch.no_grad()
-    def _take_in(self, received: Messages) -> None:
+    def _take_in(self, received: Messages, weights: Mapping[int, float]) -> None:
         if self.has_begun:
-            self._add_increments(received)
+            self._add_increments(received, weights)
         else:
-            self._add_values(received)
+            self._add_values(received, weights)
             self.has_begun = True
 
-    def _add_increments(self, received: Messages) -> None:
-        messages = [(self._message, -sum(self._weights.values()))]
-        messages += [(received[source], weight) for source, weight in self._weights.items()]
+    def _add_increments(self, received: Messages, weights: Mapping[int, float]) -> None:
+        messages = [(self._message, -sum(weights.values()))]
+        messages += [(received[source], weight) for source, weight in weights.items()]
         for number, part in enumerate(self._sparsifier.parts):
             self._scale(part.values, self._sparsifier.add_(self.total, number, messages))
 
-    def _add_values(self, received: Messages) -> None:
+    def _add_values(self, received: Messages, weights: Mapping[int, float]) -> None:
         for part in chunks(len(self.total), self.total.device):
             spoilt = self._message[part].double().sum().mul_(0)
-            ours = self.known[part].double()
-            for source, weight in self._weights.items():
-                theirs = received[source][part].double()
-                spoilt += theirs.sum().mul_(0)
-                self.total[part].add_(_finite(theirs).sub_(ours), alpha=weight)
+            own = self.known[part].double()
+            for source, weight in weights.items():
+                values = received[source][part].double()
+                spoilt += values.sum().mul_(0)
+                self.total[part].add_(_finite(values).sub_(own), alpha=weight)
             self._scale(part, spoilt)
 
     def _scale(self, part: slice, spoilt: torch.Tensor) -> None:

@@ -1,24 +1,18 @@
-"""What a bucket's messages are on the wire: the contract of compressions."""
+"""How a bucket becomes messages on the wire: the contract of compressions."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from gossip.compression.part_memory import all_finite
+from gossip.compression.conversation import Arrival, Conversation, Parts, Turns, chunks
 from topologies import Round, Topology
 
-Messages = Mapping[int, torch.Tensor]
-"""Tensors that go to ranks, or come from them, by rank."""
-Parts = Iterator[tuple[slice, torch.Tensor]]
-"""A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
 NO_MEMORY = "int8, which remembers nothing"
 """What to choose instead of a compression that builds on earlier exchanges."""
-#: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
-CHUNK_NUMEL = 2**18
 
 
 class Compression(ABC):
@@ -27,10 +21,13 @@ class Compression(ABC):
     Attributes
     ----------
     follows_up : bool
-        Whether an exchange may need further messages after the first: see :meth:`Codec.follow_up`.
+        Whether an exchange may need further turns after its opening: see :meth:`Codec.turns`.
+    adds_on_wire : bool
+        Whether messages are the values as they are, so that those of several ranks may also be added on the wire.
     """
 
     follows_up: ClassVar[bool] = False
+    adds_on_wire: ClassVar[bool] = False
 
     def check(self, topology: Topology) -> None:  # noqa: B027 -- most serve all
         """Refuse a topology that it cannot serve.
@@ -56,7 +53,7 @@ class Compression(ABC):
         Returns
         -------
         Tensor, [..., numel], or None
-            What :meth:`Codec.encode` makes of each; ``values`` itself if that is what is sent. None where a message is
+            What a :class:`Codec` sends for each; ``values`` itself if that is what is sent. None where a message is
             something else: then every replica needs a codec of its own.
         """
         del values
@@ -80,6 +77,9 @@ class BucketShape:
         Of the values.
     views : sequence of (shape, stride, offset)
         Where each parameter lies in the flat values; one flat view where nothing is known.
+    memory : callable
+        ``(message, step) -> Tensor``: where a message like that one is best made in this step, for it to travel fast;
+        by default where it lies. Only for a message that goes to all peers alike.
     """
 
     def __init__(
@@ -87,12 +87,15 @@ class BucketShape:
         index: int,
         block: torch.Tensor,
         views: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]] | None = None,
+        *,
+        memory: Callable[[torch.Tensor, int], torch.Tensor] = lambda message, _: message,
     ) -> None:
         self.index = index
         self.numel = block.numel()
         self.dtype = block.dtype
         self.device = block.device
         self.views = tuple(views) if views is not None else (((self.numel,), (1,), 0),)
+        self.memory = memory
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -101,73 +104,42 @@ class BucketShape:
 
 
 class Codec(ABC):
-    r"""One bucket's messages at one rank, one exchange at a time.
+    r"""One bucket's messages at one rank, one exchange after the other.
 
     What rank i mixes in is :math:`\sum_j W_{ij} (m_j - m_i)`, where the message :math:`m_j` is what *every* rank makes
     of rank j's bytes, j itself included. So the mean over ranks is kept whatever a message lost, as long as W is doubly
     stochastic and two ranks decode the same bytes to the same values.
 
-    The order of calls is :meth:`encode`, :meth:`receive_buffers`, :meth:`follow_up`, :meth:`is_finite`,
-    :meth:`decode`; then the next exchange. The last three come exactly once per exchange.
     Random numbers are drawn from (seed, step, bucket, rank) alone.
     """
 
     @property
     @abstractmethod
     def sent(self) -> torch.Tensor | None:
-        """This rank's own message :math:`m_i`, [numel], until the next :meth:`encode`; None if it is no one tensor."""
+        """This rank's own message :math:`m_i`, [numel], until the next exchange; None if it is no one tensor."""
 
     @abstractmethod
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
-        """Make the message of ``values``, which may change afterwards.
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        """One exchange, as a generator: its order is that of its lines.
+
+        It makes the message of ``values`` and yields it, with room for those of the peers, as the first
+        :class:`gossip.Turn`; gets back what has become of it, a :class:`gossip.Delivery`; yields further turns, if it
+        needs any; and returns the :class:`gossip.Arrival`. What stands before the first ``yield`` runs in the training
+        thread, what follows beside the training, and the arrival's parts in the training thread again. Both ends of an
+        edge must take the same turns.
 
         Parameters
         ----------
         values : Tensor, [numel]
+            They may change after the first ``yield``.
         round_ : Round
             One in which this rank has a peer.
         step : int
-
-        Returns
-        -------
-        mapping of int to Tensor
-            By rank that reads this one: contiguous, on the device of ``values``, and left as it is until
-            :meth:`decode`.
         """
 
-    @abstractmethod
-    def receive_buffers(self) -> Messages:
-        """Where the messages of the exchange that was encoded last are to arrive, by rank that this one reads."""
-
-    def follow_up(self, sent: Messages, received: Messages) -> Iterator[tuple[Messages, Messages]]:
-        """Further messages that the exchange needs: each time, what goes to whom and where what arrives is to be put.
-
-        Runs beside the training, once all messages have arrived; what was yielded has arrived when it goes on. Both
-        ends of an edge must expect the same.
-
-        Parameters
-        ----------
-        sent, received : mapping of int to Tensor
-            As on the wire: with a device whose messages go through the host's memory, these are there. ``received`` may
-            be changed; it is what :meth:`decode` gets.
-        """
-        del sent, received
-        yield from ()
-
-    @abstractmethod
-    def is_finite(self, received: Messages) -> bool:
-        """Whether what arrived is finite. Runs beside the training, after :meth:`follow_up`; only on a CPU.
-
-        Where it is, but this rank's own message is not, :meth:`decode` yields something that is not.
-        """
-
-    @abstractmethod
-    def decode(self, received: Messages) -> Parts:
-        r"""Yield :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the dtype of accumulation; part by part, in order.
-
-        A part is the caller's, to change it too, until the next one; none at all stand for zeros. It must be run to its
-        end.
-        """
+    def exchange(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
+        """Make the messages of ``values``, and lead their exchange. One at a time. Local; see :meth:`turns`."""
+        return Conversation(self.turns(values, round_, step))
 
     def state_dict(self) -> dict[str, Any]:
         """What the next exchange needs of the ones before, as plain data and tensors; copies."""
@@ -177,32 +149,20 @@ class Codec(ABC):
         """Go on from there."""
 
 
-def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """The parts of a flat tensor that are worked on one after the other: small ones on a CPU."""
-    size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)
-    for start in range(0, numel, size):
-        yield slice(start, min(start + size, numel))
-
-
 class WholeCodec(Codec):
     """A codec that makes the difference as a whole, in memory that it keeps, beside the training where it can."""
 
     def __init__(self, bucket: BucketShape) -> None:
         self._difference = torch.zeros(bucket.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
-        self._is_taken_in = False
 
-    def is_finite(self, received: Messages) -> bool:
-        self._take_in(received)
-        self._is_taken_in = True
-        return all_finite(self._difference)
+    def _arrival(self, take_in: Callable[[], None]) -> Arrival:
+        """What has arrived, once ``take_in`` has filled ``_difference``; called once, when the messages are there."""
+        if self._difference.is_cpu:
+            take_in()
+            return Arrival.of(self._difference)
+        return Arrival(self._parts_after(take_in), is_finite=True)
 
-    def decode(self, received: Messages) -> Parts:
-        if not self._is_taken_in:
-            self._take_in(received)
-        self._is_taken_in = False
+    def _parts_after(self, take_in: Callable[[], None]) -> Parts:
+        take_in()
         for part in chunks(self._difference.numel(), self._difference.device):
             yield part, self._difference[part]
-
-    @abstractmethod
-    def _take_in(self, received: Messages) -> None:
-        """Fill ``_difference``. Called once per exchange."""

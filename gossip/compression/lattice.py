@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from loguru import logger
 
-from gossip.compression.codec import CHUNK_NUMEL, Parts
+from gossip.compression.conversation import CHUNK_NUMEL, Parts
 from gossip.compression.part_memory import scratch
 
 P = ParamSpec("P")
@@ -56,7 +56,7 @@ class LatticeKernels:
         self._noise = torch.cat([grid, grid[:CHUNK_NUMEL]]).to(device)
         weights = torch.randint(-(2**30), 2**30, (BLOCK_NUMEL,), generator=source, dtype=torch.int32)
         self._weights = (2 * weights + 1).to(device)
-        self._encode, self._scale = (_compiled(each, device) for each in (_encode_blocks, _scale))
+        self._encode, self._scale = (_compiled(kernel, device) for kernel in (_encode_blocks, _scale))
 
     def peaks(self, values: torch.Tensor, num_blocks: int, block_numel: int) -> torch.Tensor:
         """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
@@ -118,10 +118,10 @@ class LatticeKernels:
 
     def check(
         self,
-        ours: torch.Tensor,
-        our_checksums: torch.Tensor,
-        theirs: torch.Tensor,
-        their_checksums: torch.Tensor,
+        own_codes: torch.Tensor,
+        own_checksums: torch.Tensor,
+        peer_codes: torch.Tensor,
+        peer_checksums: torch.Tensor,
         shifts: tuple[torch.Tensor, torch.Tensor] | None,
         differences: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,14 +129,15 @@ class LatticeKernels:
 
         Parameters
         ----------
-        ours, theirs : Tensor, [num_blocks, bytes], uint8
-            ``theirs`` is used up.
-        our_checksums, their_checksums : Tensor, [num_blocks], int32
+        own_codes, peer_codes : Tensor, [num_blocks, bytes], uint8
+            ``peer_codes`` is used up.
+        own_checksums, peer_checksums : Tensor, [num_blocks], int32
         shifts : (Tensor, Tensor), each [num_blocks], int32, or None
-            How many octaves our and their lattice are coarser than the finer of the two; None: they are the same.
+            How many octaves this rank's lattice, and the peer's, are coarser than the finer of the two; None: they are
+            the same.
         differences : Tensor, [num_blocks, block_numel], int8
-            Filled with theirs - ours in steps of the finer lattice, times 16 if the codes have 4 bits. May be the
-            memory of ``theirs`` if they have 8.
+            Filled with peer_codes - own_codes, in steps of the finer lattice, times 16 if the codes have 4 bits. May be
+            the memory of ``peer_codes`` if they have 8.
 
         Returns
         -------
@@ -144,24 +145,24 @@ class LatticeKernels:
         peaks : Tensor, [num_blocks], int32
             The largest difference.
         """
-        digests = torch.empty_like(our_checksums)
-        largest, smallest = torch.empty((2, len(ours)), dtype=torch.int8, device=self.device)
+        digests = torch.empty_like(own_checksums)
+        largest, smallest = torch.empty((2, len(own_codes)), dtype=torch.int8, device=self.device)
         weights = self._weights[: differences.shape[1]]
         near: torch.Tensor | None = None
         if shifts is not None:
             near = torch.maximum(*shifts) <= _MAX_SHIFT
-            our_shifts, their_shifts = (each.clamp(max=_MAX_SHIFT) for each in shifts)
-            is_shifted = (our_shifts + their_shifts).ne(0).tolist()
-            our_checksums, their_checksums = our_checksums << our_shifts, their_checksums << their_shifts
-        for blocks in _block_ranges(len(ours), differences.shape[1], self.device):
-            left, right = ours[blocks], theirs[blocks]
+            own_shifts, peer_shifts = (shift.clamp(max=_MAX_SHIFT) for shift in shifts)
+            is_shifted = (own_shifts + peer_shifts).ne(0).tolist()
+            own_checksums, peer_checksums = own_checksums << own_shifts, peer_checksums << peer_shifts
+        for blocks in _block_ranges(len(own_codes), differences.shape[1], self.device):
+            left, right = own_codes[blocks], peer_codes[blocks]
             if shifts is not None and any(is_shifted[blocks]):
-                left = (left.to(torch.int32) << our_shifts[blocks, None]).to(torch.uint8)
-                right = (right.to(torch.int32) << their_shifts[blocks, None]).to(torch.uint8)
+                left = (left.to(torch.int32) << own_shifts[blocks, None]).to(torch.uint8)
+                right = (right.to(torch.int32) << peer_shifts[blocks, None]).to(torch.uint8)
             out = differences[blocks], digests[blocks], largest[blocks], smallest[blocks]
             _subtract_codes(left, right, weights, self.bits, *out)
         unit = self.unit
-        fits = digests == (their_checksums - our_checksums) * unit
+        fits = digests == (peer_checksums - own_checksums) * unit
         peaks = torch.maximum(largest.to(torch.int32), -smallest.to(torch.int32)) // unit
         return fits if near is None else fits & near, peaks
 
@@ -214,8 +215,8 @@ def _encode_blocks(
 
 
 def _subtract_codes(
-    ours: torch.Tensor,
-    theirs: torch.Tensor,
+    own_codes: torch.Tensor,
+    peer_codes: torch.Tensor,
     weights: torch.Tensor,
     bits: int,
     differences: torch.Tensor,
@@ -224,10 +225,12 @@ def _subtract_codes(
     smallest: torch.Tensor,
 ) -> None:
     if bits == 8:
-        torch.sub(theirs, ours, out=differences.view(torch.uint8))
+        torch.sub(peer_codes, own_codes, out=differences.view(torch.uint8))
     else:
         low, high = differences.chunk(2, dim=1)
-        both = torch.sub(theirs, ours, out=scratch(ours.shape, torch.uint8, ours.device)).view(torch.int8)
+        both = torch.sub(peer_codes, own_codes, out=scratch(own_codes.shape, torch.uint8, own_codes.device)).view(
+            torch.int8
+        )
         torch.mul(both, 16, out=low)
         torch.bitwise_right_shift(low, 4, out=high)
         torch.sub(both, high, out=high)

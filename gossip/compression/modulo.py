@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Messages, Parts
+from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns
 from gossip.compression.lattice import (
     BLOCK_NUMEL,
     COARSEST,
@@ -154,9 +156,6 @@ class ModuloCodec(Codec):
         self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
         self._receive_buffers: dict[int, torch.Tensor] = {}
-        self._weights: dict[int, float] = {}
-        self._targets: tuple[int, ...] = ()
-        self._reads: dict[int, _Read] = {}
         self._unpacked: list[torch.Tensor] = []
         self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
         self.num_resent = 0
@@ -166,10 +165,32 @@ class ModuloCodec(Codec):
         return self._points[: self._numel]
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
+        self._encode(values, step)
+        delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
+        sent, received = delivery.on_host
+        payload = next(iter(sent.values())) if sent else self._payload.cpu()
+        wanted: list[torch.Tensor] = []
+        reads = {
+            source: self._check(payload, message, number, wanted)
+            for number, (source, message) in enumerate(received.items())
+        }
+        # Backwards along every edge: which blocks are asked for again.
+        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
+        yield Turn({source: read.resent.to(torch.uint8) for source, read in reads.items()}, lambda: asked)
+        yield Turn(
+            {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
+            lambda: {source: read.rows for source, read in reads.items() if len(read.rows)},
+        )
+        for read in reads.values():
+            self._learn_from_rows(read, wanted)
+        if wanted:
+            self.levels = torch.stack(wanted).amax(0)
+        return Arrival(self._parts(weights, reads), self._device.type != "cpu" or self._is_finite(reads.values()))
+
+    def _encode(self, values: torch.Tensor, step: int) -> None:
         layout = self._layout
-        self._weights = round_.neighbours(self._rank)
-        self._targets = tuple(round_.targets(self._rank))
         points = self._points.view(layout.num_blocks, layout.block_numel)
         peaks = self._kernels.peaks(values, layout.num_blocks, layout.block_numel)
         levels = self._levels_on_lattice(self.levels.to(self._device), peaks)
@@ -180,7 +201,6 @@ class ModuloCodec(Codec):
         self._kernels.encode(
             values, levels, offsets, points, layout.codes(self._payload), layout.checksums(self._payload)
         )
-        return dict.fromkeys(self._targets, self._payload)
 
     def _levels_on_lattice(self, wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
         """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
@@ -191,33 +211,15 @@ class ModuloCodec(Codec):
         levels = torch.maximum(wanted, lowest.clamp(FINEST, COARSEST + 1).to(torch.int16))
         return levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
 
-    def receive_buffers(self) -> Messages:
-        for place in range(len(self._receive_buffers), len(self._weights)):
+    def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
+        for place in range(len(self._receive_buffers), len(weights)):
             self._receive_buffers[place] = torch.empty_like(self._payload)
-        return {source: self._receive_buffers[place] for place, source in enumerate(self._weights)}
+        return {source: self._receive_buffers[place] for place, source in enumerate(weights)}
 
-    @torch.no_grad()
-    def follow_up(self, sent: Messages, received: Messages) -> Iterator[tuple[Messages, Messages]]:
-        ours = next(iter(sent.values())) if sent else self._payload.cpu()
-        wanted: list[torch.Tensor] = []
-        self._reads.clear()
-        for source, message in received.items():
-            self._reads[source] = self._check(ours, message, wanted)
-        # Backwards along every edge: which blocks are asked for again.
-        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in self._targets}
-        yield {source: read.resent.to(torch.uint8) for source, read in self._reads.items()}, asked
-        yield (
-            {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
-            {source: read.rows for source, read in self._reads.items() if len(read.rows)},
-        )
-        for read in self._reads.values():
-            self._learn_from_rows(read, wanted)
-        self.levels = torch.stack(wanted).amax(0)
-
-    def _check(self, ours: torch.Tensor, theirs: torch.Tensor, wanted: list[torch.Tensor]) -> _Read:
-        """Replace the codes of a message by the difference to ours, and find the blocks where it does not fit."""
+    def _check(self, payload: torch.Tensor, message: torch.Tensor, number: int, wanted: list[torch.Tensor]) -> _Read:
+        """Replace the codes of a message by the difference to our payload's; find the blocks where it does not fit."""
         layout = self._layout
-        own_levels, levels = layout.levels(ours), layout.levels(theirs)
+        own_levels, levels = layout.levels(payload), layout.levels(message)
         # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
         coarser = torch.maximum(own_levels, levels)
         wanted.append((coarser - _PATIENCE).clamp(min=FINEST).masked_fill_(coarser == RAW, RAW))
@@ -225,20 +227,19 @@ class ModuloCodec(Codec):
         finer = exponents(torch.minimum(own_levels, levels)).masked_fill_(is_raw, 0)
         shifts = None
         if not torch.equal(own_levels, levels):
-            ours_coarser, theirs_coarser = (
-                (exponents(each) - finer).masked_fill_(is_raw, 0) for each in (own_levels, levels)
+            own_coarser, peers_coarser = (
+                (exponents(side) - finer).masked_fill_(is_raw, 0) for side in (own_levels, levels)
             )
-            shifts = ours_coarser, theirs_coarser
-        codes = layout.codes(theirs)
+            shifts = own_coarser, peers_coarser
+        codes = layout.codes(message)
         if self._compression.bits == 8:
             differences = codes.view(torch.int8)
         else:
-            place = len(self._reads)
-            if place == len(self._unpacked):
+            if number == len(self._unpacked):
                 self._unpacked.append(torch.empty((layout.num_blocks, layout.block_numel), dtype=torch.int8))
-            differences = self._unpacked[place]
+            differences = self._unpacked[number]
         fits, peaks = self._host_kernels.check(
-            layout.codes(ours), layout.checksums(ours), codes, layout.checksums(theirs), shifts, differences
+            layout.codes(payload), layout.checksums(payload), codes, layout.checksums(message), shifts, differences
         )
         resent = ~fits | is_raw
         wanted.append(self._levels_for(peaks * power_of_two(finer).double(), ~resent))
@@ -270,27 +271,29 @@ class ModuloCodec(Codec):
         levels = levels.nan_to_num(nan=0.0).clamp(FINEST, COARSEST).to(torch.int16)
         return torch.where(known, levels, RAW)
 
-    def is_finite(self, received: Messages) -> bool:  # noqa: ARG002 -- read by follow_up
-        rows = [
-            each for read in self._reads.values() if len(read.rows) for each in (read.rows, self._rows(read.resent))
-        ]
-        return all(bool(each.isfinite().all()) for each in rows)
+    def _is_finite(self, reads: Iterable[_Read]) -> bool:
+        return all(
+            bool(rows.isfinite().all())
+            for read in reads
+            if len(read.rows)
+            for rows in (read.rows, self._rows(read.resent))
+        )
 
     @torch.no_grad()
-    def decode(self, received: Messages) -> Parts:  # noqa: ARG002 -- read by follow_up
+    def _parts(self, weights: Mapping[int, float], reads: Mapping[int, _Read]) -> Parts:
+        if not weights:
+            return
         block_numel = self._layout.block_numel
         points = self._points.view(-1, block_numel)
-        reads = []
-        for source, weight in self._weights.items():
-            read = self._reads[source]
+        scaled = []
+        for source, weight in weights.items():
+            read = reads[source]
             scales = weight / self._kernels.unit * power_of_two(read.exponents).double()
             scales.masked_fill_(read.resent, 0.0)
-            reads.append((read.differences.to(self._device), scales.to(self._device, points.dtype)))
-        if not reads:
-            return
-        for blocks, total in self._kernels.decode(reads, points.dtype):
-            for source, weight in self._weights.items():
-                self._add_rows(self._reads[source], weight, blocks, points, total)
+            scaled.append((read.differences.to(self._device), scales.to(self._device, points.dtype)))
+        for blocks, total in self._kernels.decode(scaled, points.dtype):
+            for source, weight in weights.items():
+                self._add_rows(reads[source], weight, blocks, points, total)
             first, last = blocks.start * block_numel, min(blocks.stop * block_numel, self._numel)
             yield slice(first, last), total.view(-1)[: last - first]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from gossip.algorithms.static_rounds import check_static
-from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, Messages, WholeCodec
+from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
+from gossip.compression.conversation import Messages, Turn, Turns
 from gossip.compression.random_draws import generator
 from topologies import Round, Topology
 
@@ -117,10 +119,8 @@ class PowerCodec(WholeCodec):
             Matrix(*view) for view in bucket.views if len(view[0]) > 1 and _is_worth_it(view[0], compression.rank)
         ]
         self._plain = _segments_outside(self._matrices, bucket)
-        self._num_plain = sum(each.stop - each.start for each in self._plain)
-        self._messages: dict[int, torch.Tensor] = {}
+        self._num_plain = sum(segment.stop - segment.start for segment in self._plain)
         self._receive_buffers: dict[tuple[int, int], torch.Tensor] = {}
-        self._weights: dict[int, float] = {}
         self._step = 0
         self.num_exchanges = 0
         self.directions: dict[int, list[torch.Tensor]] = {}
@@ -135,34 +135,37 @@ class PowerCodec(WholeCodec):
 
     def _sizes(self, of_products: bool) -> list[int]:
         """Length of the vectors: of what is sent, or of what it is multiplied with."""
-        return [each.num_rows if self._from_right == of_products else each.num_columns for each in self._matrices]
+        return [matrix.num_rows if self._from_right == of_products else matrix.num_columns for matrix in self._matrices]
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
-        self._weights = round_.neighbours(self._rank)
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        weights = round_.neighbours(self._rank)
         self._step = step
-        for peer in self._weights:
+        for peer in weights:
             if peer not in self.directions:
                 fresh = self._draw(peer, self._sizes(of_products=False))
-                self.directions[peer] = [_orthonormal(each, each) for each in fresh]
+                self.directions[peer] = [_orthonormal(vectors, vectors) for vectors in fresh]
+        messages = self._messages_of(values, list(weights))
+        delivery = yield Turn(messages, partial(self._make_buffers, messages))
+        return self._arrival(partial(self._take_in, messages, delivery.received, weights))
+
+    def _messages_of(self, values: torch.Tensor, peers: Sequence[int]) -> dict[int, torch.Tensor]:
         length = self._num_plain + self._num_vectors * sum(self._sizes(of_products=True))
-        self._messages = {
-            peer: torch.empty(length, dtype=self._wide, device=self._bucket.device) for peer in self._weights
-        }
-        for message in self._messages.values():
+        messages = {peer: torch.empty(length, dtype=self._wide, device=self._bucket.device) for peer in peers}
+        for message in messages.values():
             for segment, place in self._plain_places():
                 message[place] = values[segment]
         for number, (matrix, place) in enumerate(zip(self._matrices, self._product_places(), strict=True)):
             found = matrix.read(values).to(self._wide)
-            vectors = torch.cat([self.directions[peer][number] for peer in self._weights], dim=1)
+            vectors = torch.cat([self.directions[peer][number] for peer in peers], dim=1)
             products = (found if self._from_right else found.T) @ vectors
-            for message, each in zip(self._messages.values(), products.split(self._num_vectors, dim=1), strict=True):
-                message[place].view(each.shape).copy_(each)
-        return dict(self._messages)
+            for message, product in zip(messages.values(), products.split(self._num_vectors, dim=1), strict=True):
+                message[place].view(product.shape).copy_(product)
+        return messages
 
-    def receive_buffers(self) -> Messages:
+    def _make_buffers(self, messages: Messages) -> Messages:
         receive_buffers = {}
-        for peer, message in self._messages.items():
+        for peer, message in messages.items():
             key = peer, message.numel()
             if key not in self._receive_buffers:
                 self._receive_buffers[key] = torch.empty_like(message)
@@ -170,25 +173,25 @@ class PowerCodec(WholeCodec):
         return receive_buffers
 
     @torch.no_grad()
-    def _take_in(self, received: Messages) -> None:
+    def _take_in(self, messages: Messages, received: Messages, weights: Mapping[int, float]) -> None:
         total = self._difference
         # The same bits on both ends, up to the sign.
-        apart = {peer: received[peer] - self._messages[peer] for peer in self._weights}
+        apart = {peer: received[peer] - messages[peer] for peer in weights}
         for segment, place in self._plain_places():
             total[segment] = 0
-            for peer, weight in self._weights.items():
+            for peer, weight in weights.items():
                 total[segment].add_(apart[peer][place], alpha=weight)
         sizes = self._sizes(of_products=True)
-        fallbacks = {peer: self._draw(peer, sizes) for peer in self._weights}
+        fallbacks = {peer: self._draw(peer, sizes) for peer in weights}
         for number, (matrix, place) in enumerate(zip(self._matrices, self._product_places(), strict=True)):
-            found = {peer: apart[peer][place].view(-1, self._num_vectors) for peer in self._weights}
-            weighted = torch.cat([found[peer] * weight for peer, weight in self._weights.items()], dim=1)
-            vectors = torch.cat([self.directions[peer][number] for peer in self._weights], dim=1)
+            found = {peer: apart[peer][place].view(-1, self._num_vectors) for peer in weights}
+            weighted = torch.cat([found[peer] * weight for peer, weight in weights.items()], dim=1)
+            vectors = torch.cat([self.directions[peer][number] for peer in weights], dim=1)
             product = weighted @ vectors.T if self._from_right else vectors @ weighted.T
             matrix.view(total).copy_(product.view(matrix.shape))
-            for peer, each in found.items():
+            for peer, difference in found.items():
                 # Seen from the lower rank: both ends find the same vectors.
-                upwards = each if peer > self._rank else -each
+                upwards = difference if peer > self._rank else -difference
                 self.directions[peer][number] = _orthonormal(upwards, fallbacks[peer][number])
         self.num_exchanges += 1
 
@@ -217,7 +220,7 @@ class PowerCodec(WholeCodec):
 
     def state_dict(self) -> dict[str, Any]:
         peers = list(self.directions)
-        flat = [each.flatten() for peer in peers for each in self.directions[peer]]
+        flat = [vectors.flatten() for peer in peers for vectors in self.directions[peer]]
         return {
             "num_exchanges": self.num_exchanges,
             "peers": peers,

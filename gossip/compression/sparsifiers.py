@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.compression.codec import BucketShape, chunks
+from gossip.compression.codec import BucketShape
+from gossip.compression.conversation import chunks
 from gossip.compression.random_draws import generator
 
 Messages = Sequence[tuple[torch.Tensor, float]]
@@ -123,13 +124,13 @@ class TopK(Sparsifier):
         kept_values, kept_places = self._values(payload), self._places(payload)
         for part, kept in zip(self.parts, self._kept, strict=True):
             shape = part.num_blocks, part.width
-            ours = known[part.values].view(shape)
-            difference = values[part.values].view(shape) - ours
+            public = known[part.values].view(shape)
+            difference = values[part.values].view(shape) - public
             places = difference.abs().topk(self._num_kept(part.width), dim=1, sorted=False).indices
             chosen = difference.gather(1, places)
             kept_values[kept].view(part.num_blocks, -1).copy_(chosen)
             kept_places[kept].view(part.num_blocks, -1).copy_(places)
-            ours.scatter_add_(1, places, _finite(chosen))
+            public.scatter_add_(1, places, _finite(chosen))
 
     def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
         part, kept = self.parts[number], self._kept[number]
@@ -213,8 +214,8 @@ class Sign(Sparsifier):
         integers = torch.int64 if self.wide == torch.float64 else torch.int32
         for part, place in zip(self.parts, self._bits, strict=True):
             shape = part.num_blocks, part.width
-            ours = known[part.values].view(shape)
-            difference = values[part.values].view(shape) - ours
+            public = known[part.values].view(shape)
+            difference = values[part.values].view(shape) - public
             scales = self._scales(part, payload).copy_(difference.abs().mean(1))
             negative = (difference.view(integers) < 0).view(torch.uint8)  # several times as fast as signbit()
             # Bit p of a byte is a value of the p-th eighth of the part.
@@ -223,7 +224,7 @@ class Sign(Sparsifier):
             bits.copy_(planes[0])
             for number in range(1, 8):
                 bits.bitwise_or_(planes[number] << number)
-            ours.add_(torch.copysign(_finite(scales)[:, None], difference, out=difference))
+            public.add_(torch.copysign(_finite(scales)[:, None], difference, out=difference))
 
     def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
         part, place = self.parts[number], self._bits[number]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, Messages, Parts, chunks
-from gossip.compression.part_memory import all_finite, scratch
+from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns, chunks, finite_on_host
+from gossip.compression.part_memory import scratch
 from topologies import Round
 
 
 class Uncompressed(Compression):
     """The values as they are."""
+
+    adds_on_wire: ClassVar[bool] = True
 
     def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
         return ValuesCodec(bucket, rank, bucket.dtype)
@@ -56,83 +61,74 @@ class Cast(Compression):
 
 
 class ValuesCodec(Codec):
-    """The message is the bucket's values in some dtype.
-
-    Attributes
-    ----------
-    message : Tensor, [numel]
-    is_exact : bool
-        Whether they are the values as they are: then the messages of several ranks may also be added on the wire.
-    take : callable
-        ``(step) -> Tensor``: where the message of a step is to be made, memory of the message's dtype and size.
-    """
+    """The message is the bucket's values in some dtype."""
 
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
-        self.message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
-        self.take: Callable[[int], torch.Tensor] = lambda _: self.message
+        self._message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+        self._memory = bucket.memory
         self._rank = rank
         self._wide = bucket.accumulation_dtype
-        self.is_exact = dtype == bucket.dtype
+        self._is_exact = dtype == bucket.dtype
         self._largest = _largest(dtype, bucket.dtype)
-        self._weights: dict[int, float] = {}
-        self._rows = self.message.new_empty((0, bucket.numel))
-        self._difference: torch.Tensor | None = None
+        self._rows = self._message.new_empty((0, bucket.numel))
+        self._total: torch.Tensor | None = None
 
     @property
     def sent(self) -> torch.Tensor:
-        return self.message
+        return self._message
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, round_: Round, step: int) -> Messages:
-        self.message = self.take(step)
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        message = self._message = self._memory(self._message, step)
         if self._largest is None:
-            self.message.copy_(values)
+            message.copy_(values)
         else:
             for part in chunks(values.numel(), values.device):
-                self.message[part].copy_(_within(values[part], self._largest))
-        self._weights = round_.neighbours(self._rank)
-        return dict.fromkeys(round_.targets(self._rank), self.message)
+                message[part].copy_(_within(values[part], self._largest))
+        weights = round_.neighbours(self._rank)
+        delivery = yield Turn(
+            dict.fromkeys(round_.targets(self._rank), message),
+            partial(self._receive_buffers, weights),
+            self._accumulator if self._is_exact else None,
+        )
+        if delivery.total is not None:
+            return Arrival(self._parts_of_sum(delivery.total), finite_on_host([delivery.total]))
+        return Arrival(self._parts(weights, delivery.received), finite_on_host(delivery.received.values()))
 
-    def receive_buffers(self) -> Messages:
-        if len(self._rows) < len(self._weights):
-            self._rows = self.message.new_empty((len(self._weights), self.message.numel()))
-        return dict(zip(self._weights, self._rows, strict=False))
+    def _receive_buffers(self, weights: Mapping[int, float]) -> Messages:
+        if len(self._rows) < len(weights):
+            self._rows = self._message.new_empty((len(weights), self._message.numel()))
+        return dict(zip(weights, self._rows, strict=False))
 
-    def accumulator(self) -> torch.Tensor:
-        """Memory for a sum over ranks that is made on the wire, [numel], in the dtype of accumulation."""
-        if self.message.dtype == self._wide:
+    def _accumulator(self) -> torch.Tensor:
+        if self._message.dtype == self._wide:
             if not len(self._rows):
-                self._rows = self.message.new_empty((1, self.message.numel()))
+                self._rows = self._message.new_empty((1, self._message.numel()))
             return self._rows[0]
-        if self._difference is None:
-            self._difference = self.message.new_empty(self.message.numel(), dtype=self._wide)
-        return self._difference
-
-    def is_finite(self, received: Messages) -> bool:
-        return all(all_finite(message) for message in received.values())
+        if self._total is None:
+            self._total = self._message.new_empty(self._message.numel(), dtype=self._wide)
+        return self._total
 
     @torch.no_grad()
-    def decode(self, received: Messages) -> Parts:
-        weights = list(self._weights.items())
+    def _parts(self, weights: Mapping[int, float], received: Messages) -> Parts:
         if not weights:
             return
-        for part in chunks(self.message.numel(), self.message.device):
-            ours = self.message[part].to(self._wide)
-            total, more = scratch((2, *ours.shape), self._wide, ours.device)
-            for number, (source, weight) in enumerate(weights):
-                theirs = received[source][part].to(self._wide)
+        for part in chunks(self._message.numel(), self._message.device):
+            own = self._message[part].to(self._wide)
+            total, more = scratch((2, *own.shape), self._wide, own.device)
+            for number, (source, weight) in enumerate(weights.items()):
+                message = received[source][part].to(self._wide)
                 if number == 0:
-                    torch.sub(theirs, ours, out=total).mul_(weight)
+                    torch.sub(message, own, out=total).mul_(weight)
                 else:
-                    theirs = torch.sub(theirs, ours, out=more)  # in this order it is minus what the peer adds
-                    total.add_(theirs, alpha=weight)
+                    difference = torch.sub(message, own, out=more)  # in this order it is minus what the peer adds
+                    total.add_(difference, alpha=weight)
             yield part, total
 
     @torch.no_grad()
-    def decode_sum(self, mean: torch.Tensor) -> Parts:
-        """As :meth:`decode`, of the weighted sum of the messages, which lies in the accumulator."""
-        for part in chunks(self.message.numel(), self.message.device):
-            yield part, mean[part].sub_(self.message[part])
+    def _parts_of_sum(self, mean: torch.Tensor) -> Parts:
+        for part in chunks(self._message.numel(), self._message.device):
+            yield part, mean[part].sub_(self._message[part])
 
 
 def _largest(dtype: torch.dtype, of: torch.dtype) -> float | None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from loguru import logger
 
 from gossip.algorithms import Algorithm
-from gossip.communication.debug_transport import DebugTransport
-from gossip.communication.transports import DistributedTransport, Transport
+from gossip.communication.transport import Transport
 from gossip.compression.codec import Compression
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.frozen_parameters import FrozenParameters
@@ -46,7 +45,7 @@ def announce(
     text = ", ".join(listed[:_MAX_BUCKETS_LISTED]) + (f", {hidden} more" if hidden > 0 else "")
     silent = f"; {_size(frozen.num_bytes)} of frozen parameters are not sent" if frozen else ""
     logger.info("{} bucket{}: {}{}", len(listed), "" if len(listed) == 1 else "s", text or "nothing to train", silent)
-    if isinstance(transport, DistributedTransport | DebugTransport):
+    if transport is not None:
         logger.info("{}", transport.describe())
 
 

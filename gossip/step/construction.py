@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,13 +11,13 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import forks
-from gossip.communication.debug_transport import DebugTransport, check_debug
+from gossip.communication.debug_transport import DebugTransport
 from gossip.communication.flags import AgreedFlag
+from gossip.communication.transport import TransportFactory, make_transport
 from gossip.communication.transports import DistributedTransport, check_follow_ups
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
-from gossip.compression.value_codecs import Uncompressed
 from gossip.errors import GossipError
 from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
@@ -89,13 +90,9 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     if arguments.buffers == "average":
         everything += make_buffer_buckets(module, len(buckets))
 
-    transport = arguments.transport
-    if transport is None and world.world_size > 1:
-        if arguments.debug is None:
-            sums_on_wire = isinstance(compression, Uncompressed)
-            transport = DistributedTransport(world, topology, sums_on_wire=sums_on_wire)
-        else:
-            transport = DebugTransport(world)
+    transport = None
+    if world.world_size > 1:
+        transport = make_transport(_transport_factory(arguments, compression), world, topology)
     scaler = arguments.open_scaler
     updater = Updater(
         optimizers,
@@ -141,7 +138,6 @@ def _check(
     if compression.follows_up and world.membership is not None:
         check_follow_ups(compression, world.membership)
     check_arguments(arguments, module)
-    check_debug(arguments.debug, arguments.transport)
     check_parameters(module)
     check_not_wrapped(module)
     optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
@@ -155,3 +151,11 @@ def _check(
         **describe_optimizers(optimizers),
     }
     return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings)
+
+
+def _transport_factory(arguments: Arguments, compression: Compression) -> TransportFactory:
+    if arguments.transport is not None:
+        return arguments.transport
+    if arguments.debug == "detail":
+        return DebugTransport
+    return functools.partial(DistributedTransport, sums_on_wire=compression.adds_on_wire)

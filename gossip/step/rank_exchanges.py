@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import time
 from collections import Counter
@@ -15,9 +16,9 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
-from gossip.communication.transports import Arrival, DistributedTransport, Exchange, Transport
-from gossip.compression.codec import BucketShape, Codec, Compression, chunks
-from gossip.compression.part_memory import all_finite
+from gossip.communication.transport import Exchange, Transport
+from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.conversation import Arrival, chunks, finite_on_host
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
@@ -87,9 +88,8 @@ class Known:
 
 def whole(difference: torch.Tensor) -> Arrival:
     """What came, known as a whole; ``difference`` stays as it is."""
-    is_finite = not difference.is_cpu or all_finite(difference)
     parts = ((part, difference[part].clone()) for part in chunks(difference.numel(), difference.device))
-    return Arrival(parts, is_finite)
+    return Arrival(parts, finite_on_host([difference]))
 
 
 class RankExchanges(Exchanges[RankInFlight, Meter]):
@@ -152,21 +152,17 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def _make_codecs(self, buckets: Sequence[AnyBucket]) -> list[dict[str, Codec]]:
         if self._transport is None:
             return []
-        made = [self._codecs_of(bucket) for bucket in buckets]
-        if isinstance(self._transport, DistributedTransport):
-            for bucket, codecs in zip(buckets, made, strict=True):
-                for number, codec in enumerate(codecs.values()):
-                    self._transport.prepare(codec, bucket.index + CHANNEL_STRIDE * number)
-        return made
+        return [self._codecs_of(bucket, self._transport) for bucket in buckets]
 
-    def _codecs_of(self, bucket: AnyBucket) -> dict[str, Codec]:
+    def _codecs_of(self, bucket: AnyBucket, transport: Transport) -> dict[str, Codec]:
         index = bucket.index
         codecs = {}
         for number, channel in enumerate(self._channels(index)):
             example = self._like(self._views[index], channel)
             is_number = channel in self.algorithm.numbers
             views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
-            shape = BucketShape(index + CHANNEL_STRIDE * number, example, views)
+            place = index + CHANNEL_STRIDE * number
+            shape = BucketShape(place, example, views, memory=functools.partial(_memory, transport, place))
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
         if codecs[VALUES].sent is None:
             if self._readers:
@@ -193,10 +189,10 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 codec = self.codecs[index][channel]
-                encoded = codec.encode(message, round_, step)
+                conversation = codec.exchange(message, round_, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self._transport.start(
-                    codec, encoded, round_, step=step, bucket=index + CHANNEL_STRIDE * number
+                    conversation, round_, step=step, bucket=index + CHANNEL_STRIDE * number
                 )
                 if codec.sent is not None:
                     in_flight.sent[channel] = [codec.sent]
@@ -211,7 +207,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             self._show(index, in_flight)
             if not all(arrival.is_finite for arrival in arrivals.values()):
                 for arrival in arrivals.values():
-                    collections.deque(arrival.parts, maxlen=0)  # the codec must not miss it
+                    collections.deque(arrival.parts, maxlen=0)  # codec and transport must not miss it
                 self._refuse(index, in_flight, meter)
                 return
             squares: float | torch.Tensor = 0.0
@@ -317,6 +313,10 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         size = self._topology.world_size
         spread = sum(weight * weight for weight in weights) + (1 - round_.self_weight(self._rank)) ** 2
         return (size - 1) / size / spread if spread else 0.0
+
+
+def _memory(transport: Transport, bucket: int, message: torch.Tensor, step: int) -> torch.Tensor:
+    return transport.memory(message, step=step, bucket=bucket)
 
 
 def _squared_norm(difference: torch.Tensor) -> float | torch.Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import topologies
 from gossip.algorithms import Algorithm
-from gossip.communication.transports import Transport
+from gossip.communication.transport import TransportFactory, check_transport
 from gossip.compression.codec import Compression
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
@@ -33,7 +33,7 @@ class Arguments:
     scaler: GradScaler | None
     buffers: str
     bucket_cap_mb: float
-    transport: Transport | None
+    transport: TransportFactory | None
     debug: str | None
 
     @property
@@ -81,6 +81,13 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
         raise ValueError(f'clip must be "global" or "bucket", got {arguments.clip!r}')
     if arguments.buffers not in ("local", "average"):
         raise ValueError(f'buffers must be "local" or "average", got {arguments.buffers!r}')
+    if arguments.debug not in (None, "detail"):
+        raise ValueError(f'debug must be None or "detail", got {arguments.debug!r}')
+    if arguments.debug is not None and arguments.transport is not None:
+        raise ValueError(
+            f"debug={arguments.debug!r} brings its own transport; leave out transport={arguments.transport!r}"
+        )
+    check_transport(arguments.transport)
     check_positive("bucket_cap_mb", arguments.bucket_cap_mb, "number of MiB")
     if not math.isfinite(arguments.bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb must be finite, got {arguments.bucket_cap_mb}; sys.maxsize is as good as inf")

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.world import accumulation_dtype
-from gossip.compression.codec import BucketShape, Codec, Compression, Messages
+from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.conversation import carry
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
@@ -270,36 +271,23 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         codecs = self.codecs[index, channel]
         active = [rank for rank in range(len(codecs)) if round_.peers(rank)]
         values = self._rows(blocks)
-        encoded = {rank: codecs[rank].encode(values[rank], round_, step) for rank in active}
-        receive_buffers = {rank: codecs[rank].receive_buffers() for rank in active}
-        num_bytes = _carry(encoded, receive_buffers)
-        conversations = {rank: codecs[rank].follow_up(encoded[rank], receive_buffers[rank]) for rank in active}
-        while conversations:
-            turns = {
-                rank: turn
-                for rank, conversation in conversations.items()
-                if (turn := next(conversation, None)) is not None
-            }
-            conversations = {rank: conversations[rank] for rank in turns}
-            num_bytes += _carry(
-                {rank: turn[0] for rank, turn in turns.items()}, {rank: turn[1] for rank, turn in turns.items()}
-            )
-        meter.codec_bytes += num_bytes / len(codecs)
+        conversations = {rank: codecs[rank].exchange(values[rank], round_, step) for rank in active}
+        meter.codec_bytes += carry(conversations) / len(codecs)
         differences, sent = [], []
         for shard, block in zip(self._shards, blocks, strict=True):
             sent.append(block.clone())
             total = torch.zeros(block.shape, dtype=accumulation_dtype(block.dtype), device=block.device)
             for row, rank in enumerate(shard.ranks):
-                if rank not in receive_buffers:
+                if rank not in conversations:
                     continue
                 if (message := codecs[rank].sent) is not None:
                     sent[-1][row] = message
-                is_finite = codecs[rank].is_finite(receive_buffers[rank])
-                for place, part in codecs[rank].decode(receive_buffers[rank]):
+                arrival = conversations[rank].arrival
+                for place, part in arrival.parts:
                     total[row, place] = part
                 if self.algorithm.requires.stochastic != "doubly":  # what was decoded takes the rows' sums for 1
                     total[row].add_(sent[-1][row], alpha=row_sum(round_, rank) - 1)
-                if not is_finite:
+                if not arrival.is_finite:
                     total[row] = torch.nan
             differences.append(total)
         return differences, sent
@@ -309,13 +297,3 @@ def _values(compression: Compression, block: torch.Tensor) -> torch.Tensor:
     messages = compression.messages(block)
     assert messages is not None
     return messages
-
-
-def _carry(sent: Mapping[int, Messages], receive_buffers: Mapping[int, Messages]) -> int:
-    """Put what was sent where it is expected; how many bytes that were."""
-    num_bytes = 0
-    for source, parcels in sent.items():
-        for target, message in parcels.items():
-            receive_buffers[target][source].copy_(message)
-            num_bytes += message.nbytes
-    return num_bytes

@@ -134,8 +134,8 @@ def test_lattice_on_a_gpu_is_the_one_on_the_cpu(bits: int) -> None:
         ranks.mix(0)
         codec = ModuloQuantization(bits).codec(BucketShape(0, values.to(device)), 0)
         codec.load_state_dict(ranks.codecs[0].state_dict())
-        sent = codec.encode(values.to(device), topologies.build("complete", 2).round(1), 1)
-        messages.append(sent[1].cpu())
+        conversation = codec.exchange(values.to(device), topologies.build("complete", 2).round(1), 1)
+        messages.append(conversation.opening.sent[1].cpu())
         assert codec.sent is not None
         points.append(codec.sent.cpu())
     assert torch.equal(*messages)

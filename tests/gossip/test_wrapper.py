@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -22,9 +23,14 @@ from replicas import (
 )
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
-from gossip.communication.transports import Arrival
-from gossip.compression.codec import Codec, Messages
+from gossip import (
+    Arrival,
+    Conversation,
+    GossipDataParallel,
+    GossipError,
+    Transport,
+    launch,
+)
 from topologies import Round, Topology, build
 
 
@@ -152,25 +158,26 @@ class EmptyExchange:
         return Arrival(iter([(slice(0, self.message.numel()), torch.zeros_like(self.message))]), is_finite=True)
 
 
-class RecordingTransport:
+class RecordingTransport(Transport):
     """Sends nothing anywhere; remembers which round it was asked to carry."""
 
-    def __init__(self) -> None:
-        self.rounds: list[tuple[int, int, Round]] = []
+    rounds: ClassVar[list[tuple[int, int, Round]]] = []
 
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> EmptyExchange:  # noqa: ARG002
+    def __init__(self, *_: object) -> None:
+        self.rounds.clear()
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EmptyExchange:
         self.rounds.append((step, bucket, round_))
-        return EmptyExchange(next(iter(sent.values())))
+        return EmptyExchange(next(iter(conversation.opening.sent.values())))
 
 
 def rounds_used() -> list[tuple[int, int, int]]:
     topology = build("one_peer_ring", 4)
-    transport = RecordingTransport()
-    model = GossipDataParallel(rank_module(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, transport=transport)
+    model = GossipDataParallel(rank_module(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, transport=RecordingTransport)
     train(model, range(5))
-    assert all(round_ is topology.round(step) for step, _, round_ in transport.rounds)
+    assert all(round_ is topology.round(step) for step, _, round_ in RecordingTransport.rounds)
     model.close()
-    return [(step, bucket) for step, bucket, _ in transport.rounds]
+    return [(step, bucket) for step, bucket, _ in RecordingTransport.rounds]
 
 
 def test_rounds_count_from_0_without_a_skip_in_every_bucket() -> None:

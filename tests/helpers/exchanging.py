@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gossip import BucketShape, Codec, Compression
-from gossip.compression.codec import Messages
+from gossip.compression.conversation import Parts, carry
 from topologies import Topology
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -58,28 +58,19 @@ class Ranks:
     def exchange(self, step: int) -> list[torch.Tensor | None]:
         """One round: each rank's sum of differences; None for a rank without peers."""
         round_ = self.topology.round(step)
-        self.num_bytes = 0
         active = [rank for rank in range(len(self.values)) if round_.peers(rank)]
-        sent = {rank: self.codecs[rank].encode(self.values[rank], round_, step) for rank in active}
-        receive_buffers = {rank: self.codecs[rank].receive_buffers() for rank in active}
-        self._carry(sent, receive_buffers)
-        conversations = {rank: self.codecs[rank].follow_up(sent[rank], receive_buffers[rank]) for rank in active}
-        while conversations:
-            turns = {rank: next(conversation, None) for rank, conversation in conversations.items()}
-            assert len({turn is None for turn in turns.values()}) == 1, "some ranks expect more, others do not"
-            more = {rank: turn for rank, turn in turns.items() if turn is not None}
-            if not more:
-                break
-            self._carry({rank: turn[0] for rank, turn in more.items()}, {rank: turn[1] for rank, turn in more.items()})
-        self.are_finite = {rank: self.codecs[rank].is_finite(receive_buffers[rank]) for rank in active}
+        conversations = {rank: self.codecs[rank].exchange(self.values[rank], round_, step) for rank in active}
+        self.num_bytes = carry(conversations)
+        arrivals = {rank: conversation.arrival for rank, conversation in conversations.items()}
+        self.are_finite = {rank: arrival.is_finite for rank, arrival in arrivals.items()}
         return [
-            self._decoded(rank, receive_buffers[rank]) if rank in active else None for rank in range(len(self.values))
+            self._whole(rank, arrivals[rank].parts) if rank in arrivals else None for rank in range(len(self.values))
         ]
 
-    def _decoded(self, rank: int, received: Messages) -> torch.Tensor:
+    def _whole(self, rank: int, parts: Parts) -> torch.Tensor:
         whole = torch.full_like(self.values[rank], torch.nan, dtype=self._accumulation_dtype)
         end = 0
-        for place, part in self.codecs[rank].decode(received):
+        for place, part in parts:
             assert place.start == end
             end = place.stop
             assert part.dtype == whole.dtype
@@ -93,19 +84,6 @@ class Ranks:
         for values, difference in zip(self.values, self.exchange(step), strict=True):
             if difference is not None:
                 values += difference.to(values.dtype)
-
-    def _carry(self, sent: dict[int, Messages], receive_buffers: dict[int, Messages]) -> None:
-        for rank, parcels in sent.items():
-            for target, message in parcels.items():
-                self.num_bytes += message.nbytes
-                assert message.is_contiguous()
-                assert (message.dtype, message.shape) == (
-                    receive_buffers[target][rank].dtype,
-                    receive_buffers[target][rank].shape,
-                )
-                receive_buffers[target][rank].copy_(message)
-        expected = {(source, rank) for rank, parcels in receive_buffers.items() for source in parcels}
-        assert expected == {(rank, target) for rank, parcels in sent.items() for target in parcels}
 
     @property
     def mean(self) -> torch.Tensor:

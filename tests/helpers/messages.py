@@ -21,7 +21,7 @@ def start(
 ) -> Exchange:
     """Start the exchange of ``message``; the codec is new, so that several may be under way."""
     codec = (compression or Uncompressed()).codec(BucketShape(bucket, message), world.rank)
-    return transport.start(codec, codec.encode(message, round_, step), round_, step=step, bucket=bucket)
+    return transport.start(codec.exchange(message, round_, step), round_, step=step, bucket=bucket)
 
 
 def received(exchange: Exchange) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loguru import logger
 from torch.autograd.profiler import record_function
 
@@ -50,9 +51,9 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
     """
     experiment = build(config)
     settings, shards = experiment.settings, experiment.shards
-    world = World(settings.timeout)
-    configure_logging(world.rank)
-    if world.rank == 0 and shards.left_out_per_epoch:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    configure_logging(rank)
+    if rank == 0 and shards.left_out_per_epoch:
         logger.info(
             "{} steps per epoch (whole batches of the smallest shard): {} of {} samples are left out, others each time",
             shards.steps_per_epoch,
@@ -61,9 +62,10 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
         )
     torch.manual_seed(settings.seed)
     module = experiment.make_module()
-    tracer = Tracer(Path(folder) / f"rank{world.rank}.trace.json", experiment.total_steps) if settings.profile else None
-    method = make_method(experiment, module, world, tracer)
-    torch.manual_seed(_rank_seed(settings.seed, world.rank))  # dropout: others on every rank
+    tracer = Tracer(Path(folder) / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
+    method = make_method(experiment, module, tracer)
+    world = method.world
+    torch.manual_seed(_rank_seed(settings.seed, rank))  # dropout: others on every rank
     state = RunState(experiment, method, world, Path(folder))
     if settings.resumes:
         state.load()
@@ -87,7 +89,6 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
     if world.rank == 0 and signal_number is None:
         write_module(module, Path(folder) / MODEL_FILE)
     method.close()
-    world.close()
     return summary
 
 
@@ -130,8 +131,8 @@ def _steps(
 ) -> Iterator[dict[str, Any]]:
     """Make all steps that are left; yield the record of each, the last one without its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
-    mine = torch.from_numpy(shards.indices[world.rank])
-    inputs, targets = data.train_inputs[mine], data.train_targets[mine]
+    shard = torch.from_numpy(shards.indices[world.rank])
+    inputs, targets = data.train_inputs[shard], data.train_targets[shard]
     total_steps, first_step = state.total_steps, state.step
     first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
     for epoch in range(first_epoch, experiment.num_epochs):

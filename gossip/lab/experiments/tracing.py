@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 from gossip.communication.transports import DistributedExchange, DistributedTransport
 from gossip.communication.world import World
-from gossip.compression.codec import Codec, Messages
+from gossip.compression.conversation import Conversation
 from topologies import Round, Topology
 
 FORWARD = "forward"
@@ -143,9 +143,9 @@ class TracedTransport(DistributedTransport):
         super().__init__(world, topology, sums_on_wire=sums_on_wire)
         self._tracer = tracer
 
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
         started_at = time.perf_counter()
-        exchange = super().start(codec, sent, round_, step=step, bucket=bucket)
+        exchange = super().start(conversation, round_, step=step, bucket=bucket)
         pending, num_bytes = exchange.pending, sum(exchange.bytes_by_peer.values())
 
         def finished_at() -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -36,10 +37,13 @@ class Method(Protocol):
         This rank's bare replica.
     optimizer : Optimizer
         For a scheduler; a method steps it itself.
+    world : World
+        All ranks of the run, until the method is closed.
     """
 
     module: nn.Module
     optimizer: Optimizer
+    world: World
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output, for training. Local, or collective where buffers are shared."""
@@ -66,16 +70,18 @@ class Method(Protocol):
         """End communication. Local."""
 
 
-def make_method(experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> Method:
+def make_method(experiment: Experiment, module: nn.Module, tracer: Tracer | None = None) -> Method:
     """The method that the settings name, over this rank's ``module``; it tells ``tracer`` of exchanges. Collective."""
     if experiment.settings.method == "ddp":
+        world = World(experiment.settings.timeout)
         if world.rank == 0:
             _say_what_is_ignored(experiment)
         return AllReduceMethod(experiment, module, world, tracer)
     topology = experiment.topology
     if topology is None:
-        topology = Topology.from_rounds([Round.identity(world.world_size)], name="no exchange")
-    return GossipMethod(experiment, module, topology, world, tracer)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        topology = Topology.from_rounds([Round.identity(world_size)], name="no exchange")
+    return GossipMethod(experiment, module, topology, tracer)
 
 
 def _say_what_is_ignored(experiment: Experiment) -> None:
@@ -98,14 +104,12 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
 class GossipMethod:
     """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
 
-    def __init__(
-        self, experiment: Experiment, module: nn.Module, topology: Topology, world: World, tracer: Tracer | None
-    ) -> None:
+    def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
         settings = experiment.settings
         transport = None  # the wrapper's own
-        if tracer is not None and world.world_size > 1:
-            sums_on_wire = isinstance(experiment.compression, Uncompressed)
-            transport = TracedTransport(world, topology, tracer, sums_on_wire=sums_on_wire)
+        if tracer is not None:
+            sums_on_wire = experiment.compression.adds_on_wire
+            transport = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
         self.model = GossipDataParallel(
             module,
             experiment.make_optimizer,
@@ -125,6 +129,7 @@ class GossipMethod:
         assert self.model.optimizer is not None
         self.module = module
         self.optimizer = self.model.optimizer
+        self.world = self.model.world
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output. Local."""
@@ -178,7 +183,7 @@ class AllReduceMethod:
     """
 
     def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
-        self._world = world
+        self.world = world
         self._tracer = tracer
         group = world.new_group(range(world.world_size))
         self._model = DistributedDataParallel(
@@ -227,10 +232,10 @@ class AllReduceMethod:
         """Measured, not assumed: 0 as long as the replicas are equal."""
         values = nn.utils.parameters_to_vector(self.module.parameters()).detach().double()
         mean = values.clone()
-        self._world.average_(mean, "consensus distance")
+        self.world.average_(mean, "consensus distance")
         square = torch.linalg.vector_norm(values - mean).square()
-        self._world.sum_(square, "consensus distance")
-        distance = float((square / self._world.world_size).sqrt())
+        self.world.sum_(square, "consensus distance")
+        distance = float((square / self.world.world_size).sqrt())
         norm = float(torch.linalg.vector_norm(mean))
         return distance, distance / norm if norm else 0.0
 
@@ -243,10 +248,11 @@ class AllReduceMethod:
 
     def global_avg(self) -> None:
         """Average the buffers; the parameters are equal anyway."""
-        average_module_(self.module, (), FrozenParameters((), self._world), self._world, {})
+        average_module_(self.module, (), FrozenParameters((), self.world), self.world, {})
 
     def close(self) -> None:
-        """Nothing is left to do: the group ends with its process."""
+        """Give the communicators back."""
+        self.world.close()
 
     @contextlib.contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
@@ -256,7 +262,7 @@ class AllReduceMethod:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise self._world.lost_by(error, f"step {self._step}: {what} failed") from error
+            raise self.world.lost_by(error, f"step {self._step}: {what} failed") from error
 
     def _all_reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         started_at = self._ready_at = time.perf_counter()
@@ -264,7 +270,7 @@ class AllReduceMethod:
         if self._tracer is not None:
             ends: list[float] = []
             future.add_done_callback(lambda _: ends.append(time.perf_counter()))
-            bytes_sent = round(2 * (self._world.world_size - 1) / self._world.world_size * bucket.buffer().nbytes)
+            bytes_sent = round(2 * (self.world.world_size - 1) / self.world.world_size * bucket.buffer().nbytes)
             self._tracer.exchange_started(
                 self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None
             )

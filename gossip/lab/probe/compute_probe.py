@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import topologies
 from gossip.algorithms import AdaptWhileCommunicating
 from gossip.compression.codec import Codec
+from gossip.compression.conversation import Delivery
 from gossip.compression.value_codecs import Uncompressed
 from gossip.parameters.buckets import Bucket, make_buckets
 
@@ -82,10 +83,8 @@ class PlainSteps:
         self._optimizer.step()
         self._optimizer.zero_grad()
         clock.append(_now(self._device))
-        for exchange in self._exchanges:
-            exchange.mix(step)
-        clock.append(_now(self._device))
-        forward_s, backward_s, update_s, mix_s = (end - begin for begin, end in itertools.pairwise(clock))
+        mix_s = sum(exchange.mix(step) for exchange in self._exchanges)
+        forward_s, backward_s, update_s = (end - begin for begin, end in itertools.pairwise(clock))
         return forward_s, backward_s, update_s, mix_s
 
     def measure(self, num_steps: int) -> StepTimes:
@@ -107,11 +106,19 @@ class _PretendedExchange:
         self._arrived = bucket.block.clone()
 
     @torch.no_grad()
-    def mix(self, step: int) -> None:
-        self._codec.encode(self._block, self._round, step)
-        for part, difference in self._codec.decode({1: self._arrived}):
+    def mix(self, step: int) -> float:
+        """How long it took in seconds, without what runs beside the training."""
+        clock = [_now(self._block.device)]
+        conversation = self._codec.exchange(self._block, self._round, step)
+        clock.append(_now(self._block.device))
+        for _ in conversation.proceed(Delivery(conversation.opening.sent, {1: self._arrived})):
+            pass
+        clock.append(_now(self._block.device))
+        for part, difference in conversation.arrival.parts:
             torch.linalg.vector_norm(difference)
             self._algorithm.combine_(self._block[part], difference, step)
+        clock.append(_now(self._block.device))
+        return clock[1] - clock[0] + clock[3] - clock[2]
 
 
 def _now(device: torch.device) -> float:

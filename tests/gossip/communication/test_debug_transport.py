@@ -14,24 +14,25 @@ from messages import start
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
-from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, World, launch
-from gossip.compression.codec import Codec, Messages
-from topologies import Round, build
+from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World, launch
+from gossip.compression.conversation import Conversation
+from topologies import Round, Topology, build
 
 NUM_BUCKETS = 3
 FAULTY_RANK = 3
 
 
-class FaultyTransport:
+class FaultyTransport(Transport):
     """Passes on what `distort` makes of step, bucket, round and message; nothing of a step that it skips."""
 
-    def __init__(self, world: World, distort: Callable[..., tuple[int, int, Round, torch.Tensor]]) -> None:
-        self.inner = DebugTransport(world)
+    def __init__(
+        self, world: World, topology: Topology, distort: Callable[..., tuple[int, int, Round, torch.Tensor]]
+    ) -> None:
+        self.inner = DebugTransport(world, topology)
         self.distort = distort
 
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> Exchange:  # noqa: ARG002
-        message = codec.sent
-        assert message is not None
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        message = next(iter(conversation.opening.sent.values()))
         step, bucket, round_, message = self.distort(step, bucket, round_, message)
         return start(self.inner, message, round_, world=self.inner.world, step=step, bucket=bucket)
 
@@ -76,7 +77,9 @@ def exchange_steps(topology_name: str, fault: Callable[..., Any] | str) -> str:
     world = World(timedelta(seconds=3))
     topology = build(topology_name, 4)
     is_faulty = world.rank == FAULTY_RANK
-    transport = FaultyTransport(world, fault) if is_faulty and callable(fault) else DebugTransport(world)
+    transport = (
+        FaultyTransport(world, topology, fault) if is_faulty and callable(fault) else DebugTransport(world, topology)
+    )
     if is_faulty and fault == "flip a bit":
         key = ("debug messages", tuple(range(4)))
         world._communicators[key] = FlippingGroup(world._communicators[key])
@@ -149,14 +152,13 @@ def test_peer_that_went_on_to_others_is_named_before_the_time_out() -> None:
 
 def wait_for_one_that_is_ahead(awaited: int) -> str:
     world = World(timedelta(seconds=30))
-    transport = DebugTransport(world)
+    topology = build("one_peer_exponential", 4)
+    transport = DebugTransport(world, topology)
     text = "nothing"
     if world.rank == awaited:
         world.roll_call.note_progress(5, 2)
     if world.rank == 0:
-        exchange = start(
-            transport, torch.ones(5), build("one_peer_exponential", 4).round(0), world=world, step=0, bucket=0
-        )
+        exchange = start(transport, torch.ones(5), topology.round(0), world=world, step=0, bucket=0)
         with pytest.raises(ExchangeError) as caught:
             exchange.wait()
         text = str(caught.value)
@@ -189,8 +191,8 @@ def test_debug_refuses_other_values(debug: Any) -> None:
 
 
 def test_debug_refuses_a_transport_of_the_callers() -> None:
-    with pytest.raises(ValueError, match=r"debug='detail' brings its own transport; leave out transport=object"):
-        GossipDataParallel(nn.Linear(2, 1), None, debug="detail", transport=object())
+    with pytest.raises(ValueError, match=r"debug='detail' brings its own transport; leave out transport=<class"):
+        GossipDataParallel(nn.Linear(2, 1), None, debug="detail", transport=DebugTransport)
 
 
 def test_debug_in_a_world_of_one_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -12,7 +13,17 @@ import torch.distributed as dist
 from messages import received
 
 import topologies
-from gossip import BucketShape, Cast, Compression, DistributedTransport, ExchangeError, Uncompressed, World, launch
+from gossip import (
+    BucketShape,
+    Cast,
+    Compression,
+    DistributedTransport,
+    ExchangeError,
+    Transport,
+    Uncompressed,
+    World,
+    launch,
+)
 from gossip.communication import shared_memory
 
 WORLD_SIZE = 4
@@ -32,16 +43,21 @@ def values_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Te
     return torch.randn(SIZES[bucket], generator=generator, dtype=torch.float64).to(dtype)
 
 
+def memory_for(transport: Transport, bucket: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    return lambda message, step: transport.memory(message, step=step, bucket=bucket)
+
+
 def exchange_everything(name: str, kind: str, shares_memory: bool) -> tuple[float, int, list[torch.Tensor]]:
     """The largest error against the mixing matrix, how many ranks are read in memory, and all that was mixed."""
     compression, dtype, _ = KINDS[kind]
     topology = topologies.build(name, WORLD_SIZE)
     world = World(timedelta(seconds=60))
     transport = DistributedTransport(world, topology, shares_memory=shares_memory)
-    shapes = [BucketShape(bucket, torch.empty(size, dtype=dtype)) for bucket, size in enumerate(SIZES)]
+    shapes = [
+        BucketShape(bucket, torch.empty(size, dtype=dtype), memory=memory_for(transport, bucket))
+        for bucket, size in enumerate(SIZES)
+    ]
     codecs = [compression.codec(shape, world.rank) for shape in shapes]
-    for bucket, codec in enumerate(codecs):
-        transport.prepare(codec, bucket)
     worst, found = 0.0, []
     for step in range(NUM_STEPS):
         round_ = topology.round(step)
@@ -50,9 +66,9 @@ def exchange_everything(name: str, kind: str, shares_memory: bool) -> tuple[floa
         exchanges = []
         for bucket, codec in enumerate(codecs):
             values = values_of(world.rank, step, bucket, dtype)
-            sent = codec.encode(values, round_, step)
+            conversation = codec.exchange(values, round_, step)
             values.fill_(torch.nan)  # the message does not need it any more
-            exchanges.append(transport.start(codec, sent, round_, step=step, bucket=bucket))
+            exchanges.append(transport.start(conversation, round_, step=step, bucket=bucket))
         for bucket, exchange in enumerate(exchanges):
             difference = received(exchange)
             everyone = torch.stack([values_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)])
@@ -82,16 +98,14 @@ def test_what_is_read_is_what_a_network_would_have_brought(name: str, kind: str)
 def hand_out_to_nobody() -> str:
     world = World(timedelta(seconds=0.5))
     transport = DistributedTransport(world, topologies.build("ring", 2))
-    codec = Uncompressed().codec(BucketShape(0, torch.empty(SIZES[0])), world.rank)
-    transport.prepare(codec, 0)
-    shared_message = transport._shared_messages[0]
+    message = torch.empty(SIZES[0])
     text = "nothing"
     if world.rank == 0:
         for step in range(2):
-            shared_message.take(step)
-            shared_message.hand_out((1,))
+            transport.memory(message, step=step, bucket=0)
+            transport._shared_messages[0].hand_out((1,))
         with pytest.raises(ExchangeError) as caught:
-            shared_message.take(2)
+            transport.memory(message, step=2, bucket=0)
         text = str(caught.value)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text

@@ -12,12 +12,21 @@ import torch.distributed as dist
 from messages import received, start
 
 import topologies
-from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
+from gossip import (
+    Conversation,
+    DebugTransport,
+    DistributedTransport,
+    Exchange,
+    GossipDataParallel,
+    Transport,
+    World,
+    launch,
+)
 from gossip.communication.transports import shared_groups
 from topologies import Round, Topology
 
 WORLD_SIZE = 4
-TRANSPORTS = {"distributed": DistributedTransport, "debug": lambda world, _: DebugTransport(world)}
+TRANSPORTS = {"distributed": DistributedTransport, "debug": DebugTransport}
 TOPOLOGIES = {
     name: topologies.build(name, WORLD_SIZE)
     for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
@@ -201,17 +210,33 @@ def test_phases_that_need_many_communicators_go_point_to_point_alone() -> None:
     assert shared_groups(Topology.from_rounds(threes).then(everyone, after=17)) == [tuple(range(40))]
 
 
+class IdleTransport(Transport):
+    """Starts nothing."""
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        raise NotImplementedError
+
+
+class CountingTransport(DistributedTransport):
+    """Notes the steps of what it starts."""
+
+    def __init__(self, started: list[int], world: World, topology: Topology) -> None:
+        super().__init__(world, topology)
+        self.started = started
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        self.started.append(step)
+        return super().start(conversation, round_, step=step, bucket=bucket)
+
+
 def bytes_of_each_step() -> dict[str, list[int]]:
     """What this rank hands to the transport and to its communicators, step by step."""
     sent = {}
     for label, topology in SCHEDULES.items():
-        model = GossipDataParallel(torch.nn.Linear(3, 1), functools.partial(torch.optim.SGD, lr=0.1), topology)
-        started = []
-        start = model._engine.exchanges._transport.start
-        model._engine.exchanges._transport.start = lambda *arguments, start=start, started=started, **names: (
-            started.append(names["step"]),
-            start(*arguments, **names),
-        )[1]
+        started: list[int] = []
+        transport = functools.partial(CountingTransport, started)
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+        model = GossipDataParallel(torch.nn.Linear(3, 1), optimizer, topology, transport=transport)
         sent[label] = []
         for step in range(6):
             model(torch.ones(1, 3)).sum().backward()
@@ -226,6 +251,29 @@ def test_identity_rounds_send_nothing() -> None:
     for sent in launch(bytes_of_each_step, world_size=WORLD_SIZE):
         assert sent["every"] == [0, 0, 2 * block, 0, 0, 2 * block]
         assert sent["then"] == [*[3 * block] * 3, 0, block, 0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "text"),
+    [
+        ("tcp", r"transport must be a function \(world, topology\) -> gossip.Transport, got 'tcp'; pass a class"),
+        (IdleTransport(), r"got a IdleTransport that has been made already; pass its class, transport=IdleTransport"),
+    ],
+)
+def test_what_is_no_factory_is_refused(transport: object, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        GossipDataParallel(torch.nn.Linear(3, 1), None, transport=transport)
+
+
+def make_nothing() -> str:
+    with pytest.raises(TypeError) as caught:
+        GossipDataParallel(torch.nn.Linear(3, 1), None, transport=lambda *_: "nothing")
+    return str(caught.value)
+
+
+def test_what_makes_no_transport_is_refused() -> None:
+    for text in launch(make_nothing, world_size=2):
+        assert text.endswith("returned 'nothing'; have its class extend gossip.Transport")
 
 
 def test_schedules_that_need_many_communicators_go_point_to_point() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from gossip.communication import worker_threads as module
 from gossip.communication.device_paths import Message, post_point_to_point
-from gossip.communication.worker_threads import Conversation, Operation, WorkerThreads
+from gossip.communication.worker_threads import Job, Operation, WorkerThreads
 
 MANY_BYTES = module.WINDOW_BYTES // 2
 TIMEOUT = timedelta(seconds=30)
@@ -92,7 +92,7 @@ def worker_threads(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker
     assert each.close(TIMEOUT)
 
 
-def message(log: Log, name: str, num_pieces: int, num_bytes: int = MANY_BYTES) -> Conversation:
+def message(log: Log, name: str, num_pieces: int, num_bytes: int = MANY_BYTES) -> Job:
     for piece in range(num_pieces):
         yield log.post(f"{name}{piece}", num_bytes)
 
@@ -136,7 +136,7 @@ def test_a_message_larger_than_the_window_goes_alone(worker_threads: WorkerThrea
 def test_what_needs_the_answer_waits_for_all_of_it(worker_threads: WorkerThreads, log: Log) -> None:
     seen = []
 
-    def conversation() -> Conversation:
+    def job() -> Job:
         yield log.post("question0", 1)
         yield log.post("question1", 1)
         yield None
@@ -144,7 +144,7 @@ def test_what_needs_the_answer_waits_for_all_of_it(worker_threads: WorkerThreads
         yield log.post("answer", 1)
         seen.append([work.released.is_set() for name, work in log.works if name == "answer"])
 
-    first, second = worker_threads.submit(conversation()), worker_threads.submit(message(log, "b", 1, num_bytes=1))
+    first, second = worker_threads.submit(job()), worker_threads.submit(message(log, "b", 1, num_bytes=1))
     assert log.comes_to(["question0", "question1", "b0"])
     log.release("b0")
     log.release("question0")
@@ -160,12 +160,12 @@ def test_what_needs_the_answer_waits_for_all_of_it(worker_threads: WorkerThreads
 
 
 def test_an_error_ends_its_talk_and_gives_the_way_free(worker_threads: WorkerThreads, log: Log) -> None:
-    def conversation() -> Conversation:
+    def job() -> Job:
         yield log.post("broken", MANY_BYTES, RuntimeError("connection closed"))
         yield log.post("half", MANY_BYTES)
         yield log.post("never", MANY_BYTES)
 
-    first, second = worker_threads.submit(conversation()), worker_threads.submit(message(log, "b", 1))
+    first, second = worker_threads.submit(job()), worker_threads.submit(message(log, "b", 1))
     assert log.comes_to(["broken", "half"], is_full=True)
     log.release("broken")
     assert first.wait(TIMEOUT)
@@ -180,13 +180,13 @@ def test_an_error_ends_its_talk_and_gives_the_way_free(worker_threads: WorkerThr
 
 @pytest.mark.parametrize("when", ["ahead", "after the answer"])
 def test_an_error_while_posting_is_the_tickets(worker_threads: WorkerThreads, log: Log, when: str) -> None:
-    def conversation() -> Conversation:
+    def job() -> Job:
         yield log.post("a", 1)
         if when == "after the answer":
             yield None
         raise OSError("no such peer")
 
-    first, second = worker_threads.submit(conversation()), worker_threads.submit(message(log, "b", 1, num_bytes=1))
+    first, second = worker_threads.submit(job()), worker_threads.submit(message(log, "b", 1, num_bytes=1))
     assert log.comes_to(["a", "b0"])
     log.release("a")
     log.release("b0")
@@ -212,7 +212,7 @@ class OneClosedPair:
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
 def test_post_that_fails_names_its_peer(worker_threads: WorkerThreads, num_ahead: int) -> None:
-    def conversation() -> Conversation:
+    def job() -> Job:
         if not num_ahead:
             yield None  # then it is the thread that waits which posts
         message = torch.zeros(1)
@@ -220,7 +220,7 @@ def test_post_that_fails_names_its_peer(worker_threads: WorkerThreads, num_ahead
             OneClosedPair(), [Message(2, message, 0)], [Message(1, message, 0), Message(2, message, 0)]
         )
 
-    ticket = worker_threads.submit(conversation())
+    ticket = worker_threads.submit(job())
     assert ticket.wait(TIMEOUT)
     assert str(ticket.error) == "the pair is closed"
     assert ticket.awaited == "rank 2 to take ours"

@@ -9,7 +9,7 @@ from exchanging import Ranks
 from training import losses_with
 
 import topologies
-from gossip import BucketShape, PowerGossip, launch
+from gossip import BucketShape, Delivery, PowerGossip, launch
 from gossip.compression.powergossip import PowerCodec, _orthonormal
 
 #: A matrix, a vector, a convolution's weight in channels_last, a transposed matrix, and one too narrow to gain.
@@ -106,8 +106,10 @@ def test_messages_hold_vectors_and_what_gains_nothing() -> None:
     outside = NUMEL - 6 * 9 - 4 * 12 - 7 * 8
     sizes = []
     for step in range(2):
-        (message,) = codec.encode(replicas(1)[0], round_, step).values()
-        list(codec.decode({1: message.clone()}))
+        conversation = codec.exchange(replicas(1)[0], round_, step)
+        sent = conversation.opening.sent
+        (message,) = sent.values()
+        assert list(conversation.proceed(Delivery(sent, {1: message.clone()}))) == []
         sizes.append(message.numel())
     assert sizes == [outside + 6 + 4 + 7, outside + 9 + 12 + 8]
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from gossip import Exchange, GossipDataParallel, Transport, World, launch
-from gossip.communication.transports import Arrival, DistributedTransport
-from gossip.compression.codec import Codec, Messages
-from topologies import Round, build
+from gossip import DistributedTransport, Exchange, GossipDataParallel, Transport, World, launch
+from gossip.compression.conversation import Arrival, Conversation
+from topologies import Round, Topology, build
 
 pytestmark = pytest.mark.xdist_group("overlap")  # what its fixtures make is made once
 
@@ -22,7 +21,7 @@ Event = tuple[str, int, int]
 """(what, step, bucket); bucket -1 where there is none."""
 
 
-class HeldTransport:
+class HeldTransport(Transport):
     """Delays and records: a message leaves only when `release` is called, and not before the next forward has ended."""
 
     def __init__(self, transport: Transport, events: list[Event]) -> None:
@@ -30,9 +29,9 @@ class HeldTransport:
         self.events = events
         self.held: list[HeldExchange] = []
 
-    def start(self, codec: Codec, sent: Messages, round_: Round, *, step: int, bucket: int) -> Exchange:
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
         self.events.append(("launch", step, bucket))
-        start = functools.partial(self.transport.start, codec, sent, round_, step=step, bucket=bucket)
+        start = functools.partial(self.transport.start, conversation, round_, step=step, bucket=bucket)
         self.held.append(HeldExchange(start, self.events, step, bucket))
         return self.held[-1]
 
@@ -68,8 +67,12 @@ def make_module() -> nn.Sequential:
 def record_events() -> list[Event]:
     events: list[Event] = []
     topology = build("one_peer_exponential", 2)
-    world = World(torch.distributed.default_pg_timeout)
-    transport = HeldTransport(DistributedTransport(world, topology), events)
+    held: list[HeldTransport] = []
+
+    def transport(world: World, topology: Topology) -> Transport:
+        held.append(HeldTransport(DistributedTransport(world, topology), events))
+        return held[-1]
+
     module = make_module()
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     model = GossipDataParallel(module, optimizer, topology, bucket_cap_mb=300 / 2**20, transport=transport)
@@ -80,12 +83,11 @@ def record_events() -> list[Event]:
         # The input's gradient is the last one of the pass.
         inputs.register_hook(lambda _, step=step: events.append(("last gradient", step, -1)))
         loss = model(inputs).square().mean()
-        transport.release()
+        held[0].release()
         loss.backward()
         events.append(("backward ended", step, -1))
-    transport.release()
+    held[0].release()
     model.close()
-    world.close()
     return events
 
 

@@ -159,7 +159,7 @@ def test_gossip_trains_a_character_model(tmp_path: Path) -> None:
 
 def test_ddp_tells_a_failed_exchange_from_a_failed_model() -> None:
     method = AllReduceMethod.__new__(AllReduceMethod)
-    method._world, method._step = World(timedelta(seconds=5)), 3
+    method.world, method._step = World(timedelta(seconds=5)), 3
     with (
         pytest.raises(
             ExchangeError, match=r"^rank 0: step 3: the all-reduce failed: the connection to another rank is closed$"

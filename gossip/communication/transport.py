@@ -1,0 +1,111 @@
+"""The contract of transports: what carries the messages of a wrapped model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from gossip.communication.world import World
+from gossip.compression.conversation import Arrival, Conversation
+from topologies import Round, Topology
+
+
+class Exchange(Protocol):
+    """One bucket's messages on their way through one round."""
+
+    @property
+    def bytes_by_peer(self) -> Mapping[int, int]:
+        """What this rank sends for it, by rank; complete after :meth:`wait`. None by default."""
+        return {}
+
+    @property
+    def arrived_at(self) -> Mapping[int, float]:
+        """When the peers' messages were there (``time.perf_counter()``), by rank; complete after :meth:`wait`.
+
+        None by default.
+        """
+        return {}
+
+    def wait(self) -> Arrival:
+        """Wait for the messages; what the conversation has made of them. Called once.
+
+        Raises
+        ------
+        ExchangeError
+            It failed or timed out; the text names rank, step, bucket and peers.
+        """
+
+
+class Transport(ABC):
+    """Carries messages; one per wrapped model, made by its :data:`TransportFactory`."""
+
+    @abstractmethod
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        """Start to carry a conversation, without waiting for anybody.
+
+        Parameters
+        ----------
+        conversation : Conversation
+            Its opening is to be delivered, and the turns with which it proceeds.
+        round_ : Round
+            One in which this rank has a peer.
+        step, bucket : int
+            The same on all ranks for the same exchange. A bucket's exchanges are started one at a time.
+        """
+
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        """Memory like ``message`` where it is best made for this exchange; by default where it lies. Local.
+
+        Asked for, before :meth:`start`, only by those whose message goes to all peers alike.
+        """
+        del step, bucket
+        return message
+
+    def describe(self) -> str:
+        """One line for the log. Local."""
+        return type(self).__name__
+
+
+TransportFactory = Callable[[World, Topology], Transport]
+"""Makes a wrapped model's transport. Collective: called on every rank, where there is more than one."""
+
+
+def make_transport(factory: TransportFactory, world: World, topology: Topology) -> Transport:
+    """What the factory makes. Collective.
+
+    Raises
+    ------
+    TypeError
+        That is no transport.
+    """
+    transport: object = factory(world, topology)
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            f"transport must be a function (world, topology) -> gossip.Transport, but {factory!r} returned "
+            f"{transport!r}; have its class extend gossip.Transport"
+        )
+    return transport
+
+
+def check_transport(factory: object) -> None:
+    """Refuse what cannot make a transport.
+
+    Raises
+    ------
+    TypeError
+        It is a transport already, or cannot be called.
+    """
+    if isinstance(factory, Transport):
+        name = type(factory).__name__
+        raise TypeError(
+            f"transport must be a function (world, topology) -> gossip.Transport, got a {name} that has been made "
+            f"already; pass its class, transport={name}, or functools.partial({name}, ...)"
+        )
+    if factory is not None and not callable(factory):
+        raise TypeError(
+            f"transport must be a function (world, topology) -> gossip.Transport, got {factory!r}; pass a class such "
+            "as gossip.DistributedTransport"
+        )

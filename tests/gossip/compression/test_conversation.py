@@ -1,0 +1,116 @@
+"""The order of an exchange is that of its construction, whoever carries it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import topologies
+from gossip import (
+    Arrival,
+    BucketShape,
+    Codec,
+    Conversation,
+    Delivery,
+    GossipError,
+    ModuloQuantization,
+    Turn,
+    Turns,
+    Uncompressed,
+)
+from gossip.compression.conversation import carry
+from topologies import Round
+
+PAIR = topologies.build("complete", 2).round(0)
+
+
+class Counting(Codec):
+    """Sends how often it has sent, as many times as it was told to."""
+
+    def __init__(self, rank: int, num_turns: int = 3, numel: int = 4) -> None:
+        self.peer = 1 - rank
+        self.num_turns = num_turns
+        self.numel = numel
+        self.heard: list[float] = []
+
+    @property
+    def sent(self) -> None:
+        return None
+
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:  # noqa: ARG002
+        for number in range(self.num_turns):
+            message = torch.full((self.numel,), float(number))
+            delivery = yield Turn({self.peer: message}, lambda: {self.peer: torch.empty(4)})
+            self.heard.append(float(delivery.received[self.peer][0]))
+        return Arrival.of(torch.zeros(4))
+
+
+def conversations(*codecs: Codec) -> dict[int, Conversation]:
+    return {rank: codec.exchange(torch.ones(4), PAIR, 0) for rank, codec in enumerate(codecs)}
+
+
+def test_turns_are_carried_in_their_order_to_the_end() -> None:
+    codecs = Counting(0), Counting(1)
+    pair = conversations(*codecs)
+    assert carry(pair) == 2 * 3 * 16
+    assert [codec.heard for codec in codecs] == [[0, 1, 2]] * 2
+    assert all(conversation.arrival.is_finite for conversation in pair.values())
+
+
+def test_nothing_has_arrived_before_everything_is_delivered() -> None:
+    conversation = Counting(0).exchange(torch.ones(4), PAIR, 0)
+    with pytest.raises(GossipError, match=r"has not ended: deliver its messages, and run conversation.proceed"):
+        conversation.arrival  # noqa: B018
+    turns = conversation.proceed(Delivery(conversation.opening.sent, conversation.opening.receive_buffers))
+    next(turns)
+    with pytest.raises(GossipError, match="has not ended"):
+        conversation.arrival  # noqa: B018
+
+
+def test_a_conversation_proceeds_once() -> None:
+    pair = conversations(Counting(0), Counting(1))
+    carry(pair)
+    with pytest.raises(GossipError, match="proceeds once"):
+        next(pair[0].proceed(Delivery({}, {})))
+    assert pair[0].arrival.is_finite
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (Counting(1, num_turns=2), "rank 0 sends rank 1 a message that it does not expect: a codec's turns"),
+        (Counting(1, numel=5), r"rank 1 sends rank 0 \(5,\) of torch.float32, which expects \(4,\) of torch.float32"),
+    ],
+)
+def test_ends_of_an_edge_that_differ_are_named(other: Codec, text: str) -> None:
+    with pytest.raises(GossipError, match=text):
+        carry(conversations(Counting(0), other))
+
+
+def test_buffers_that_nobody_asks_for_are_not_made() -> None:
+    def refuse() -> dict[int, torch.Tensor]:
+        raise AssertionError("asked for")
+
+    turn = Turn({}, refuse)
+    with pytest.raises(AssertionError, match="asked for"):
+        turn.receive_buffers  # noqa: B018
+    shape = BucketShape(0, torch.ones(100))
+    opening = ModuloQuantization(8).codec(shape, 0).exchange(torch.ones(100), PAIR, 0).opening
+    assert opening.receive_buffers is opening.receive_buffers
+
+
+def test_a_message_is_made_where_its_carrier_wants_it() -> None:
+    asked: list[int] = []
+    places = [torch.empty(4), torch.empty(4)]
+
+    def memory(message: torch.Tensor, step: int) -> torch.Tensor:
+        asked.append(step)
+        assert (message.shape, message.dtype) == ((4,), torch.float32)
+        return places[step]
+
+    codec = Uncompressed().codec(BucketShape(0, torch.ones(4), memory=memory), 0)
+    for step in range(2):
+        opening = codec.exchange(torch.full((4,), step + 1.0), PAIR, step).opening
+        assert opening.sent[1] is places[step]
+    assert asked == [0, 1]
+    assert [place.tolist() for place in places] == [[1.0] * 4, [2.0] * 4]
