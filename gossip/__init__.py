@@ -21,9 +21,9 @@ from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
 from gossip.checkpoints import save as save
 from gossip.communication.debug_transport import DebugTransport as DebugTransport
+from gossip.communication.distributed_transport import DistributedTransport as DistributedTransport
 from gossip.communication.transport import Exchange as Exchange
 from gossip.communication.transport import Transport as Transport
-from gossip.communication.transports import DistributedTransport as DistributedTransport
 from gossip.communication.world import World as World
 from gossip.compression.choco import Choco as Choco
 from gossip.compression.codec import BucketShape as BucketShape

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, post_point_to_point
+from gossip.communication.distributed_transport import check_device, device_of, lost_exchange, peers_in
 from gossip.communication.transport import Transport
-from gossip.communication.transports import check_device, device_of, lost_exchange, peers_in
 from gossip.communication.worker_threads import Job, Works
 from gossip.communication.world import OnDevice, World
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages

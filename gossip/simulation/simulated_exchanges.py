@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gossip.communication.transports import PIECE_BYTES
+from gossip.communication.distributed_transport import PIECE_BYTES
 from gossip.communication.worker_threads import WINDOW_BYTES
 from gossip.simulation.cluster import Cluster
 from topologies import Round

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import forks
 from gossip.communication.debug_transport import DebugTransport
+from gossip.communication.distributed_transport import DistributedTransport
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transport import TransportFactory, make_transport
-from gossip.communication.transports import DistributedTransport, check_follow_ups
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
@@ -34,7 +34,13 @@ from gossip.step.engine import StepEngine
 from gossip.step.optimizer_steps import OptimizerSteps
 from gossip.step.rank_exchanges import AnyBucket, RankExchanges
 from gossip.step.updating import Updater
-from gossip.step.wrapper_arguments import Arguments, check_algorithm, check_arguments, resolve_topology
+from gossip.step.wrapper_arguments import (
+    Arguments,
+    check_algorithm,
+    check_arguments,
+    check_follow_ups,
+    resolve_topology,
+)
 from topologies import Topology
 
 

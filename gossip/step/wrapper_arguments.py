@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import topologies
 from gossip.algorithms import Algorithm
+from gossip.communication.membership import Membership
 from gossip.communication.transport import TransportFactory, check_transport
 from gossip.compression.codec import Compression
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
@@ -153,6 +154,23 @@ def check_algorithm(
                 f"algorithm {algorithm.describe()} puts another gradient in each gradient's place, but "
                 f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
             )
+
+
+def check_follow_ups(compression: Compression, membership: Membership) -> None:
+    """Refuse a compression whose messages are checked on the host where the host does not see messages.
+
+    Raises
+    ------
+    ValueError
+        Some device is served by a backend other than gloo.
+    """
+    others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
+    if others:
+        kind, name = next(iter(others.items()))
+        raise ValueError(
+            f"compression {compression.describe()} checks every message on the host, which {name} keeps on {kind} "
+            "devices; choose bf16 or fp16, or initialise with backend='gloo'"
+        )
 
 
 def check_positive(name: str, value: object, what: str) -> None:

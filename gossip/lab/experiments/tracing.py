@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.profiler import profile
 
-from gossip.communication.transports import DistributedExchange, DistributedTransport
+from gossip.communication.distributed_transport import DistributedExchange, DistributedTransport
 from gossip.communication.world import World
 from gossip.compression.conversation import Conversation
 from topologies import Round, Topology

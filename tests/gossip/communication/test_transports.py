@@ -22,7 +22,7 @@ from gossip import (
     World,
     launch,
 )
-from gossip.communication.transports import shared_groups
+from gossip.communication.distributed_transport import shared_groups
 from topologies import Round, Topology
 
 WORLD_SIZE = 4

@@ -9,13 +9,11 @@ from itertools import zip_longest
 import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
-from gossip.communication.membership import Membership
 from gossip.communication.shared_memory import TOKEN_NUMEL, LocalMessages, SharedMessage
 from gossip.communication.transport import Transport
 from gossip.communication.waiting import Failure
 from gossip.communication.worker_threads import Job, Works, posted
 from gossip.communication.world import World
-from gossip.compression.codec import Compression
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.errors import ExchangeError
 from topologies import Phase, Round, Topology
@@ -300,23 +298,6 @@ def _groups_of(
         if max(memberships.values(), default=0) > most_per_rank:
             return {}
     return groups
-
-
-def check_follow_ups(compression: Compression, membership: Membership) -> None:
-    """Refuse a compression whose messages are checked on the host where the host does not see messages.
-
-    Raises
-    ------
-    ValueError
-        Some device is served by a backend other than gloo.
-    """
-    others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
-    if others:
-        kind, name = next(iter(others.items()))
-        raise ValueError(
-            f"compression {compression.describe()} checks every message on the host, which {name} keeps on {kind} "
-            "devices; choose bf16 or fp16, or initialise with backend='gloo'"
-        )
 
 
 def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
