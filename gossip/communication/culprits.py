@@ -135,46 +135,46 @@ def find_culprits(
     reached_from: dict[int, int] = dict.fromkeys(awaited, rank)
     chains = _Chains()
     queue = list(awaited)
-    for each in queue:
-        sighting = sightings[each]
+    for other in queue:
+        sighting = sightings[other]
         arrival = sighting.arrival
         if arrival is not None and arrival.gave_up and arrival.blames:
-            chains.given_up.append(each)
+            chains.given_up.append(other)
         elif sighting.state == GONE:
-            chains.gone.append(each)
+            chains.gone.append(other)
         elif sighting.state == SUSPENDED:
-            chains.suspended.append(each)
+            chains.suspended.append(other)
         elif arrival is not None and arrival.gave_up:
-            chains.given_up.append(each)
+            chains.given_up.append(other)
         elif arrival is not None and arrival.waits_in and sighting.is_fresh:
-            chains.waiting.append(each)
+            chains.waiting.append(other)
             for further in arrival.waits_for:
                 if further != rank and further not in reached_from:
-                    reached_from[further] = each
+                    reached_from[further] = other
                     queue.append(further)
         else:
-            chains.silent.append(each)
+            chains.silent.append(other)
 
-    def told(ranks: Sequence[int]) -> Verdict:
+    def verdict_on(ranks: Sequence[int]) -> Verdict:
         texts = [
-            _describe(each, sightings[each])
-            + _last_seen(sightings[each].arrival, sequence, is_collective=is_collective)
-            + _hops(each, rank, reached_from, sightings)
-            for each in ranks
+            _describe(other, sightings[other])
+            + _last_seen(sightings[other].arrival, sequence, is_collective=is_collective)
+            + _hops(other, rank, reached_from, sightings)
+            for other in ranks
         ]
         return Verdict(tuple(ranks), "; ".join(texts))
 
     if chains.gone:
         # What a process sent before it ended may still be on its way.
-        nothing_comes = is_collective and any(_is_behind(sightings[each].arrival, sequence) for each in chains.gone)
-        return told(chains.gone)._replace(is_certain=True, ends_wait=nothing_comes)
+        nothing_comes = is_collective and any(_is_behind(sightings[other].arrival, sequence) for other in chains.gone)
+        return verdict_on(chains.gone)._replace(is_certain=True, ends_wait=nothing_comes)
     if chains.given_up:
         return _passed_on(chains.given_up, rank, sightings)
     if chains.suspended:
-        return told(chains.suspended)._replace(is_certain=True)
+        return verdict_on(chains.suspended)._replace(is_certain=True)
     if chains.silent:
-        absent = [each for each in chains.silent if is_collective and _is_behind(sightings[each].arrival, sequence)]
-        return told(absent or chains.silent)
+        absent = [other for other in chains.silent if is_collective and _is_behind(sightings[other].arrival, sequence)]
+        return verdict_on(absent or chains.silent)
     return Verdict((), _cycle(where, chains.waiting, sightings))
 
 
@@ -210,20 +210,20 @@ def _hops(rank: int, start: int, reached_from: Mapping[int, int], sightings: Map
 
 def _passed_on(ranks: Sequence[int], rank: int, sightings: Mapping[int, Sighting]) -> Verdict:
     """What those that gave up have found out: they saw it earlier, or from nearer."""
-    arrivals = {each: arrival for each in ranks if (arrival := sightings[each].arrival) is not None}
-    knowing = {each: arrival for each, arrival in arrivals.items() if arrival.blames}
+    arrivals = {other: arrival for other in ranks if (arrival := sightings[other].arrival) is not None}
+    knowing = {other: arrival for other, arrival in arrivals.items() if arrival.blames}
     if not knowing:
-        texts = [f"rank {each} has given up waiting in {arrival.what!r}" for each, arrival in arrivals.items()]
+        texts = [f"rank {other} has given up waiting in {arrival.what!r}" for other, arrival in arrivals.items()]
         return Verdict((), "; ".join(texts), is_certain=True, ends_wait=True)
     source, arrival = next(iter(knowing.items()))
-    culprits = tuple(each for each in arrival.blames if each != rank)
+    culprits = tuple(other for other in arrival.blames if other != rank)
     return Verdict(culprits, arrival.reason, is_certain=True, ends_wait=True, source=source)
 
 
 def _cycle(where: str, ranks: Sequence[int], sightings: Mapping[int, Sighting]) -> str:
-    waits = {each: arrival.waits_in for each in ranks if (arrival := sightings[each].arrival) is not None}
-    if all(each == where for each in waits.values()):
+    waits = {other: arrival.waits_in for other in ranks if (arrival := sightings[other].arrival) is not None}
+    if all(waits_in == where for waits_in in waits.values()):
         return "all others wait too: a connection between two of them is cut"
     return "they wait for each other: " + "; ".join(
-        f"rank {each} is meanwhile in {waits_in}" for each, waits_in in waits.items() if waits_in != where
+        f"rank {other} is meanwhile in {waits_in}" for other, waits_in in waits.items() if waits_in != where
     )

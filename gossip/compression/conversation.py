@@ -85,7 +85,9 @@ class Delivery:
         """What was sent and what was received, where the host sees it, and may change what was received."""
         if self._on_host is not None:
             return self._on_host
-        sent, received = ({rank: each.cpu() for rank, each in side.items()} for side in (self._sent, self.received))
+        sent, received = (
+            {rank: message.cpu() for rank, message in messages.items()} for messages in (self._sent, self.received)
+        )
         return sent, received
 
 
