@@ -134,7 +134,6 @@ class ChocoCodec(WholeCodec):
     def sent(self) -> torch.Tensor | None:
         return None
 
-    @torch.no_grad()
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights = round_.neighbours(self._rank)
         if self.has_begun:
@@ -147,6 +146,7 @@ class ChocoCodec(WholeCodec):
             self._message = values.detach().clone()
             for part in chunks(len(values), values.device):
                 self.known[part] = _finite(values[part])
+        del values
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), self._message), partial(self._make_buffers, weights)
         )

@@ -125,13 +125,13 @@ class Codec(ABC):
         It makes the message of ``values`` and yields it, with room for those of the peers, as the first
         :class:`gossip.Turn`; gets back what has become of it, a :class:`gossip.Delivery`; yields further turns, if it
         needs any; and returns the :class:`gossip.Arrival`. What stands before the first ``yield`` runs in the training
-        thread, what follows beside the training, and the arrival's parts in the training thread again. Both ends of an
-        edge must take the same turns.
+        thread, what follows beside the training, both without gradients, and the arrival's parts in the training thread
+        again. Both ends of an edge must take the same turns.
 
         Parameters
         ----------
         values : Tensor, [numel]
-            They may change after the first ``yield``.
+            They may change after the first ``yield``; to be deleted before it, so that nothing keeps them longer.
         round_ : Round
             One in which this rank has a peer.
         step : int

@@ -54,7 +54,7 @@ class Turn:
 
 
 class Delivery:
-    """What has become of the messages of a turn.
+    r"""What has become of the messages of a turn.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Delivery:
     on_host : (mapping of int to Tensor, mapping of int to Tensor), optional
         The same two in the memory of the host, if they have gone through it.
     total : Tensor, optional
-        In place of ``received``: the accumulator, which holds :math:`\\sum_j W_{ij} m_j`.
+        In place of ``received``: the accumulator, which holds :math:`\sum_j W_{ij} m_j`.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class Conversation:
     """
 
     def __init__(self, turns: Turns) -> None:
-        self.opening = next(turns)
+        with torch.no_grad():
+            self.opening = next(turns)
         self._turns: Turns | None = turns
         self._arrival: Arrival | None = None
 
@@ -158,7 +159,8 @@ class Conversation:
         turns, self._turns = self._turns, None
         while True:
             try:
-                turn = turns.send(delivery)
+                with torch.no_grad():
+                    turn = turns.send(delivery)
             except StopIteration as end:
                 self._arrival = end.value
                 return

@@ -164,10 +164,10 @@ class ModuloCodec(Codec):
     def sent(self) -> torch.Tensor:
         return self._points[: self._numel]
 
-    @torch.no_grad()
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
         self._encode(values, step)
+        del values
         delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
         sent, received = delivery.on_host
         payload = next(iter(sent.values())) if sent else self._payload.cpu()

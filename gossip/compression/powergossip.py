@@ -137,7 +137,6 @@ class PowerCodec(WholeCodec):
         """Length of the vectors: of what is sent, or of what it is multiplied with."""
         return [matrix.num_rows if self._from_right == of_products else matrix.num_columns for matrix in self._matrices]
 
-    @torch.no_grad()
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights = round_.neighbours(self._rank)
         self._step = step
@@ -146,6 +145,7 @@ class PowerCodec(WholeCodec):
                 fresh = self._draw(peer, self._sizes(of_products=False))
                 self.directions[peer] = [_orthonormal(vectors, vectors) for vectors in fresh]
         messages = self._messages_of(values, list(weights))
+        del values
         delivery = yield Turn(messages, partial(self._make_buffers, messages))
         return self._arrival(partial(self._take_in, messages, delivery.received, weights))
 

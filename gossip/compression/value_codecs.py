@@ -77,7 +77,6 @@ class ValuesCodec(Codec):
     def sent(self) -> torch.Tensor:
         return self._message
 
-    @torch.no_grad()
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         message = self._message = self._memory(self._message, step)
         if self._largest is None:
@@ -85,6 +84,7 @@ class ValuesCodec(Codec):
         else:
             for part in chunks(values.numel(), values.device):
                 message[part].copy_(_within(values[part], self._largest))
+        del values
         weights = round_.neighbours(self._rank)
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), message),

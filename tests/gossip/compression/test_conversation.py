@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from compressions import COMPRESSIONS
 
 import topologies
 from gossip import (
@@ -97,6 +100,17 @@ def test_buffers_that_nobody_asks_for_are_not_made() -> None:
     shape = BucketShape(0, torch.ones(100))
     opening = ModuloQuantization(8).codec(shape, 0).exchange(torch.ones(100), PAIR, 0).opening
     assert opening.receive_buffers is opening.receive_buffers
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_values_are_not_kept_while_their_message_is_under_way(name: str) -> None:
+    values = torch.randn(300)
+    codec = COMPRESSIONS[name].make(0).codec(BucketShape(0, values, COMPRESSIONS[name].views(300)), 0)
+    gone = weakref.ref(values)
+    conversation = codec.exchange(values, PAIR, 0)
+    del values
+    assert gone() is None
+    assert conversation.opening.sent
 
 
 def test_a_message_is_made_where_its_carrier_wants_it() -> None:
