@@ -357,10 +357,10 @@ class Round:
             return True
         if self.world_size != other.world_size or self.groups != other.groups:
             return False
-        mine, theirs = self._explicit, other._explicit
-        if isinstance(mine, UniformGroups) and isinstance(theirs, UniformGroups):
+        one, two = self._explicit, other._explicit
+        if isinstance(one, UniformGroups) and isinstance(two, UniformGroups):
             return True
-        return all(mine.row(rank) == theirs.row(rank) for rank in range(self.world_size))
+        return all(one.row(rank) == two.row(rank) for rank in range(self.world_size))
 
     def __hash__(self) -> int:
         return hash((self.world_size, self.groups))

@@ -188,10 +188,10 @@ class _Links:
         """Add to ``farther`` what each rank hears of."""
         _collect(farther, self.readers, heard, self.senders)
         if self.num_hubs:
-            told = np.zeros((self.num_hubs, heard.shape[1]), dtype=np.uint64)
-            _collect(told, self.hubs, heard, self.members)
+            heard_by_hub = np.zeros((self.num_hubs, heard.shape[1]), dtype=np.uint64)
+            _collect(heard_by_hub, self.hubs, heard, self.members)
             by_member = np.argsort(self.members, kind="stable")
-            _collect(farther, self.members[by_member], told, self.hubs[by_member])
+            _collect(farther, self.members[by_member], heard_by_hub, self.hubs[by_member])
 
 
 def _collect(into: npt.NDArray[np.uint64], readers: IntArray, sets: npt.NDArray[np.uint64], senders: IntArray) -> None:

@@ -228,11 +228,11 @@ def _matrices(topology: Topology, numbers: Sequence[int], *, with_lines: bool) -
 
 def _exchanges(topology: Topology, at_most: int) -> list[int]:
     """Return the numbers of the first rounds in which something new is exchanged, some of every phase."""
-    each = max(1, at_most // len(topology.phases))
+    most_per_phase = max(1, at_most // len(topology.phases))
     numbers = [
         phase.number_of(exchange)
         for phase in topology.phases
-        for exchange in range(min(phase.num_distinct(sampled=_APERIODIC_ROUNDS), each))
+        for exchange in range(min(phase.num_distinct(sampled=_APERIODIC_ROUNDS), most_per_phase))
     ]
     return numbers[:at_most] or [topology.phases[-1].number_of(0)]
 

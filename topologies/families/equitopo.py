@@ -56,8 +56,8 @@ def equi_static(world_size: int, *, m: int | None = None, seed: int = 0, directe
     _check_directed("equi_static", directed)
     hops = np.random.default_rng((seed,)).integers(1, world_size, size=m).tolist()
     ways = Counter(hops) if directed else Counter(hops) + Counter(world_size - hop for hop in hops)
-    each = (world_size - 1) / (world_size * ways.total())
-    round_ = weighted_circulant(world_size, {0: 1 / world_size} | {hop: ways[hop] * each for hop in ways})
+    weight_per_way = (world_size - 1) / (world_size * ways.total())
+    round_ = weighted_circulant(world_size, {0: 1 / world_size} | {hop: ways[hop] * weight_per_way for hop in ways})
     return Topology(world_size, lambda _: round_, 1, options={"m": m})
 
 

@@ -365,8 +365,8 @@ def weighted_circulant(world_size: int, weights: Mapping[int, float]) -> Round:
     def whole() -> Round:
         targets = np.repeat(np.arange(world_size), len(hops))
         sources = (targets + np.tile(hops, world_size)) % world_size
-        each = np.tile([others[hop] for hop in hops.tolist()], world_size)
-        return Round.from_edges(world_size, targets, sources, each, weights[0])
+        edge_weights = np.tile([others[hop] for hop in hops.tolist()], world_size)
+        return Round.from_edges(world_size, targets, sources, edge_weights, weights[0])
 
     return Round.from_formula(world_size, row, readers=readers, whole=whole)
 

@@ -83,7 +83,7 @@ class _Exchanges:
             return _same(self.prints, other.prints)
         if not (len(self.prints) and len(other.prints)):
             return False
-        shown = max(len(each.prints) for each in (self, other) if not each.has_period)
+        shown = max(len(schedule.prints) for schedule in (self, other) if not schedule.has_period)
         return _same(self._first(shown), other._first(shown))
 
     def _first(self, number: int) -> FloatArray:

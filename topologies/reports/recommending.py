@@ -86,13 +86,13 @@ class Recommendation:
         """Return one dictionary of plain JSON types per topology, the fastest first."""
         return [
             {
-                "topology": title_of(each.topology),
-                "rounds": each.rounds,
-                "seconds": each.seconds,
-                "longest_round_seconds": each.longest_round_seconds,
-                "arithmetic": each.arithmetic,
+                "topology": title_of(row.topology),
+                "rounds": row.rounds,
+                "seconds": row.seconds,
+                "longest_round_seconds": row.longest_round_seconds,
+                "arithmetic": row.arithmetic,
             }
-            for each in self.ranked
+            for row in self.ranked
         ]
 
     def to_text(self, num_rows: int | None = None) -> str:
@@ -128,12 +128,12 @@ class Recommendation:
         return f"{100 * self.tolerance:.3g} %"
 
     def _table(self, shown: Sequence[Recommended]) -> Iterator[str]:
-        titles = [title_of(each.topology) for each in shown]
-        longest = [seconds_text(each.longest_round_seconds) for each in shown]
-        times = [seconds_text(each.seconds) for each in shown]
+        titles = [title_of(row.topology) for row in shown]
+        longest = [seconds_text(row.longest_round_seconds) for row in shown]
+        times = [seconds_text(row.seconds) for row in shown]
         places = [f"{place}." for place in range(1, len(shown) + 1)]
         heads = "", "topology", "longest round", f"time to {self._left}", "= exchanges"
-        columns = places, titles, longest, times, [f"= {each.arithmetic}" for each in shown]
+        columns = places, titles, longest, times, [f"= {row.arithmetic}" for row in shown]
         widths = [max(map(len, (head, *column))) for head, column in zip(heads, columns, strict=True)]
         for place, title, round_, time, arithmetic in (heads, *zip(*columns, strict=True)):
             yield f"{place:>{widths[0]}} {title:<{widths[1]}}  {round_:>{widths[2]}}  {time:>{widths[3]}} {arithmetic}"
@@ -213,7 +213,7 @@ def recommend(
             )
         if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
             ranked.append(_recommended(topology, rounds, network))
-    ranked.sort(key=lambda each: (each.seconds, each.rounds, title_of(each.topology)))
+    ranked.sort(key=lambda row: (row.seconds, row.rounds, title_of(row.topology)))
     return Recommendation(tuple(ranked), world_size, network, tolerance, len(chosen) - len(candidates))
 
 
