@@ -16,10 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import topologies
+from gossip import GossipDataParallel
 from gossip.lab.benchmarks.bench_models import Batch, loss_of
 from gossip.lab.benchmarks.ddp_hooks import bf16_hook
 from gossip.lab.experiments.run_settings import ConfigurationError, nearest
-from gossip.wrapper import GossipDataParallel
 
 MOMENTUM = 0.9
 Options = Mapping[str, Any]

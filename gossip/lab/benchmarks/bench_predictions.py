@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import topologies
+from gossip import Cluster, RandomDelays, SlowRank, Workload, simulate_time
 from gossip.lab.benchmarks import bench_workers, stragglers
 from gossip.lab.benchmarks.bench_settings import Settings, expand
 from gossip.lab.benchmarks.networks import Network
-from gossip.simulation import Cluster, RandomDelays, SlowRank, Workload, simulate_time
 
 _NUM_STEPS = 1000  # simulated: what chance does to the measured ones is not to be predicted
 _ONE_SLOW_FACTOR = 2.0

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gossip.errors import LaunchError
+from gossip import LaunchError
 from gossip.lab.benchmarks.bench_settings import Settings
 from gossip.lab.benchmarks.bench_specification import WorkerSpecification
 from gossip.lab.benchmarks.networks import Network

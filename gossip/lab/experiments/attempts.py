@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import find_checkpoints
-from gossip.errors import CheckpointError
 from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.run_settings import ConfigurationError
 

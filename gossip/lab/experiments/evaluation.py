@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import gossip
-from gossip.communication.world import World
+from gossip import World
 
 _BATCH_SIZE = 256
 _REPLICA_BATCH_SIZE = 4096

@@ -13,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from loguru import logger
 
-from gossip.communication.world import World
-from gossip.errors import LaunchError
+from gossip import LaunchError, World, launch
 from gossip.lab.experiments import attempts, resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.new_folders import missing, remove_empty
@@ -25,7 +24,6 @@ from gossip.lab.experiments.stopping import signals_for_workers
 from gossip.lab.experiments.virtual_training import train_virtual
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT
-from gossip.launching.launcher import launch
 
 PRELOAD = (
     "gossip.lab.experiments.rank_training",

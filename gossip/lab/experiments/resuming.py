@@ -9,8 +9,8 @@ from typing import Any
 
 from loguru import logger
 
+from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
-from gossip.errors import CheckpointError
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names

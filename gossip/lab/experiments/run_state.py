@@ -12,8 +12,7 @@ from loguru import logger
 from torch.optim.lr_scheduler import LRScheduler
 
 import gossip
-from gossip.communication.world import World
-from gossip.errors import CheckpointError
+from gossip import CheckpointError, World
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
 from gossip.lab.experiments.run_summary import RankReport

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from gossip import ExchangeError
 from gossip.communication import daemon_threads
 from gossip.communication.membership import Membership, own_connection
-from gossip.errors import ExchangeError
 from gossip.launching.launcher import signal_workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from loguru import logger
 
-from gossip.communication.world import World
-from gossip.errors import ExchangeError, LaunchError
+from gossip import ExchangeError, LaunchError, World
 from gossip.lab.experiments import attempts, new_folders, registered_choices, resuming, run_folder
 from gossip.lab.experiments.attempts import State
 from gossip.lab.experiments.config_errors import check_flags, explain

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip import Cluster, SlowRank, Workload
 from gossip.communication.plain_gathering import gather_plain
 from gossip.communication.shared_memory import machine
 from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
 from gossip.launching.joining import DEFAULT_TIMEOUT
-from gossip.simulation import Cluster, SlowRank, Workload
 
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this is a straggler
 

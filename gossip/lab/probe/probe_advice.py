@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gossip import Cluster, SimulatedRun, SlowRank, Workload, simulate_time
 from gossip.lab.probe.cluster_measuring import Measured
-from gossip.simulation import Cluster, SimulatedRun, SlowRank, Workload, simulate_time
 from topologies import Topology, analysis
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
