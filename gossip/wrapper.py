@@ -167,7 +167,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         timeout: timedelta = DEFAULT_TIMEOUT,
         transport: TransportFactory | None = None,
         process_group: dist.ProcessGroup | None = None,
-        debug: str | None = None,
+        debug: Literal["detail"] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
-from gossip.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
-from gossip.compression.codec import Compression
+from gossip import Algorithm, Compression, GossipDataParallel
+from gossip.algorithms import ALGORITHMS, resolve_algorithm
 from gossip.compression.compression_names import COMPRESSIONS, resolve_compression
 from gossip.lab.experiments.datasets import Data
 from gossip.lab.experiments.loggers import Logger
@@ -25,6 +25,7 @@ from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
+from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from topologies import Topology
 from topologies.registry import Registry
 
@@ -45,6 +46,10 @@ class Experiment:
         When the replicas are mixed; for the methods that mix.
     compression : Compression
         What goes on the wire; likewise.
+    wrapper_options : mapping
+        Of the section ``wrapper``.
+    make_wrapper : callable
+        ``(module, optimizer, topology, **more) -> GossipDataParallel``, with them, but for ``more``. Collective.
     make_module : callable
         ``() -> Module``, with torch's present random state.
     make_optimizer : callable
@@ -61,6 +66,8 @@ class Experiment:
     topology: Topology | None
     algorithm: Algorithm
     compression: Compression
+    wrapper_options: Mapping[str, Any]
+    make_wrapper: Callable[..., GossipDataParallel]
     make_module: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
@@ -109,6 +116,8 @@ def build(config: Mapping[str, Any]) -> Experiment:
         topology=make_topology(config, settings),
         algorithm=make_algorithm(config),
         compression=make_compression(config),
+        wrapper_options=wrapper_options(config),
+        make_wrapper=_instantiated(SECTION, _checked(config, SECTION)),
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config, "optimizer"),
         make_scheduler=_factory(config, "scheduler"),
@@ -196,12 +205,16 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         check_targets(config)
         settings = Settings.from_config(config)
         make_topology(config, settings)
+        options = wrapper_options(config)
+        _checked(config, SECTION)
+        check_wrapper_options(options, settings)
         if meanwhile is not None:
             meanwhile()
         experiment = build(config)
         if experiment.topology is not None:
             experiment.compression.check(experiment.topology)
         module = experiment.make_module()
+        check_values(experiment.wrapper_options, module)
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
         experiment.make_scheduler(optimizer, experiment.total_steps)
         _check_model_takes_data(module, experiment.data)
@@ -256,11 +269,7 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
 
     Calling it raises ConfigurationError, which names the option, where one is wrong.
     """
-    section = {name: value for name, value in config[key].items() if name not in leaving_out}
-    if not section.get(TARGET):
-        raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
-    check_targets({key: section, OPTION: config.get(OPTION)})
-    check_options(key, locate(f"{key}.{TARGET}", section[TARGET]), section)
+    section = _checked(config, key, leaving_out)
     factory = _instantiated(key, section)
 
     def make(*arguments: Any) -> Any:
@@ -292,6 +301,16 @@ def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., 
         return make(**options)
     except FAULTS as error:
         raise blaming(f"{key}.options", options, error, lambda _: False) from error
+
+
+def _checked(config: Mapping[str, Any], key: str, leaving_out: Sequence[str] = ()) -> dict[str, Any]:
+    """What stands below ``key``: a target that may be named, and options that it has, of the types that it says."""
+    section = {name: value for name, value in config[key].items() if name not in leaving_out}
+    if not section.get(TARGET):
+        raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
+    check_targets({key: section, OPTION: config.get(OPTION)})
+    check_options(key, locate(f"{key}.{TARGET}", section[TARGET]), section)
+    return section
 
 
 def _instantiated(key: str, section: Mapping[str, Any]) -> Callable[..., Any]:

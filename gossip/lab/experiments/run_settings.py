@@ -11,9 +11,6 @@ from typing import Any
 METRICS = ("accuracy", "loss")
 METHODS = ("gossip", "ddp", "local")
 ENGINES = ("processes", "virtual")
-CLIPS = ("global", "bucket")
-BUFFERS = ("local", "average")
-DEBUGS = ("detail",)
 
 
 class ConfigurationError(ValueError):
@@ -32,20 +29,8 @@ class Settings:
         "processes": one per rank; "virtual": all replicas in one process.
     seed : int
         Of the partition, the initial values and the order of the samples.
-    bucket_cap_mb : float
-        Size of a bucket of parameters in MiB.
-    clip_grad_norm : float or None
-        The Euclidean norm that gradients are scaled down to.
-    clip : str
-        "global": the norm of all gradients of a rank; "bucket": of each bucket by itself.
-    buffers : str
-        "local", or "average": mixed like parameters.
-    step_in_backward : bool
-        Whether updates and exchanges begin inside the backward pass.
     figures : bool
         Whether figures are drawn at the end.
-    debug : str or None
-        "detail": every message is checked.
     exchange_every : int
         Steps per exchange; all but the last one of them are local.
     warmup_rounds : int
@@ -82,13 +67,7 @@ class Settings:
     method: str
     engine: str
     seed: int
-    bucket_cap_mb: float
-    clip_grad_norm: float | None
-    clip: str
-    buffers: str
-    step_in_backward: bool
     figures: bool
-    debug: str | None
     exchange_every: int
     warmup_rounds: int
     profile: bool
@@ -125,13 +104,7 @@ class Settings:
             method=_choice(config, "method", METHODS),
             engine=_choice(config, "engine", ENGINES),
             seed=_integer(config, "seed", minimum=0),
-            bucket_cap_mb=_positive(config, "bucket_cap_mb"),
-            clip_grad_norm=_optional_positive(config, "clip_grad_norm"),
-            clip=_choice(config, "clip", CLIPS),
-            buffers=_choice(config, "buffers", BUFFERS),
-            step_in_backward=_boolean(config, "step_in_backward"),
             figures=_boolean(config, "figures"),
-            debug=None if value_of(config, "debug") is None else _choice(config, "debug", DEBUGS),
             exchange_every=_integer(config, "topology.every", minimum=1),
             warmup_rounds=_integer(config, "topology.warmup_rounds", minimum=0),
             profile=_boolean(config, "profile"),
@@ -155,27 +128,14 @@ class Settings:
     def _check_combinations(self) -> None:
         if self.engine == "virtual":
             self._check_virtual()
-        if self.method == "ddp":
-            if self.checkpoint_every > 0:
-                raise ConfigurationError(
-                    f"checkpoint.every={self.checkpoint_every}: method=ddp cannot save and resume; set "
-                    "checkpoint.every=0, or method=gossip or local"
-                )
-            return
-        if self.clip_grad_norm is not None and self.clip == "bucket" and not self.step_in_backward:
+        if self.method == "ddp" and self.checkpoint_every > 0:
             raise ConfigurationError(
-                "clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global or "
-                "step_in_backward=true"
-            )
-        if self.debug is not None and self.profile:
-            raise ConfigurationError(
-                f"profile=true traces the usual exchanges, but debug={self.debug} brings its own; set one of them only"
+                f"checkpoint.every={self.checkpoint_every}: method=ddp cannot save and resume; set "
+                "checkpoint.every=0, or method=gossip or local"
             )
 
     def _check_virtual(self) -> None:
         only_processes = {
-            "step_in_backward=false": not self.step_in_backward,
-            f"debug={self.debug}": self.debug is not None,
             "profile=true": self.profile,
             f"checkpoint.every={self.checkpoint_every}": self.checkpoint_every > 0,
             "resume=...": self.resumes,
@@ -253,10 +213,6 @@ def _boolean(config: Mapping[str, Any], key: str) -> bool:
 
 def _optional_integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int | None = None) -> int | None:
     return None if value_of(config, key) is None else _integer(config, key, minimum=minimum, maximum=maximum)
-
-
-def _optional_positive(config: Mapping[str, Any], key: str) -> float | None:
-    return None if value_of(config, key) is None else _positive(config, key)
 
 
 def _positive(config: Mapping[str, Any], key: str) -> float:

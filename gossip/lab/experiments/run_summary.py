@@ -9,7 +9,6 @@ from typing import Any
 
 from gossip.lab.experiments.evaluation import Evaluation
 from gossip.lab.experiments.experiment_build import Experiment
-from gossip.lab.experiments.run_settings import Settings
 
 _TOTALS = {
     "step_time_s": "training_time_s",
@@ -103,7 +102,7 @@ def summarise(
         "topology": experiment.topology.name if experiment.topology is not None else None,
         "algorithm": None if settings.method == "ddp" else experiment.algorithm.describe(),
         "compression": None if settings.method == "ddp" else experiment.compression.describe(),
-        "clipping": None if settings.clip_grad_norm is None else _clipping(settings),
+        "clipping": _clipping(settings.method, experiment.wrapper_options),
         "data": experiment.data.name,
         "data_notes": experiment.data.notes,
         "seed": settings.seed,
@@ -130,9 +129,9 @@ def summarise(
     }
 
 
-def _clipping(settings: Settings) -> str:
-    which = "global" if settings.method == "ddp" else settings.clip
-    return f"{settings.clip_grad_norm:g} ({which})"
+def _clipping(method: str, options: Mapping[str, Any]) -> str | None:
+    which = "global" if method == "ddp" else options["clip"]
+    return None if options["clip_grad_norm"] is None else f"{options['clip_grad_norm']:g} ({which})"
 
 
 def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:

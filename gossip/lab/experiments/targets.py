@@ -51,6 +51,7 @@ def _own(module: str, *, functions: bool = False) -> _Package:
 ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "data": (_own("gossip.lab.experiments.datasets", functions=True),),
     "model": (_own("gossip.lab.experiments.models"), _MODULES),
+    "wrapper": (_own("gossip.wrapper"),),
     "algorithm": (_own("gossip.algorithms"),),
     "compression": (_own("gossip.compression"),),
     "optimizer": (_OPTIMIZERS,),

@@ -22,9 +22,14 @@ from gossip.communication.world import World
 from gossip.compression.value_codecs import Uncompressed
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.tracing import TracedTransport, Tracer
+from gossip.lab.experiments.wrapper_options import (
+    ALL_REDUCE_OPTIONS,
+    changed_options,
+    options_in_words,
+    options_of_the_wrapper,
+)
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.global_average import average_module_, saved_state
-from gossip.wrapper import GossipDataParallel
 from topologies import Round, Topology
 
 
@@ -86,17 +91,14 @@ def make_method(experiment: Experiment, module: nn.Module, tracer: Tracer | None
 
 def _say_what_is_ignored(experiment: Experiment) -> None:
     """Options that mean something to other methods only, if the user has changed them."""
-    settings = experiment.settings
     changed = {
         f"algorithm {experiment.algorithm.describe()}": experiment.algorithm.describe()
         != AdaptWhileCommunicating().describe(),
-        f"clip={settings.clip}": settings.clip != "global",
-        f"buffers={settings.buffers}": settings.buffers != "local",
         f"compression {experiment.compression.describe()}": not isinstance(experiment.compression, Uncompressed),
-        "step_in_backward=false": not settings.step_in_backward,
-        f"debug={settings.debug}": settings.debug is not None,
     }
     ignored = [option for option, is_changed in changed.items() if is_changed]
+    options = changed_options(experiment.wrapper_options).items()
+    ignored += options_in_words({name: value for name, value in options if name not in ALL_REDUCE_OPTIONS})
     if ignored:
         logger.info("without meaning for method=ddp, and ignored: {}", ", ".join(ignored))
 
@@ -105,27 +107,21 @@ class GossipMethod:
     """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
 
     def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
-        settings = experiment.settings
         transport = None  # the wrapper's own
         if tracer is not None:
             sums_on_wire = experiment.compression.adds_on_wire
             transport = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
-        self.model = GossipDataParallel(
+        self.model = experiment.make_wrapper(
             module,
             experiment.make_optimizer,
             topology,
             algorithm=experiment.algorithm,
             compression=experiment.compression,
-            step_in_backward=settings.step_in_backward,
-            clip_grad_norm=settings.clip_grad_norm if settings.step_in_backward else None,
-            clip="bucket" if settings.clip == "bucket" else "global",
-            buffers="average" if settings.buffers == "average" else "local",
-            bucket_cap_mb=settings.bucket_cap_mb,
-            timeout=settings.timeout,
+            timeout=experiment.settings.timeout,
             transport=transport,
-            debug=settings.debug,
+            **options_of_the_wrapper(experiment.wrapper_options),
         )
-        self._settings = settings
+        self._options = experiment.wrapper_options
         assert self.model.optimizer is not None
         self.module = module
         self.optimizer = self.model.optimizer
@@ -139,9 +135,9 @@ class GossipMethod:
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Update and exchange inside the backward pass, or after it."""
         loss.backward()
-        if not self._settings.step_in_backward:
-            if self._settings.clip_grad_norm is not None:
-                self.model.clip_grad_norm_(self._settings.clip_grad_norm)
+        if not self._options["step_in_backward"]:
+            if self._options["clip_grad_norm"] is not None:
+                self.model.clip_grad_norm_(self._options["clip_grad_norm"])
             self.optimizer.step()
             self.optimizer.zero_grad()
         stats = self.model.stats()
@@ -187,7 +183,7 @@ class AllReduceMethod:
         self._tracer = tracer
         group = world.new_group(range(world.world_size))
         self._model = DistributedDataParallel(
-            module, bucket_cap_mb=experiment.settings.bucket_cap_mb, process_group=group
+            module, bucket_cap_mb=experiment.wrapper_options["bucket_cap_mb"], process_group=group
         )
         # A lambda: torch compares annotations, which are strings here, with its own types.
         self._model.register_comm_hook(group, lambda group, bucket: self._all_reduce(group, bucket))
@@ -195,7 +191,7 @@ class AllReduceMethod:
         self.optimizer = experiment.make_optimizer(list(module.named_parameters()))
         gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self._bytes_per_step = round(2 * (world.world_size - 1) / world.world_size * gradient_bytes)
-        self._max_norm = experiment.settings.clip_grad_norm
+        self._max_norm = experiment.wrapper_options["clip_grad_norm"]
         self._ready_at = self._forward_s = 0.0
         self._step = 0
 

@@ -22,6 +22,7 @@ from gossip.lab.experiments.rank_training import MODEL_FILE
 from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_summary import RankReport, summarise
+from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_of_virtual_workers
 from topologies import Round, Topology
 
 
@@ -72,19 +73,18 @@ def make_workers(experiment: Experiment) -> gossip.VirtualWorkers:
     topology = experiment.topology
     if topology is None:
         topology = Topology.from_rounds([Round.identity(settings.world_size)], name="no exchange")
-    is_gossip = settings.method == "gossip"
+    options = options_of_virtual_workers(experiment.wrapper_options)
+    if settings.method == "ddp":
+        options = {name: options[name] for name in ALL_REDUCE_OPTIONS}
     workers = gossip.VirtualWorkers(
         experiment.make_module,
         settings.world_size,
         experiment.make_optimizer,
         topology,
         algorithm=experiment.algorithm,
-        compression=experiment.compression if is_gossip else None,
-        clip_grad_norm=settings.clip_grad_norm,
-        clip="bucket" if is_gossip and settings.clip == "bucket" else "global",
-        buffers="average" if is_gossip and settings.buffers == "average" else "local",
-        bucket_cap_mb=settings.bucket_cap_mb,
+        compression=experiment.compression if settings.method == "gossip" else None,
         devices=["cpu"],  # where the data are
+        **options,
     )
     if settings.method == "ddp":
         for group in workers.optimizer.param_groups:

@@ -10,6 +10,7 @@ import gossip
 from gossip.lab.experiments.experiment_build import make_algorithm, make_topology
 from gossip.lab.experiments.options import blaming
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.wrapper_options import wrapper_options
 from topologies import Topology
 
 _NUM_STEPS = 64
@@ -59,7 +60,7 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
     settings = Settings.from_config(config)
     topology, algorithm = make_topology(config, settings), make_algorithm(config)
     compute_s = 1e-6 * float(value_of(config, "cluster.compute_us_per_sample")) * settings.batch_size
-    num_buckets = math.ceil(summary["parameter_bytes"] / (settings.bucket_cap_mb * 2**20))
+    num_buckets = math.ceil(summary["parameter_bytes"] / (wrapper_options(config)["bucket_cap_mb"] * 2**20))
     workload = gossip.Workload(
         forward_s=_FORWARD_SHARE * compute_s,
         backward_s=(1 - _FORWARD_SHARE) * compute_s,

@@ -45,7 +45,14 @@ def test_help_names_options_as_the_command_line_takes_them() -> None:
     assert len(options) > 90
     own = {key: value for key, value in options if not key.startswith(("topology.options", "compression.", "model."))}
     config = composed()
-    for key in ("training.epochs", "launch.world_size", "checkpoint.keep", "cluster.jitter", "seed", "bucket_cap_mb"):
+    for key in (
+        "training.epochs",
+        "launch.world_size",
+        "checkpoint.keep",
+        "cluster.jitter",
+        "seed",
+        "wrapper.bucket_cap_mb",
+    ):
         assert OmegaConf.select(OmegaConf.create(config), key) is not None
         assert float(own[key]) == float(OmegaConf.select(OmegaConf.create(config), key))
     for name in ("topology=de_bruijn", "compression=choco", "experiment=smoke", "optimizer=adamw"):

@@ -66,15 +66,36 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             "error: algorithm._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
             "algorithm these are classes of gossip.algorithms.",
         ),
-        (["clip_grad_norm=0"], "error: clip_grad_norm must be a positive number, got 0"),
-        (["clip=globl"], "error: there is no clip=globl; did you mean global? Available: global, bucket"),
-        (["buffers=mean"], "error: there is no buffers=mean. Available: local, average"),
-        (["step_in_backward=1"], "error: step_in_backward must be true or false, got 1"),
-        (["debug=details"], "error: there is no debug=details; did you mean detail? Available: detail"),
-        (["debug=detail", "profile=true"], "error: profile=true traces the usual exchanges, but debug=detail brings"),
         (
-            ["clip=bucket", "clip_grad_norm=1", "step_in_backward=false"],
-            "error: clip=bucket clips inside the backward pass, not with step_in_backward=false; set clip=global",
+            ["wrapper.clip_grad_norm=0"],
+            "error: wrapper.clip_grad_norm=0: clip_grad_norm must be a positive norm, got 0",
+        ),
+        (["wrapper.clip=globl"], "error: wrapper.clip must be global or bucket, got 'globl'"),
+        (["wrapper.buffers=mean"], "error: wrapper.buffers must be local or average, got 'mean'"),
+        (["wrapper.step_in_backward=1"], "error: wrapper.step_in_backward must be true or false, got 1"),
+        (["wrapper.debug=details"], "error: wrapper.debug must be detail or null, got 'details'"),
+        (
+            ["wrapper.debug=detail", "profile=true"],
+            "error: profile=true traces the usual exchanges, but wrapper.debug=detail brings its own",
+        ),
+        (
+            ["wrapper.clip=bucket", "wrapper.clip_grad_norm=1", "wrapper.step_in_backward=false"],
+            "error: wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set",
+        ),
+        (
+            ["clip_grad_norm=1"],
+            "error: the configuration has no key clip_grad_norm; did you mean wrapper.clip_grad_norm?",
+        ),
+        (["+wrapper.compression=int8"], "error: wrapper.compression is not set here; set compression=..."),
+        (["+wrapper.transport=null"], "error: wrapper.transport is for programs of your own; leave it out"),
+        (
+            ["+wrapper.clip_norm=1"],
+            "error: wrapper.clip_norm=1: GossipDataParallel has no option clip_norm; did you mean clip_grad_norm?",
+        ),
+        (
+            ["wrapper._target_=torch.nn.Identity"],
+            "error: wrapper._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
+            "wrapper these are classes of gossip.wrapper.",
         ),
         (["seed=["], "error: "),
     ],

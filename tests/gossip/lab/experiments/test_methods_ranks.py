@@ -58,7 +58,7 @@ def trained_alone(
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_ddp_trains_as_one_model_on_all_batches(tmp_path: Path, max_norm: float | None) -> None:
-    config = composed(*SMALL, "method=ddp", f"clip_grad_norm={max_norm or 'null'}")
+    config = composed(*SMALL, "method=ddp", f"wrapper.clip_grad_norm={max_norm or 'null'}")
     summary = run(config, tmp_path / "run")
     averaged = load_file(tmp_path / "run" / "model.safetensors")
     for name, expected in trained_alone(config, (0, 1, 2), max_norm or math.inf).items():

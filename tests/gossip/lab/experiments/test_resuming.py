@@ -61,12 +61,17 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
     [
         ("method=gossip",),
         ("method=local",),
-        ("algorithm=adapt_then_combine", "clip_grad_norm=1", "step_in_backward=false", "optimizer=adamw"),
+        (
+            "algorithm=adapt_then_combine",
+            "wrapper.clip_grad_norm=1",
+            "wrapper.step_in_backward=false",
+            "optimizer=adamw",
+        ),
     ],
 )
 def test_resumed_run_is_bit_identical(tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "whole.failed").touch()  # it will not
-    overrides = (*options, "bucket_cap_mb=0.001")
+    overrides = (*options, "wrapper.bucket_cap_mb=0.001")
     whole = run_job(composed(*SMALL, *overrides, f"+model.once={tmp_path}/whole.failed"), tmp_path / "whole")
     config = interrupted(tmp_path / "run", *overrides)
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]

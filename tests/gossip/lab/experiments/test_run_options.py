@@ -26,7 +26,7 @@ SMALL = (
     "training.consensus_every_steps=0",
     "launch.world_size=2",
 )
-CLIPPED = "clip_grad_norm=0.5"
+CLIPPED = "wrapper.clip_grad_norm=0.5"
 BY_DEFAULT = "AdaptWhileCommunicating(gamma=1)"
 
 Records = list[dict[str, Any]]
@@ -49,8 +49,8 @@ def losses(records: Records) -> list[float]:
     [
         (("algorithm=adapt_then_combine",), "AdaptThenCombine(gamma=1)", None),
         (("algorithm.gamma=0.5",), "AdaptWhileCommunicating(gamma=0.5)", None),
-        ((CLIPPED, "clip=bucket", "bucket_cap_mb=0.001"), BY_DEFAULT, "0.5 (bucket)"),
-        (("debug=detail",), BY_DEFAULT, None),
+        ((CLIPPED, "wrapper.clip=bucket", "wrapper.bucket_cap_mb=0.001"), BY_DEFAULT, "0.5 (bucket)"),
+        (("wrapper.debug=detail",), BY_DEFAULT, None),
     ],
 )
 def test_options_run(
@@ -61,14 +61,14 @@ def test_options_run(
     assert losses(records)[-1] < losses(records)[0]
     if clipping is None and method == "gossip":
         _, others = run(tmp_path / "default")
-        is_same = "debug=detail" in overrides
+        is_same = "wrapper.debug=detail" in overrides
         assert (losses(records) == pytest.approx(losses(others), rel=1e-4)) == is_same
 
 
 @pytest.mark.parametrize("overrides", [(), (CLIPPED,)])
 def test_options_step_after_backward_is_the_same_mathematics(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     inside = run(tmp_path / "inside", *overrides)
-    after = run(tmp_path / "after", *overrides, "step_in_backward=false")
+    after = run(tmp_path / "after", *overrides, "wrapper.step_in_backward=false")
     assert losses(after[1]) == pytest.approx(losses(inside[1]), rel=1e-5)
     assert after[0]["clipping"] == inside[0]["clipping"] == ("0.5 (global)" if overrides else None)
     if overrides:
@@ -80,7 +80,7 @@ def test_options_step_after_backward_is_the_same_mathematics(tmp_path: Path, ove
 def test_options_buffers_are_mixed_like_parameters(tmp_path: Path) -> None:
     model = ("model=cnn", "model.channels=[4]")
     local, _ = run(tmp_path / "local", *model)
-    average, _ = run(tmp_path / "average", *model, "buffers=average")
+    average, _ = run(tmp_path / "average", *model, "wrapper.buffers=average")
     statistics_bytes = 4 * 2 * 4  # mean and variance of four channels
     assert average["bytes_sent_per_step"] == local["bytes_sent_per_step"] + statistics_bytes
 
@@ -91,18 +91,24 @@ def test_options_without_meaning_for_ddp_are_named_only_if_changed() -> None:
     try:
         _say_what_is_ignored(build(composed("method=ddp", CLIPPED)))
         assert not lines
-        changed = ("algorithm.gamma=0.5", "clip=bucket", "buffers=average", "step_in_backward=false", "debug=detail")
+        changed = (
+            "algorithm.gamma=0.5",
+            "wrapper.clip=bucket",
+            "wrapper.buffers=average",
+            "wrapper.step_in_backward=false",
+            "wrapper.debug=detail",
+        )
         _say_what_is_ignored(build(composed("method=ddp", *changed)))
     finally:
         logger.remove(sink)
     assert lines == [
-        "INFO without meaning for method=ddp, and ignored: algorithm AdaptWhileCommunicating(gamma=0.5), clip=bucket, "
-        "buffers=average, step_in_backward=false, debug=detail\n"
+        "INFO without meaning for method=ddp, and ignored: algorithm AdaptWhileCommunicating(gamma=0.5), "
+        "wrapper.clip=bucket, wrapper.buffers=average, wrapper.step_in_backward=false, wrapper.debug=detail\n"
     ]
 
 
 def test_records_hold_all_that_a_step_costs(tmp_path: Path) -> None:
-    summary, _ = run(tmp_path / "run", "bucket_cap_mb=0.001", "topology=ring")
+    summary, _ = run(tmp_path / "run", "wrapper.bucket_cap_mb=0.001", "topology=ring")
     by_rank = [read_jsonl(tmp_path / "run" / f"rank{rank}.jsonl") for rank in range(2)]
     names = {field.name for field in fields(gossip.StepStats)}
     for rank, records in enumerate(by_rank):

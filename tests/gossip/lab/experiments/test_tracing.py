@@ -90,7 +90,7 @@ def test_tracing_shows_an_exchange_beside_the_next_forward(tmp_path: Path) -> No
 
 
 def test_tracing_shows_each_bucket_on_a_row_of_its_own(tmp_path: Path) -> None:
-    for events in run(tmp_path / "run", "bucket_cap_mb=0.02"):
+    for events in run(tmp_path / "run", "wrapper.bucket_cap_mb=0.02"):
         rows = [{event["tid"] for event in exchanges(events, bucket)} for bucket in range(2)]
         assert all(len(row) == 1 for row in rows)
         assert rows[0] != rows[1]

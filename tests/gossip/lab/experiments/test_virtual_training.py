@@ -10,6 +10,7 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.console_table import print_run, print_sweep
+from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings
@@ -28,8 +29,8 @@ def run(folder: Path, *overrides: str) -> dict[str, Any]:
     "method",
     [
         ("topology=one_peer_exponential",),
-        ("topology=star", "algorithm=adapt_then_combine", "clip_grad_norm=0.5"),
-        ("method=ddp", "clip_grad_norm=0.5"),
+        ("topology=star", "algorithm=adapt_then_combine", "wrapper.clip_grad_norm=0.5"),
+        ("method=ddp", "wrapper.clip_grad_norm=0.5"),
     ],
     ids=lambda method: "_".join(method),
 )
@@ -104,11 +105,18 @@ def test_virtual_run_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["step_in_backward=false", "debug=detail", "profile=true", "checkpoint.every=5", "resume=somewhere"]
+    "option",
+    [
+        "wrapper.step_in_backward=false",
+        "wrapper.debug=detail",
+        "profile=true",
+        "checkpoint.every=5",
+        "resume=somewhere",
+    ],
 )
 def test_virtual_run_refuses_what_needs_processes(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option.partition('=')[0]}.* is for ranks that are processes"):
-        Settings.from_config(composed("engine=virtual", option))
+        check(composed("engine=virtual", option))
 
 
 def test_batch_of_all_ranks_is_divided_among_them() -> None:

@@ -36,7 +36,7 @@ def test_prediction_of_all_reduce_follows_the_bandwidth() -> None:
 
 @pytest.mark.parametrize(("compression", "ratio"), [(gossip.Uncompressed().describe(), 1.0), ("a quarter", 4.0)])
 def test_prediction_of_a_topology_is_the_simulation(compression: str, ratio: float) -> None:
-    config = composed(*STEADY, "topology=ring", "algorithm=adapt_then_combine", "bucket_cap_mb=2")
+    config = composed(*STEADY, "topology=ring", "algorithm=adapt_then_combine", "wrapper.bucket_cap_mb=2")
     summary = {**SUMMARY, "compression": compression, "bytes_sent_per_step": 8e6 / ratio}
     workload = gossip.Workload(COMPUTE_S / 3, COMPUTE_S * 2 / 3, (2_000_000, 2_000_000))
     wanted = gossip.simulate_time(

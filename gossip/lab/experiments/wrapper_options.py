@@ -1,0 +1,122 @@
+"""The options of :class:`gossip.GossipDataParallel` in a configuration, for every method and engine.
+
+They stand in its section ``wrapper``. Which there are, of which type and with which defaults, the wrapper's signature
+says; which values they may have, the wrapper's own check.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from gossip import GossipDataParallel, VirtualWorkers
+from gossip.lab.experiments.options import FAULTS, blaming, shown
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.targets import TARGET
+from gossip.step.wrapper_arguments import Arguments, check_arguments
+
+SECTION = "wrapper"
+
+ALL_REDUCE_OPTIONS = ("bucket_cap_mb", "clip_grad_norm")
+"""Those that mean something to torch's DistributedDataParallel too."""
+
+_SAID_ELSEWHERE = {
+    "module": "model",
+    "optimizer": "optimizer",
+    "topology": "topology",
+    "algorithm": "algorithm",
+    "compression": "compression",
+    "timeout": "launch.timeout_s",
+}
+_ONLY_IN_PROGRAMS = ("scaler", "transport", "process_group")
+_DEFAULTS = {name: each.default for name, each in inspect.signature(GossipDataParallel).parameters.items()}
+
+
+def wrapper_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the section says, and the wrapper's defaults of what the loop reads too.
+
+    Raises
+    ------
+    ConfigurationError
+        It is missing, or says what stands elsewhere.
+    """
+    section = value_of(config, SECTION)
+    for name in section:
+        if name in _SAID_ELSEWHERE:
+            raise ConfigurationError(f"{SECTION}.{name} is not set here; set {_SAID_ELSEWHERE[name]}=...")
+        if name in _ONLY_IN_PROGRAMS:
+            raise ConfigurationError(f"{SECTION}.{name} is for programs of your own; leave it out")
+    given = {name: value for name, value in section.items() if name != TARGET}
+    needed = {name: _DEFAULTS[name] for name in ("step_in_backward", "clip", *ALL_REDUCE_OPTIONS)}
+    return given | {name: value for name, value in needed.items() if name not in given}
+
+
+def changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that have another value than the wrapper's default."""
+    return {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
+
+
+def options_in_words(options: Mapping[str, Any]) -> list[str]:
+    """As on the command line."""
+    return [f"{SECTION}.{name}={shown(value)}" for name, value in options.items()]
+
+
+def options_of_the_wrapper(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the wrapper gets: where steps are made after the backward pass, the loop clips."""
+    return {**options, "clip_grad_norm": options["clip_grad_norm"] if options["step_in_backward"] else None}
+
+
+def options_of_virtual_workers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that virtual workers have."""
+    names = inspect.signature(VirtualWorkers).parameters
+    return {name: value for name, value in options.items() if name in names}
+
+
+def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse options that cannot work with others of the run.
+
+    Raises
+    ------
+    ConfigurationError
+        The text names the options.
+    """
+    if settings.engine == "virtual":
+        only_processes = changed_options(options).items() - options_of_virtual_workers(options).items()
+        for option in options_in_words(dict(only_processes)):
+            raise ConfigurationError(
+                f"{option} is for ranks that are processes, not for engine=virtual; leave it out, or set "
+                "engine=processes"
+            )
+    if settings.method == "ddp":
+        return
+    if options["clip_grad_norm"] is not None and options["clip"] == "bucket" and not options["step_in_backward"]:
+        raise ConfigurationError(
+            "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
+            "wrapper.clip=global or wrapper.step_in_backward=true"
+        )
+    if options.get("debug") is not None and settings.profile:
+        raise ConfigurationError(
+            f"profile=true traces the usual exchanges, but wrapper.debug={options['debug']} brings its own; set one of "
+            "them only"
+        )
+
+
+def check_values(options: Mapping[str, Any], module: nn.Module) -> None:
+    """Refuse values that the wrapper refuses. Local.
+
+    Raises
+    ------
+    ConfigurationError
+        The text names the option.
+    """
+    # A norm is one for the loop too, which clips where the wrapper, after the backward pass, does not.
+    given = {**options, "step_in_backward": True, "optimizer": None}
+    arguments = Arguments(**{each.name: given.get(each.name, _DEFAULTS[each.name]) for each in fields(Arguments)})
+    try:
+        check_arguments(arguments, module)
+    except FAULTS as error:
+        raise blaming(SECTION, options, error, lambda _: False) from error
