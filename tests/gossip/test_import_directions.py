@@ -11,6 +11,8 @@ import networkx as nx
 import pytest
 from repository import GOSSIP, REPOSITORY
 
+import gossip
+
 ROOMS_OF_TOPOLOGIES = (
     "integers",
     "plain_data",
@@ -57,6 +59,27 @@ ROOMS = (
 """A room imports rooms that stand before it, and itself."""
 
 MAX_ENTRIES = 18
+INTERNALS_OF_LAB = {
+    "gossip.algorithms": "what a configuration's algorithm is",
+    "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
+    "gossip.checkpoints.exporting": "a bare module in the form of an export",
+    "gossip.communication": "the module of daemon threads",
+    "gossip.communication.distributed_transport": "when a traced exchange has ended",
+    "gossip.communication.membership": "whether ranks are there, while one is asked to stop",
+    "gossip.communication.plain_gathering": "what ranks have measured",
+    "gossip.communication.shared_memory": "which ranks share a machine",
+    "gossip.communication.waiting": "whether DDP has lost a peer",
+    "gossip.compression.compression_names": "what a configuration's compression is",
+    "gossip.launching": "the fork server",
+    "gossip.launching.joining": "under torchrun and SLURM",
+    "gossip.launching.launcher": "signals for the workers",
+    "gossip.parameters.buckets": "what the probe's buckets weigh",
+    "gossip.parameters.frozen_parameters": "none, for the average of DDP's buffers",
+    "gossip.parameters.global_average": "the average of DDP's buffers",
+    "gossip.step.wrapper_arguments": "the wrapper's own check, before workers are started",
+}
+"""Where the applications take what is not public, and for what."""
+
 ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich"}
 
 
@@ -124,6 +147,16 @@ def test_applications_alone_load_what_only_they_need() -> None:
     for module, path in known.items():
         if room(module) != "lab":
             assert not ONLY_IN_LAB & {name.partition(".")[0] for name in imports(path, known)}, module
+
+
+def test_applications_use_public_names_and_the_internals_that_are_listed() -> None:
+    used = set()
+    for path in (GOSSIP / "lab").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("gossip."):
+                internal = any(alias.name not in gossip.__all__ for alias in node.names)
+                used |= {node.module} if internal and not f"{node.module}.".startswith("gossip.lab.") else set()
+    assert used == INTERNALS_OF_LAB.keys()
 
 
 def test_names_of_files_tell_them_apart() -> None:

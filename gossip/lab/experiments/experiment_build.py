@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
-from gossip import Algorithm, Compression, GossipDataParallel
-from gossip.algorithms import ALGORITHMS, resolve_algorithm
-from gossip.compression.compression_names import COMPRESSIONS, resolve_compression
+from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
+from gossip.algorithms import resolve_algorithm
+from gossip.compression.compression_names import resolve_compression
 from gossip.lab.experiments.datasets import Data
 from gossip.lab.experiments.loggers import Logger
 from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown

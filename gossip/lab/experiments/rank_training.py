@@ -14,8 +14,8 @@ import torch.distributed as dist
 from loguru import logger
 from torch.autograd.profiler import record_function
 
+from gossip import World
 from gossip.checkpoints.exporting import write_module
-from gossip.communication.world import World
 from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.loggers import Logger

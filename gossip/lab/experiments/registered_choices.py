@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.algorithms import ALGORITHMS
-from gossip.compression.compression_names import COMPRESSIONS
+from gossip import ALGORITHMS, COMPRESSIONS
 from gossip.lab.experiments.experiment_build import import_modules
 from topologies.family_registry import FAMILIES
 from topologies.registry import Registry

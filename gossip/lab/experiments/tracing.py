@@ -12,9 +12,8 @@ from typing import Any
 
 from torch.profiler import profile
 
-from gossip.communication.distributed_transport import DistributedExchange, DistributedTransport
-from gossip.communication.world import World
-from gossip.compression.conversation import Conversation
+from gossip import Conversation, DistributedTransport, World
+from gossip.communication.distributed_transport import DistributedExchange
 from topologies import Round, Topology
 
 FORWARD = "forward"

@@ -16,10 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossip.algorithms import AdaptWhileCommunicating
+from gossip import AdaptWhileCommunicating, Uncompressed, World
 from gossip.communication.waiting import is_lost_connection
-from gossip.communication.world import World
-from gossip.compression.value_codecs import Uncompressed
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.tracing import TracedTransport, Tracer
 from gossip.lab.experiments.wrapper_options import (

@@ -12,10 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import topologies
-from gossip.algorithms import AdaptWhileCommunicating
-from gossip.compression.codec import Codec
-from gossip.compression.conversation import Delivery
-from gossip.compression.value_codecs import Uncompressed
+from gossip import AdaptWhileCommunicating, Codec, Delivery, Uncompressed
 from gossip.parameters.buckets import Bucket, make_buckets
 
 _NUM_WARM_UP_STEPS = 3
