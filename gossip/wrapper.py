@@ -57,9 +57,11 @@ class GossipDataParallel(ModuleFace, Outermost):
         lr=3e-4)``), or one or several optimizers built over the module's parameters. None leaves the parameters as
         they are but for mixing.
     topology : str or Topology
-        A name of :func:`topologies.available`, or a topology of as many ranks as there are. Must be doubly stochastic.
+        A name of :func:`topologies.available`, or a topology of as many ranks as there are. Doubly stochastic, unless
+        the algorithm takes another.
     algorithm : str or Algorithm
-        "adapt_while_communicating" (the default), "adapt_then_combine", or one of the classes with its constants.
+        "adapt_while_communicating" (the default; or "awc"), "adapt_then_combine" ("atc"), "exact_diffusion",
+        "gradient_tracking", "momentum_exchange", "push_sum", or one of the classes with its constants.
     compression : str or Compression, optional
         What goes on the wire in place of the parameters' values: "bf16", "fp16", "int8", "int4", "choco" (sparse
         increments) and "powergossip" (low rank), both for static topologies, or an object with its constants. By

@@ -6,7 +6,7 @@ from gossip.algorithms.mixing_factor import WithMixingFactor
 
 
 class AdaptThenCombine(WithMixingFactor):
-    r"""Update first, then average what was updated, before it is used again (diffusion).
+    r"""Update first, then average what was updated, before it is used again: ATC, or diffusion.
 
     .. math:: x_i(t+1) = \sum_j W_t[i,j]\, \bigl(x_j(t) + u_j(t)\bigr)
 

@@ -6,7 +6,7 @@ from gossip.algorithms.mixing_factor import WithMixingFactor
 
 
 class AdaptWhileCommunicating(WithMixingFactor):
-    r"""The local update and the exchange run side by side (D-PSGD).
+    r"""The local update and the exchange run side by side: AWC, or D-PSGD.
 
     With :math:`u_i(t)` the optimizer's update at rank i, computed from the gradient at :math:`x_i(t)`, and
     :math:`W_t` the mixing matrix of round t:

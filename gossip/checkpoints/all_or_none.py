@@ -50,14 +50,14 @@ def together(model: GossipDataParallel, what: str, action: Callable[[], Any]) ->
         payloads = model._world.gather_bytes(json.dumps(message).encode(), what)
     messages = [json.loads(payload) for payload in payloads]
     ranks_by_reason: dict[str, list[int]] = {}
-    for rank, each in enumerate(messages):
-        if each["error"] is not None:
-            ranks_by_reason.setdefault(each["error"], []).append(rank)
+    for rank, message in enumerate(messages):
+        if message["error"] is not None:
+            ranks_by_reason.setdefault(message["error"], []).append(rank)
     if ranks_by_reason:
         if isinstance(failure, TypeError | ValueError):
             raise failure
         raise CheckpointError(f"{what}: {_by_rank(ranks_by_reason, len(messages))}") from failure
-    return [each["answer"] for each in messages]
+    return [message["answer"] for message in messages]
 
 
 def compare(model: GossipDataParallel, entries: dict[str, str], what: str) -> None:

@@ -79,11 +79,11 @@ def describe_buckets(model: GossipDataParallel) -> list[str]:
     return lines
 
 
-def first_difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
+def first_difference(saved: Mapping[str, str], present: Mapping[str, str]) -> str | None:
     """The first entry that is not the same in a checkpoint and here, with both values."""
-    for key in dict.fromkeys([*theirs, *ours]):
-        if theirs.get(key) != ours.get(key):
-            return f"{key} is {theirs.get(key, 'nothing')} in the checkpoint, but {ours.get(key, 'nothing')} here"
+    for key in dict.fromkeys([*saved, *present]):
+        if saved.get(key) != present.get(key):
+            return f"{key} is {saved.get(key, 'nothing')} in the checkpoint, but {present.get(key, 'nothing')} here"
     return None
 
 

@@ -38,10 +38,10 @@ def plain(value: Any, where: str) -> Any:
     if kind in (torch.Tensor, nn.Parameter):
         return compact(value, where)
     if kind in _MAPPINGS:
-        items = {plain(key, f"a key of {where}"): plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        items = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
         return kind(items)
     if kind in _SEQUENCES:
-        return kind(plain(each, f"{where}[{index}]") for index, each in enumerate(value))
+        return kind(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
     hint = "; torch.from_numpy makes a tensor of it" if kind is np.ndarray else ""
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give numbers, strings, "

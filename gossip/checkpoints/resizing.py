@@ -54,9 +54,9 @@ class _Mean:
             engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
             self._first = state | {"gradients": {}, "rng": None, "engine": engine}
             return
-        for mine, theirs in zip(self._first["optimizers"], state["optimizers"], strict=True):
-            for number, entry in theirs["state"].items():
-                mine["state"].setdefault(number, entry)
+        for kept, added in zip(self._first["optimizers"], state["optimizers"], strict=True):
+            for number, entry in added["state"].items():
+                kept["state"].setdefault(number, entry)
 
     def result(self) -> dict[str, Any]:
         averages: dict[str, Any] = _map_floats(self._averaged(self._first), (), self._average)
@@ -93,7 +93,9 @@ def _map_floats(tree: Any, path: _Path, function: Callable[[_Path, torch.Tensor]
         return function(path, tree) if is_averaged else tree
     if isinstance(tree, dict):
         kept = {"param_groups"} if path[:1] == ("optimizers",) and len(path) == 2 else set()
-        return {key: each if key in kept else _map_floats(each, (*path, key), function) for key, each in tree.items()}
+        return {
+            key: branch if key in kept else _map_floats(branch, (*path, key), function) for key, branch in tree.items()
+        }
     if isinstance(tree, list | tuple):
-        return type(tree)(_map_floats(each, (*path, index), function) for index, each in enumerate(tree))
+        return type(tree)(_map_floats(branch, (*path, index), function) for index, branch in enumerate(tree))
     return tree

@@ -112,8 +112,8 @@ def _announce(model: GossipDataParallel, path: Path, keep: int, parts: dict[str,
         }
 
     announced = together(model, f"gossip.save at step {model.step}", check)
-    for rank, theirs in enumerate(announced):
-        for what, value in theirs.items():
+    for rank, described in enumerate(announced):
+        for what, value in described.items():
             if value != announced[0][what]:
                 raise CheckpointError(
                     f"the ranks do not save the same thing: {what} is {announced[0][what]} on rank 0, but {value} on "

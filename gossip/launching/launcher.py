@@ -259,13 +259,13 @@ def _start(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> tuple[ForkServerProcess, Connection]:
-    ours, theirs = context.Pipe()
+    parent_end, child_end = context.Pipe()
     process = context.Process(
-        target=_work, args=(function, args, rank, rendezvous, theirs), name=f"rank{rank}", daemon=False
+        target=_work, args=(function, args, rank, rendezvous, child_end), name=f"rank{rank}", daemon=False
     )
     process.start()
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
 def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
@@ -297,7 +297,7 @@ def _first_cause(failures: Mapping[int, _Failure], silent: Mapping[int, ForkServ
     """The error that names who failed first: who says so, or, if all speak of others, whom they blame."""
     rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
     text = f"rank {rank} failed: {failure.summary}"
-    blamed = Counter(each for other in failures.values() for each in other.blames if each in silent)
+    blamed = Counter(culprit for other in failures.values() for culprit in other.blames if culprit in silent)
     if failure.secondary and blamed:
         ((culprit, _),) = blamed.most_common(1)
         pid = silent[culprit].pid

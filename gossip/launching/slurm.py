@@ -107,7 +107,7 @@ def hosts(node_list: str) -> Iterator[str]:
         if "".join(match.group() for match in matches) != item:
             raise ValueError(f"{node_list!r} is no list of nodes of SLURM's, such as node[01-03,7],gpu5")
         parts = [
-            [text] if inside is None else [text + each for each in _numbers(inside, node_list)]
+            [text] if inside is None else [text + number for number in _numbers(inside, node_list)]
             for text, inside in (match.groups() for match in matches)
         ]
         yield from map("".join, itertools.product(*parts))

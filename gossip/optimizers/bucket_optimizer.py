@@ -47,13 +47,13 @@ def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_buck
             )
         optimizer = optimizer(list(module.named_parameters()))
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
+    for single in optimizers:
+        if not isinstance(single, Optimizer):
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, several, or a factory of them, got {type(each).__name__}"
+                f"optimizer must be a torch.optim.Optimizer, several, or a factory of them, got {type(single).__name__}"
             )
         if by_bucket:
-            _check_steps_by_bucket(each)
+            _check_steps_by_bucket(single)
     check_parameters_held(optimizers, dict(module.named_parameters()))
     return optimizers
 

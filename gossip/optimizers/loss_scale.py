@@ -35,7 +35,7 @@ class SharedScaler:
         found = False
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
-            found |= any(bool(each) for each in self.scaler._found_inf_per_device(optimizer).values())
+            found |= any(bool(flag) for flag in self.scaler._found_inf_per_device(optimizer).values())
         return found
 
     def settle(self, optimizers: Sequence[Optimizer], overflowed: bool) -> None:

@@ -46,7 +46,7 @@ class Bucket:
     block: torch.Tensor
     _slots: tuple[Slot, ...]
     _addresses: list[int]
-    _told: list[str]
+    _shared_names: list[str]
 
     @cached_property
     def places(self) -> frozenset[int]:
@@ -90,14 +90,14 @@ class Bucket:
 
     def _tell_of_shared_memory(self, name: str) -> None:
         """Once for all buckets: whoever sends the parameters to other processes sends all of them, again and again."""
-        if not self._told:
+        if not self._shared_names:
             logger.warning(
                 "parameter {!r} was put into shared memory (share_memory_(), or sent to another process): it goes on "
                 "in its bucket, and what other processes see of it stays as it is now; send it again when it has "
                 "changed",
                 name,
             )
-        self._told.append(name)
+        self._shared_names.append(name)
 
     def release(self) -> None:
         """Give every parameter memory of its own: the last one that somebody keeps must not keep the whole block."""
@@ -175,8 +175,8 @@ def make_buckets(
         open_buckets[key] = (bucket, filled + size)
 
     order = sorted(range(len(plan)), key=last_position.__getitem__)
-    told: list[str] = []
-    return tuple(_make_bucket(index, plan[i], told) for index, i in enumerate(order, first_index))
+    shared_names: list[str] = []
+    return tuple(_make_bucket(index, plan[i], shared_names) for index, i in enumerate(order, first_index))
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -230,7 +230,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], told: list[str]) -> Bucket:
+def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], shared_names: list[str]) -> Bucket:
     first = entries[0][1]
     numel = sum(_slot_numel(parameter) for _, parameter in entries)
     block = torch.zeros(max(numel, 1), dtype=first.dtype, device=first.device)
@@ -249,7 +249,7 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], told: 
         block=block,
         _slots=tuple(slots),
         _addresses=[parameter.data_ptr() for _, parameter in entries],
-        _told=told,
+        _shared_names=shared_names,
     )
 
 

@@ -122,9 +122,9 @@ class FrozenParameters:
         if not suspects:
             return
         entries = {name: self._describe(name) for name in self._parameters if name in suspects}
-        found = [json.loads(each) for each in self._world.gather_bytes(json.dumps(entries).encode(), what)]
+        found = [json.loads(data) for data in self._world.gather_bytes(json.dumps(entries).encode(), what)]
         _check_kinds(found)
-        different = {name for name in entries if len({each[name][1] for each in found}) > 1}
+        different = {name for name in entries if len({by_name[name][1] for by_name in found}) > 1}
         self.differing = [
             name for name in self._parameters if name in different or (name in self.differing and name not in suspects)
         ]
@@ -161,7 +161,7 @@ class FrozenParameters:
 
     def equal_values(self) -> Iterator[torch.Tensor]:
         """Of those that do not differ between ranks."""
-        return (each.detach() for name, each in self._parameters.items() if name not in self.differing)
+        return (parameter.detach() for name, parameter in self._parameters.items() if name not in self.differing)
 
     def differing_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and values of those that do, to be averaged in place: see :meth:`note_differing`."""
@@ -265,7 +265,7 @@ def broadcast_parameters_(parameters: Iterable[tuple[str, nn.Parameter]], cap_by
 def _fits(parameter: nn.Parameter, others: Sequence[nn.Parameter], cap_bytes: int) -> bool:
     first = others[0]
     is_alike = (parameter.dtype, parameter.device) == (first.dtype, first.device)
-    return is_alike and sum(each.nbytes for each in others) + parameter.nbytes <= cap_bytes
+    return is_alike and sum(other.nbytes for other in others) + parameter.nbytes <= cap_bytes
 
 
 def _broadcast_together_(parameters: Sequence[nn.Parameter], world: World) -> None:

@@ -135,10 +135,10 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
     ValueError
         No rank has a batch.
     """
-    norms = {name: each for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+    norms = {name: part for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)}
     counted = _Counted(batches)
     cause: Exception | None = None
-    modes = {each: each.training for each in module.modules()}
+    modes = {part: part.training for part in module.modules()}
     module.eval()  # dropout stays off, as in what is evaluated then
     momenta = {norm: norm.momentum for norm in norms.values()}
     for norm in norms.values():
@@ -156,8 +156,8 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
         failure = f"{type(error).__name__}: {error}"
         cause = error
     finally:
-        for each, mode in modes.items():
-            each.training = mode
+        for part, mode in modes.items():
+            part.training = mode
         for norm, momentum in momenta.items():
             norm.momentum = momentum
     failures = world.gather_bytes(failure.encode(), "recalibrating: comparing what went wrong")

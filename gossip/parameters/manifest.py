@@ -69,11 +69,13 @@ def first_difference(manifests: Sequence[Manifest]) -> str:
     """The first entry in which some rank differs from rank 0, and both sides of it, in words."""
     keys = list(dict.fromkeys(key for manifest in manifests for key in manifest))
     for key in keys:
-        ours = manifests[0].get(key, "nothing")
+        expected = manifests[0].get(key, "nothing")
         for rank, manifest in enumerate(manifests):
-            theirs = manifest.get(key, "nothing")
-            if theirs != ours:
-                return f"the ranks do not train the same thing: {key} is {ours} on rank 0, but {theirs} on rank {rank}"
+            found = manifest.get(key, "nothing")
+            if found != expected:
+                return (
+                    f"the ranks do not train the same thing: {key} is {expected} on rank 0, but {found} on rank {rank}"
+                )
     raise AssertionError("the manifests are equal")
 
 

@@ -144,7 +144,7 @@ def forward_like(function: Callable[..., Any], module: nn.Module) -> Callable[..
 def _check_is_around(outer: Any, module: nn.Module) -> None:
     if (
         not isinstance(outer, nn.Module)
-        or all(each is not module for each in outer.modules())
+        or all(part is not module for part in outer.modules())
         or set(outer.parameters()) != set(module.parameters())
     ):
         raise ValueError(

@@ -34,7 +34,7 @@ class Outermost(nn.Module):
             Says what to do, also about the libraries that wrap models.
         """
         outer = active_ddp()
-        if outer is not None and any(each is self for each in outer.modules()):
+        if outer is not None and any(part is self for part in outer.modules()):
             self._refuse("a DistributedDataParallel, which all-reduces the gradients that are exchanged here by gossip")
         if is_sharded(self) or is_sharded(self.module):
             self._refuse("FullyShardedDataParallel or fully_shard, which leave a part of each parameter to each rank")

@@ -31,7 +31,7 @@ class ModuleSnapshot:
 
     def remember(self) -> None:
         """Take what is there now for granted."""
-        owners = [each for each in self._module.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
+        owners = [entry for entry in self._module.named_modules() if not isinstance(entry[1], torch.jit.ScriptModule)]
         self._all_owners = [own_parameters(owner) for _, owner in owners]
         self._sizes = [len(owned) for owned in self._all_owners]
         self._places = [
@@ -167,18 +167,18 @@ def check_not_wrapped(module: nn.Module) -> None:
     ValueError
         Names the parameter.
     """
-    for name, each in module.named_modules():
-        if isinstance(each, nn.parallel.DistributedDataParallel):
+    for name, part in module.named_modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
                 "its .module"
             )
-        if isinstance(each, torch.jit.ScriptModule) and _has_state(each):
+        if isinstance(part, torch.jit.ScriptModule) and _has_state(part):
             raise ValueError(
                 f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
                 "module that it was made from, for speed with torch.compile, and script or trace it after the training"
             )
-        if is_sharded(each):
+        if is_sharded(part):
             raise ValueError(
                 f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
                 "has other parameters; wrap the module without sharding it"

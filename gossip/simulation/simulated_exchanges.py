@@ -139,7 +139,7 @@ class Neighbourhoods:
         while num_edges > 0:
             while 2 * self._reaches[-1].num_edges <= num_edges and self._reaches[-1].may_grow:
                 self._reaches.append(self._reaches[-1].twice())
-            reach = next(each for each in reversed(self._reaches) if each.num_edges <= num_edges)
+            reach = next(candidate for candidate in reversed(self._reaches) if candidate.num_edges <= num_edges)
             latest = reach.latest(values)
             if np.array_equal(latest, values):
                 break

@@ -71,20 +71,20 @@ class AllReduceSteps:
         return plan_exchange(round_, self._cluster, all_reduces=rings, present=present)
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
-        told = self._workload
+        workload = self._workload
         plan = self._plan if draw.present is None else self._plan_of(draw.present)
-        clock = clock + draw.delay_s + told.forward_s * draw.factor
+        clock = clock + draw.delay_s + workload.forward_s * draw.factor
         arrived_s = clock
-        for num_bytes in told.bucket_bytes:
-            computing_s = told.backward_s * num_bytes / told.model_bytes * draw.factor
-            self._free_s = delayed(self._free_s, clock, computing_s, told.contention)
-            arrived_s = delayed(arrived_s, clock, computing_s, told.contention)
+        for num_bytes in workload.bucket_bytes:
+            computing_s = workload.backward_s * num_bytes / workload.model_bytes * draw.factor
+            self._free_s = delayed(self._free_s, clock, computing_s, workload.contention)
+            arrived_s = delayed(arrived_s, clock, computing_s, workload.contention)
             clock = clock + computing_s
             if plan is not None:
                 sent_s, arrived_s = plan.run(np.maximum(clock, self._free_s), num_bytes / self._ratio)
                 self._free_s = sent_s
         waits_s = np.maximum(arrived_s - clock, 0.0)
-        return clock + waits_s + told.update_s * draw.factor, waits_s
+        return clock + waits_s + workload.update_s * draw.factor, waits_s
 
 
 class GossipSteps:
@@ -123,17 +123,17 @@ class GossipSteps:
         self._shares = [num_bytes / workload.model_bytes for num_bytes in workload.bucket_bytes]
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
-        told, num_buckets = self._workload, len(self._shares)
+        workload, num_buckets = self._workload, len(self._shares)
         clock = clock + draw.delay_s
         waits_s = np.zeros_like(clock)
         for bucket in range(num_buckets if self._algorithm.before_forward else 0):
             clock = self._combine(bucket, clock, draw, waits_s)
-        clock = self._compute(told.forward_s * draw.factor, clock)
+        clock = self._compute(workload.forward_s * draw.factor, clock)
         for bucket, share in enumerate(self._shares):
-            clock = self._compute(told.backward_s * share * draw.factor, clock)
+            clock = self._compute(workload.backward_s * share * draw.factor, clock)
             if not self._algorithm.before_forward:
                 clock = self._combine(bucket, clock, draw, waits_s)
-            clock = self._compute(told.update_s * share * draw.factor, clock)
+            clock = self._compute(workload.update_s * share * draw.factor, clock)
             self._post(step, bucket, clock, draw)
         return clock, waits_s
 

@@ -116,10 +116,12 @@ class Workload:
         for number, num_bytes in enumerate(self.bucket_bytes):
             check_integer(f"bucket_bytes[{number}]", num_bytes, minimum=1)
         for name, kinds in (("stragglers", (SlowRank, RandomDelays)), ("drop_outs", (DropOut,))):
-            for each in getattr(self, name):
-                if not isinstance(each, kinds):
+            for delay in getattr(self, name):
+                if not isinstance(delay, kinds):
                     allowed = " or ".join(kind.__name__ for kind in kinds)
-                    raise TypeError(f"{name} must hold {allowed}, got {each!r} ({type(each).__name__}); pass such ones")
+                    raise TypeError(
+                        f"{name} must hold {allowed}, got {delay!r} ({type(delay).__name__}); pass such ones"
+                    )
 
     @property
     def model_bytes(self) -> int:
@@ -134,10 +136,10 @@ class Workload:
     def check_ranks(self, world_size: int) -> None:
         """Refuse stragglers and drop-outs that are not among the ranks."""
         for name, held in (("stragglers", self.stragglers), ("drop_outs", self.drop_outs)):
-            for each in held:
-                if not isinstance(each, RandomDelays) and each.rank >= world_size:
+            for delay in held:
+                if not isinstance(delay, RandomDelays) and delay.rank >= world_size:
                     raise ValueError(
-                        f"{name} names rank {each.rank}, ranks go from 0 to {world_size - 1}; name one of them, or "
+                        f"{name} names rank {delay.rank}, ranks go from 0 to {world_size - 1}; name one of them, or "
                         f"describe a larger cluster"
                     )
 
@@ -172,9 +174,9 @@ def draw_steps(workload: Workload, world_size: int, num_steps: int, seed: int) -
     spread = np.sqrt(np.log1p(workload.jitter**2))  # of the logarithm, so that the factor has mean 1
     for step in range(num_steps):
         delay_s = np.zeros(world_size)
-        for each in delays:
-            hit = generator.random(world_size) < each.probability
-            delay_s += np.where(hit, generator.exponential(each.mean_s, world_size), 0.0)
+        for delay in delays:
+            hit = generator.random(world_size) < delay.probability
+            delay_s += np.where(hit, generator.exponential(delay.mean_s, world_size), 0.0)
         factor = slow
         if spread > 0:
             factor = slow * np.exp(generator.normal(-0.5 * spread**2, spread, world_size))

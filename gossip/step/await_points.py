@@ -40,11 +40,11 @@ class UserRecorder(TorchFunctionMode):
     def watch(self, module: nn.Module) -> Iterator[None]:
         """Record within the block, in which ``module`` is called."""
         handles: list[RemovableHandle] = []
-        for name, each in module.named_modules():
-            if isinstance(each, torch.jit.ScriptModule):
+        for name, part in module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
                 continue  # takes no hooks, and has no parameters of its own
-            handles.append(each.register_forward_pre_hook(self._enter(name)))
-            handles.append(each.register_forward_hook(self._leave, always_call=True))
+            handles.append(part.register_forward_pre_hook(self._enter(name)))
+            handles.append(part.register_forward_hook(self._leave, always_call=True))
         try:
             with self:
                 yield
@@ -123,7 +123,7 @@ class AwaitPoints:
     def call_watched(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module, uncompiled, and let parts of it wait for what they read from now on."""
         self._is_settled = True
-        if any(is_compiled(each) for each in self._module.modules()):
+        if any(is_compiled(part) for part in self._module.modules()):
             return module(*args, **kwargs)
         recorder = UserRecorder()
         with recorder.watch(self._module):

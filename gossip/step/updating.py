@@ -82,7 +82,9 @@ class Updater:
         """Refuse a parameter that was given to an optimizer in mid-training, but that the module does not have."""
         held = self._count_held()
         if held != self._num_held:
-            check_parameters_held(self.optimizers, {str(number): each for number, each in enumerate(self._parameters)})
+            check_parameters_held(
+                self.optimizers, {str(number): parameter for number, parameter in enumerate(self._parameters)}
+            )
             self._num_held = held
 
     def _count_held(self) -> int:
@@ -104,8 +106,8 @@ class Updater:
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
                 direct()
-                for each in self._by_bucket[bucket.index]:
-                    each.step()
+                for optimizer in self._by_bucket[bucket.index]:
+                    optimizer.step()
             for parameter in bucket.parameters:
                 parameter.grad = None
 

@@ -182,8 +182,8 @@ def check_positive(name: str, value: object, what: str) -> None:
 
 
 def _refuse_sparse(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if getattr(each, "sparse", False) is True:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
             raise ValueError(
                 f"clip_grad_norm: module {name!r} has sparse=True, and sparse gradients cannot be clipped; build it "
                 "with sparse=False, or train without clipping"

@@ -41,8 +41,8 @@ def divide(num_samples: int, world_size: int) -> tuple[Part, ...]:
     >>> divide(5, 3)
     (Part(first=0, stop=2, begin=0, num_each=2), Part(first=2, stop=3, begin=4, num_each=1))
     """
-    each, rest = divmod(num_samples, world_size)
-    parts = (Part(0, rest, 0, each + 1), Part(rest, world_size, rest * (each + 1), each))
+    share, rest = divmod(num_samples, world_size)
+    parts = (Part(0, rest, 0, share + 1), Part(rest, world_size, rest * (share + 1), share))
     return tuple(part for part in parts if part.stop > part.first and part.num_each > 0)
 
 

@@ -93,7 +93,7 @@ def _from_sums(
         if len(shards) == 1:
             table = message.to(wide)
         else:
-            table = torch.cat([each.to(message.device, wide) for each in _chosen(rows.sources, shards, messages)])
+            table = torch.cat([chosen.to(message.device, wide) for chosen in _chosen(rows.sources, shards, messages)])
         total = functional.embedding_bag(  # a sum of weighted rows of a table
             rows.places.to(message.device),
             table,

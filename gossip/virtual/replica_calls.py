@@ -46,14 +46,14 @@ class ReplicaCalls:
         self._module = module
         self._on_gradient = on_gradient
         self._copies: dict[int, _Copy] = {}
-        names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
+        names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._snapshot = StackedSlots(module)
         self._places = {
-            f"{prefix}.{key}" if prefix else key: names[id(each)]
+            f"{prefix}.{key}" if prefix else key: names[id(tensor)]
             for prefix, owner in module.named_modules()
             for owned in (own_parameters(owner), own_buffers(owner))
-            for key, each in owned.items()
-            if each is not None
+            for key, tensor in owned.items()
+            if tensor is not None
         }
         self.is_vectorised = True
 
@@ -87,7 +87,7 @@ class ReplicaCalls:
         if not self.is_vectorised:
             return self._one_by_one(ranks, parameters, buffers, inputs, is_split)
         saved = {name: buffer.clone() for name, buffer in buffers.items()}
-        attributes = [(each, dict(vars(each))) for each in self._module.modules()]
+        attributes = [(part, dict(vars(part))) for part in self._module.modules()]
         random_state = torch.get_rng_state()
         try:
             outputs = self._vectorised(parameters, buffers, inputs, is_split)
@@ -97,9 +97,9 @@ class ReplicaCalls:
             with torch.no_grad():
                 for name, values in saved.items():
                     buffers[name].copy_(values)
-            for each, values_before in attributes:
-                vars(each).clear()
-                vars(each).update(values_before)
+            for part, values_before in attributes:
+                vars(part).clear()
+                vars(part).update(values_before)
             torch.set_rng_state(random_state)
             outputs = self._one_by_one(ranks, parameters, buffers, inputs, is_split)  # the user's mistakes end here
             self.is_vectorised = False
@@ -118,10 +118,10 @@ class ReplicaCalls:
 
         def call(own: Tensors, own_buffers: Tensors, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Tensors]:
             nonlocal spec_out
-            mine = list(leaves)
+            own_leaves = list(leaves)
             for place, tensor in zip(places, tensors, strict=True):
-                mine[place] = tensor
-            args, kwargs = tree_unflatten(mine, spec)
+                own_leaves[place] = tensor
+            args, kwargs = tree_unflatten(own_leaves, spec)
             known = own | own_buffers
             # One mapping: only into such a one are buffers put that the module replaced. With each place once: of a
             # module that stands in two places functional_call would not put back what was there.
@@ -130,7 +130,7 @@ class ReplicaCalls:
             others.update(_others(output))
             return [leaf for leaf in output if isinstance(leaf, torch.Tensor)], {name: state[name] for name in buffers}
 
-        in_dims = (0, 0, *(0 if each else None for each in is_split))
+        in_dims = (0, 0, *(0 if splits else None for splits in is_split))
         with (
             # A checkpoint would compute again, in the backward pass, with the parameters of the bare module.
             torch.autograd.graph.disable_saved_tensors_hooks("it uses activation checkpointing"),
@@ -155,22 +155,23 @@ class ReplicaCalls:
         found: list[list[Any]] = []
         spec_out: Any = None
         for number, rank in enumerate(ranks):
-            for name, each in rows.items():
-                if each[number].requires_grad:
-                    each[number].register_hook(functools.partial(self._on_row, name, rank))
+            for name, stack in rows.items():
+                if stack[number].requires_grad:
+                    stack[number].register_hook(functools.partial(self._on_row, name, rank))
             split = iter(is_split)
-            mine = [leaf[number] if isinstance(leaf, torch.Tensor) and next(split) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(mine, spec)
+            own_leaves = [leaf[number] if isinstance(leaf, torch.Tensor) and next(split) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(own_leaves, spec)
             state = {name: stack[number] for name, stack in buffers.items()}
             if rank not in self._copies:
                 self._copies[rank] = _Copy(self._module)
             output, spec_out = tree_flatten(
-                self._copies[rank]({name: each[number] for name, each in rows.items()}, state, args, kwargs)
+                self._copies[rank]({name: stack[number] for name, stack in rows.items()}, state, args, kwargs)
             )
             _others(output)
             found.append(output)
         stacked = [
-            torch.stack(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*found, strict=True)
+            torch.stack(values) if isinstance(values[0], torch.Tensor) else values[0]
+            for values in zip(*found, strict=True)
         ]
         return tree_unflatten(stacked, spec_out)
 
@@ -186,16 +187,16 @@ class _Copy:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tensors = {id(each): (name, each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        tensors = {id(tensor): (name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._source = list(module.modules())
-        self._module = copy.deepcopy(module, {key: each for key, (_, each) in tensors.items()})
+        self._module = copy.deepcopy(module, {key: tensor for key, (_, tensor) in tensors.items()})
         self._modules = list(self._module.modules())
         self._homes = [
-            (owned, key, tensors[id(each)][0])
+            (owned, key, tensors[id(tensor)][0])
             for own in self._modules
             for owned in cast(list[dict[str, Any]], [own_parameters(own), own_buffers(own)])
-            for key, each in owned.items()
-            if each is not None
+            for key, tensor in owned.items()
+            if tensor is not None
         ]
 
     def __call__(self, parameters: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> Any:
@@ -236,8 +237,12 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
         is_padding = torch.eq(args[0], cast(int, embedding.padding_idx))
         return torch.where(is_padding[..., None], output.detach(), output)
 
-    padded = [each for each in module.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
-    handles = [each.register_forward_hook(detach, prepend=True) for each in padded]
+    padded = [
+        embedding
+        for embedding in module.modules()
+        if isinstance(embedding, nn.Embedding) and embedding.padding_idx is not None
+    ]
+    handles = [embedding.register_forward_hook(detach, prepend=True) for embedding in padded]
     try:
         yield
     finally:
@@ -247,11 +252,11 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
 
 def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
     """Remove tensors that modules put into attributes (``self.hidden = ...``): those of a vmap mean nothing outside."""
-    for each, before in attributes:
-        for key, value in list(vars(each).items()):
+    for part, before in attributes:
+        for key, value in list(vars(part).items()):
             if isinstance(value, torch.Tensor) and before.get(key) is not value:
-                vars(each).pop(key)
-                vars(each).update({key: before[key]} if key in before else {})
+                vars(part).pop(key)
+                vars(part).update({key: before[key]} if key in before else {})
 
 
 @torch.no_grad()

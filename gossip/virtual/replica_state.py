@@ -50,14 +50,14 @@ def resized(values: torch.Tensor, world_size: int) -> torch.Tensor:
 
 def module_state(shards: Sequence[Shard]) -> dict[str, Any]:
     """Parameters, buffers, and gradients that no_sync has accumulated, [n, *shape], by the bare module's names."""
-    stacks = {name: [each.parameters[name] for each in shards] for name in shards[0].parameters}
+    stacks = {name: [shard.parameters[name] for shard in shards] for name in shards[0].parameters}
     return {
-        "parameters": {name: joined(each) for name, each in stacks.items()},
-        "buffers": {name: joined([each.buffers[name] for each in shards]) for name in shards[0].buffers},
+        "parameters": {name: joined(by_shard) for name, by_shard in stacks.items()},
+        "buffers": {name: joined([shard.buffers[name] for shard in shards]) for name in shards[0].buffers},
         "gradients": {
-            name: joined([torch.zeros_like(stack) if stack.grad is None else stack.grad for stack in each])
-            for name, each in stacks.items()
-            if any(stack.grad is not None for stack in each)
+            name: joined([torch.zeros_like(stack) if stack.grad is None else stack.grad for stack in by_shard])
+            for name, by_shard in stacks.items()
+            if any(stack.grad is not None for stack in by_shard)
         },
     }
 
@@ -142,15 +142,18 @@ def check_fits(saved: Mapping[str, Any], shards: Sequence[Shard], optimizers: Se
             "state into the module, before the workers are built"
         )
     for section, here in (("parameters", shards[0].parameters), ("buffers", shards[0].buffers)):
-        theirs = {name: _described(values) for name, values in saved[section].items()}
-        ours = {name: _described(values) for name, values in here.items()}
-        for name in dict.fromkeys([*theirs, *ours]):
-            if theirs.get(name) != ours.get(name):
+        found = {name: _described(values) for name, values in saved[section].items()}
+        wanted = {name: _described(values) for name, values in here.items()}
+        for name in dict.fromkeys([*found, *wanted]):
+            if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"{section[:-1]} {name!r} of a replica is {theirs.get(name, 'nothing')} in the saved state, but "
-                    f"{ours.get(name, 'nothing')} here; build the workers over the same module"
+                    f"{section[:-1]} {name!r} of a replica is {found.get(name, 'nothing')} in the saved state, but "
+                    f"{wanted.get(name, 'nothing')} here; build the workers over the same module"
                 )
-    theirs_, ours_ = [each["kind"] for each in saved["optimizers"]], [_kind(each, len(shards)) for each in optimizers]
+    theirs_, ours_ = (
+        [optimizer["kind"] for optimizer in saved["optimizers"]],
+        [_kind(optimizer, len(shards)) for optimizer in optimizers],
+    )
     if theirs_ != ours_:
         raise ValueError(
             f"the saved optimizers are {'; '.join(theirs_) or 'none'}, those here {'; '.join(ours_) or 'none'}; build "

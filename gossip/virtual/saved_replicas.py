@@ -63,7 +63,9 @@ class SavesReplicas:
             "compression": self.compression.describe(),
             "unfrozen": [list(names) for names in self._frozen.released],
             **module_state(self._shards),
-            "optimizers": [copy.deepcopy(optimizer_state(each, len(self._shards))) for each in self._optimizers],
+            "optimizers": [
+                copy.deepcopy(optimizer_state(optimizer, len(self._shards))) for optimizer in self._optimizers
+            ],
             **self._exchanges.state_dict(),
             "algorithm": algorithm_state(self._exchanges),
             "rng": rng_states(),

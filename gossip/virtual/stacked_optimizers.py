@@ -34,9 +34,9 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
         element.
     """
     optimizers = build_optimizers(optimizer, module, by_bucket=True)
-    for each in optimizers:
-        _check_elementwise(each)
-        stack_groups(each, stacks)
+    for optimizer in optimizers:
+        _check_elementwise(optimizer)
+        stack_groups(optimizer, stacks)
     return optimizers
 
 
@@ -52,10 +52,10 @@ def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
         found = [stacks.get(id(parameter), (parameter,)) for parameter in group["params"]]
         if "param_names" in group:
             names = zip(group["param_names"], found, strict=True)
-            group["param_names"] = [name for name, each in names for _ in each]
-        group["params"] = [stack for each in found for stack in each]
+            group["param_names"] = [name for name, by_shard in names for _ in by_shard]
+        group["params"] = [stack for by_shard in found for stack in by_shard]
     elementwise = _elementwise_keys(optimizer)
-    for parameter in [each for each in optimizer.state if id(each) in stacks]:
+    for parameter in [held for held in optimizer.state if id(held) in stacks]:
         entry = optimizer.state.pop(parameter)
         for stack in stacks[id(parameter)]:
             optimizer.state[stack] = {
@@ -81,9 +81,14 @@ def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     """
     check_parameters_held(
         optimizers,
-        {str(number): stack for number, stack in enumerate(stack for each in stacks.values() for stack in each)},
+        {
+            str(number): stack
+            for number, stack in enumerate(stack for by_shard in stacks.values() for stack in by_shard)
+        },
     )
-    held = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    held = [
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
     if len(set(held)) < len(held):
         raise ValueError(
             "a parameter was added to an optimizer that holds it already, and would be updated twice; add only "
@@ -101,8 +106,15 @@ def _elementwise_keys(optimizer: Optimizer) -> set[str]:
 
     Parameters without dimensions do not tell, since counters have none either.
     """
-    entries = [(each, entry) for each, entry in optimizer.state.items() if each.dim()] or optimizer.state.items()
-    return {key for each, entry in entries for key, value in entry.items() if key != "step" and has_shape(value, each)}
+    entries = [
+        (parameter, entry) for parameter, entry in optimizer.state.items() if parameter.dim()
+    ] or optimizer.state.items()
+    return {
+        key
+        for parameter, entry in entries
+        for key, value in entry.items()
+        if key != "step" and has_shape(value, parameter)
+    }
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
@@ -123,7 +135,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
             _step_probe(optimizer, group, [together], [[gradient] for gradient in gradients])
         except Exception as error:
             raise ValueError(f"{_refusal(optimizer)} ({' '.join(str(error).split())})") from error
-        if not torch.allclose(torch.stack([each.detach() for each in apart]), together.detach()):
+        if not torch.allclose(torch.stack([replica.detach() for replica in apart]), together.detach()):
             raise ValueError(_refusal(optimizer))
 
 
@@ -150,7 +162,12 @@ def _step_probe(
     probe.param_groups = [constants | {"params": list(parameters)}]
     probe.state = defaultdict(dict)
     known: dict[str, Any] = next(
-        (optimizer.state[each] for each in group["params"] if each.numel() and each in optimizer.state), {}
+        (
+            optimizer.state[parameter]
+            for parameter in group["params"]
+            if parameter.numel() and parameter in optimizer.state
+        ),
+        {},
     )
     elementwise = _elementwise_keys(optimizer)
     for key, value in known.items():
@@ -161,8 +178,8 @@ def _step_probe(
                 probe.state[parameter][key] = copy.deepcopy(value)
     step: Any = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    for each in gradients:
-        for parameter, gradient in zip(parameters, each, strict=True):
+    for of_replica in gradients:
+        for parameter, gradient in zip(parameters, of_replica, strict=True):
             parameter.grad = gradient.clone()
         step(probe)
 
@@ -170,9 +187,9 @@ def _step_probe(
 def row_norms(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
     """Euclidean norm of the gradients of each row, over all of ``parameters``, [k]; None without gradients."""
     norms = [
-        torch.linalg.vector_norm(each.grad.flatten(1), dim=1, dtype=accumulation_dtype(each.dtype))
-        for each in parameters
-        if each.grad is not None
+        torch.linalg.vector_norm(parameter.grad.flatten(1), dim=1, dtype=accumulation_dtype(parameter.dtype))
+        for parameter in parameters
+        if parameter.grad is not None
     ]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms else None
 
@@ -190,7 +207,7 @@ def left_alone(optimizers: Sequence[Optimizer], rows: Mapping[nn.Parameter, torc
     """
     saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for parameter, which in rows.items():
-        states = [each.state[parameter] for each in optimizers if parameter in each.state]
+        states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
         values = [value for state in states for value in state.values() if has_shape(value, parameter)]
         saved += [(value, which, value[which]) for value in (parameter.detach(), *values)]
         parameter[which] = 0  # with weight decay a state that is new is then zero too

@@ -51,4 +51,4 @@ class StackedSlots(ModuleSnapshot):
         self.remember()
 
     def _find_shapes(self) -> dict[str, torch.Size]:
-        return {name: each.shape for name, each in self._module.named_parameters(remove_duplicate=False)}
+        return {name: parameter.shape for name, parameter in self._module.named_parameters(remove_duplicate=False)}

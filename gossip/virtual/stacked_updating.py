@@ -177,7 +177,7 @@ class StackedUpdater:
     def _scale_gradients(self) -> None:
         for shard in self._shards:
             scales = self.scales[shard.ranks.start : shard.ranks.stop]
-            gradients = [each.grad for each in shard.parameters.values() if each.grad is not None]
+            gradients = [parameter.grad for parameter in shard.parameters.values() if parameter.grad is not None]
             if gradients and bool((scales == scales[0]).all()):
                 multiply_(gradients, float(scales[0]))
                 continue

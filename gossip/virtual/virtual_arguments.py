@@ -42,14 +42,14 @@ def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: in
     if len(devices) > world_size:
         raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
     try:
-        return [torch.device(each) for each in devices]
+        return [torch.device(device) for device in devices]
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
 
 
 def _refuse_sparse_gradients(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if getattr(each, "sparse", False) is True:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
             raise ValueError(
                 f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; "
                 "build it with sparse=False"

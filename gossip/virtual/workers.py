@@ -155,12 +155,12 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         self._dim = dim
         self._reduces_by_mean = loss_reduction == "mean"
         cap_bytes = int(min(bucket_cap_mb, 2**40) * 2**20)
-        buckets = make_buckets([each for each in module.named_parameters() if each[1].requires_grad], cap_bytes)
+        buckets = make_buckets([named for named in module.named_parameters() if named[1].requires_grad], cap_bytes)
         self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
         num_buffer_buckets = len(make_buffer_buckets(module, len(buckets))) if buffers == "average" else 0
         self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + num_buffer_buckets)
         named = module.named_parameters()
-        stacks = {id(each): [shard.parameters[name] for shard in self._shards] for name, each in named}
+        stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
         self._updater = StackedUpdater(
@@ -277,10 +277,10 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         ranks = shard.ranks[rows]
         whole = rows == slice(0, len(shard.ranks))
         parameters = {
-            name: each.view_as(each) if whole else each[rows]  # a view: its hooks see no other call's gradients
-            for name, each in shard.parameters.items()
+            name: stack.view_as(stack) if whole else stack[rows]  # a view: its hooks see no other call's gradients
+            for name, stack in shard.parameters.items()
         }
-        buffers = {name: each[rows] for name, each in shard.buffers.items()}
+        buffers = {name: stack[rows] for name, stack in shard.buffers.items()}
         if torch.is_grad_enabled():
             self._watch(parameters.values(), ranks, scale)
         output = self._calls(ranks, parameters, buffers, inputs, is_split)
@@ -312,9 +312,9 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
                 noted, ratios = self._updater.scales, self._updater.note_scale(ranks, scale)
             return gradient if ratios is None else gradient * along_rows(ratios, gradient)
 
-        for each in rows:
-            if each.requires_grad:
-                each.register_hook(on_gradient)
+        for stack in rows:
+            if stack.requires_grad:
+                stack.register_hook(on_gradient)
 
     def _on_backward(self, _: torch.Tensor | None = None) -> None:
         if self._synchronise and not self._callback_is_queued:
