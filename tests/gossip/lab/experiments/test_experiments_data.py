@@ -69,7 +69,7 @@ def test_digits_split_depends_on_split_seed_alone() -> None:
 
 def test_digits_without_sklearn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[experiments\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[lab\]'"):
         digits()
 
 
