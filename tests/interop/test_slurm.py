@@ -19,7 +19,7 @@ from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
 from gossip.lab.experiments.records import read_jsonl
 
 TRAIN = (sys.executable, str(REPOSITORY / "scripts" / "train.py"))
-MODELS = REPOSITORY / "tests" / "gossip" / "experiments"  # faulty_models.py
+MODELS = REPOSITORY / "tests" / "helpers"  # faulty_models.py
 TIMEOUT_S = 200
 TINY = ("training.epochs=1", "training.batch_size=60", "figures=false", "launch.num_threads=1")
 FAULTY = ("model._target_=faulty_models.FailingModel", "~model.hidden", "trusted_targets=[faulty_models]")
