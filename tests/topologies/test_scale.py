@@ -14,6 +14,8 @@ import pytest
 import topologies
 from topologies import Round, Topology, analysis, matrix_storage
 
+pytestmark = pytest.mark.slow  # together
+
 #: Paley graphs and chordal cycles need a prime.
 SIZES = (4096, 4093)
 

@@ -16,6 +16,8 @@ from topologies.graphs.edge_colouring import edge_colouring
 from topologies.graphs.matching_activation import Activation, activation
 from topologies.graphs.spectrum import laplacian, lowest
 
+pytestmark = pytest.mark.slow  # together
+
 
 def activated(graph: nx.Graph, budget: float) -> Activation:
     return activation(len(graph), edge_colouring(graph), budget)

@@ -15,6 +15,8 @@ from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings
 
+pytestmark = pytest.mark.slow  # together
+
 SHORT = ("training.steps=8", "training.evaluate_every_steps=4", "training.batch_size=8", "model.hidden=[12]")
 NOT_IID = ("data.partition.scheme=dirichlet", "data.partition.alpha=0.3", "figures=false")
 

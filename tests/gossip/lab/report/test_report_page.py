@@ -12,7 +12,10 @@ from report_documents import TOPOLOGIES, comparison, document, failed_row, heter
 
 from gossip.lab.report import write_report
 
-pytestmark = pytest.mark.skipif(browser.executable() is None, reason="no chromium or google-chrome is installed")
+pytestmark = [
+    pytest.mark.slow,  # together
+    pytest.mark.skipif(browser.executable() is None, reason="no chromium or google-chrome is installed"),
+]
 
 AWKWARD = "<img src=x onerror=\"document.title='broken'\">"
 DRAWING = "<svg width='300' height='200'><style>* { display: none }</style><script>broken()</script></svg>"
