@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
 from gossip.communication.flags import AgreedFlag
@@ -21,13 +20,13 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import StepStats
-from gossip.optimizers.bucket_optimizer import OptimizerArgument, restore_step
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, saved_state
 from gossip.parameters.module_face import ForwardOfModule, ModuleFace, forward_like
 from gossip.parameters.other_wrappers import Outermost
 from gossip.private_torch import fast_range
-from gossip.step.construction import construct
+from gossip.step.construction import construct, give_back
 from gossip.step.engine import StepEngine
 from gossip.step.wrapper_arguments import Arguments
 from topologies import Topology
@@ -203,7 +202,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         self._engine: StepEngine | None = parts.engine
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
         # through that. The hooks do not know the wrapper, so that its end can end them.
-        self._finalizer = weakref.finalize(self, _give_back, parts.engine, world, parts.optimizers)
+        self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
         self.module = module  # last: from here on attributes are set in the module, if they are not ours
@@ -492,12 +491,3 @@ class GossipDataParallel(ModuleFace, Outermost):
                 "train it"
             )
         return self._engine
-
-
-def _give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
-    engine.close()
-    if engine.updater.scaler is not None:
-        engine.updater.scaler.flag.close()
-    world.close()
-    for optimizer in optimizers:
-        restore_step(optimizer)

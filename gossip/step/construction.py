@@ -19,7 +19,7 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
-from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step
+from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step, restore_step
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.parameters.buckets import check_parameters, make_buckets
@@ -132,6 +132,16 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     if world.rank == 0:
         announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
     return Parts(topology, algorithm, compression, optimizers, engine)
+
+
+def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
+    """Undo what :func:`construct` did around the module: hooks, threads, communicators, the optimizers' own steps."""
+    engine.close()
+    if engine.updater.scaler is not None:
+        engine.updater.scaler.flag.close()
+    world.close()
+    for optimizer in optimizers:
+        restore_step(optimizer)
 
 
 def _check(
