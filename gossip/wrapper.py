@@ -106,7 +106,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         As given, or made: hand it to schedulers, read and load its ``state_dict()``. With ``step_in_backward`` its
         ``step()`` has nothing left to do. Its step hooks are called once per step.
     algorithm : Algorithm
-        ``algorithm.gamma`` is the mixing factor and may be set between steps, on all ranks alike.
+        With one that has it, ``algorithm.gamma`` is the mixing factor and may be set between steps, on all ranks alike.
     compression : Compression
     topology : Topology
     rank, world_size : int

@@ -183,6 +183,22 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         algorithm = self.algorithm
         return (*algorithm.sends, *algorithm.numbers) if self.holds_parameters(index) else (VALUES,)
 
+    def _begin(self, view: BucketView) -> None:
+        """Let the algorithm fill a bucket's state.
+
+        Raises
+        ------
+        ValueError
+            What it sends is not what it says.
+        """
+        self.algorithm.begin(view)
+        name, sends, made = self.algorithm.describe(), set(self.algorithm.sends), set(self.algorithm.message(view))
+        if VALUES not in sends or sends != made:
+            raise ValueError(
+                f"algorithm {name} has sends={sorted(sends)}, and its message() gives {sorted(made)}; both must name "
+                f"the same channels, {VALUES!r} among them"
+            )
+
     def _like(self, view: BucketView, channel: str) -> torch.Tensor:
         """A tensor like the messages of a channel."""
         if channel in view.numbers:

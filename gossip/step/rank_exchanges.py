@@ -42,11 +42,15 @@ class RankInFlight(InFlight):
         ``time.perf_counter()``.
     bytes_counted : Counter
         Of the exchanges' ``bytes_by_peer``, what some step's costs contain already.
+    surplus : float
+        By how much the weights that this rank gives to all messages, its own included, exceed 1: what codecs make of
+        messages takes them for 1.
     """
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     launched_at: float = 0.0
     bytes_counted: Counter[int] = field(default_factory=Counter)
+    surplus: float = 0.0
     _differences: dict[str, torch.Tensor] | None = None
 
     def differences(self) -> dict[str, list[torch.Tensor]]:
@@ -55,13 +59,15 @@ class RankInFlight(InFlight):
                 channel: torch.cat([part.clone() for _, part in exchange.wait().parts])
                 for channel, exchange in self.exchanges.items()
             }
+            for channel, difference in self._differences.items() if self.surplus else ():
+                difference.add_(self.sent[channel][0], alpha=self.surplus)
         return {channel: [difference] for channel, difference in self._differences.items()}
 
     def arrivals(self) -> dict[str, Arrival]:
         """Wait for it; what came, bit by bit, by channel."""
-        if self._differences is None:
+        if self._differences is None and not self.surplus:
             return {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
-        return {channel: whole(difference) for channel, difference in self._differences.items()}
+        return {channel: whole(difference) for channel, (difference,) in self.differences().items()}
 
     def count_bytes(self, meter: Meter) -> None:
         """Add to a step's costs what has been sent since the last call."""
@@ -145,7 +151,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             view = BucketView(bucket.block)
             if isinstance(bucket, Bucket):
                 view = BucketView(bucket.block, bucket.parameters, bucket.views, self._optimizers)
-                self.algorithm.begin(view)
+                self._begin(view)
             self._views.append(view)
         self.codecs += self._make_codecs(buckets)
 
@@ -186,6 +192,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     ) -> RankInFlight:
         assert self._transport is not None
         in_flight = RankInFlight(round_, step)
+        if self.algorithm.requires.stochastic != "doubly":
+            in_flight.surplus = row_sum(round_, self._rank) - 1
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 codec = self.codecs[index][channel]
@@ -212,30 +220,13 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 return
             squares: float | torch.Tensor = 0.0
             view = self._views[index]
-            for part, got in self._pieces(arrivals, in_flight):
+            for part, got in _pieces(arrivals):
                 square = _squared_norm(got[VALUES].difference)
                 if not isinstance(square, torch.Tensor) and not math.isfinite(square):
                     self._refuse(index, in_flight, meter)  # this rank's own message: all others are finite
                 squares = squares + square
                 yield view if part is None else view.part(part), got
             meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
-
-    def _pieces(
-        self, arrivals: Mapping[str, Arrival], in_flight: RankInFlight
-    ) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
-        """What has arrived: of one channel part by part, of several as a whole."""
-        surplus = row_sum(in_flight.round, self._rank) - 1 if self.algorithm.requires.stochastic != "doubly" else 0.0
-        if len(arrivals) == 1 and not surplus:
-            for part, difference in arrivals[VALUES].parts:
-                yield part, {VALUES: Arrived(difference)}
-            return
-        got = {}
-        for channel, arrival in arrivals.items():
-            difference = torch.cat([part.clone() for _, part in arrival.parts])
-            if surplus:  # what was decoded takes the rows' sums for 1
-                difference.add_(in_flight.sent[channel][0], alpha=surplus)
-            got[channel] = Arrived(difference)
-        yield None, got
 
     def _written(self, index: int) -> None:
         self._buckets[index].written()
@@ -279,12 +270,14 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             arrivals = in_flight.arrivals()
         waited_s = time.perf_counter() - start
         meter.exposed_wait_s += waited_s
+        last: dict[int, float] = {}
         for exchange in in_flight.exchanges.values():
             for peer, arrived_at in exchange.arrived_at.items():
-                meter.wait_by_peer_s[peer] += max(0.0, arrived_at - start)
-            if exchange.arrived_at:
-                last = max(exchange.arrived_at.values())
-                meter.overlapped_s += max(0.0, min(start, last) - in_flight.launched_at)
+                last[peer] = max(arrived_at, last.get(peer, arrived_at))
+        for peer, arrived_at in last.items():
+            meter.wait_by_peer_s[peer] += max(0.0, arrived_at - start)
+        if last:
+            meter.overlapped_s += max(0.0, min(start, max(last.values())) - in_flight.launched_at)
         in_flight.count_bytes(meter)
         return arrivals
 
@@ -313,6 +306,21 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         size = self._topology.world_size
         spread = sum(weight * weight for weight in weights) + (1 - round_.self_weight(self._rank)) ** 2
         return (size - 1) / size / spread if spread else 0.0
+
+
+def _pieces(arrivals: Mapping[str, Arrival]) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
+    """What has arrived: of one channel part by part, of several as a whole."""
+    if len(arrivals) == 1:
+        for part, difference in arrivals[VALUES].parts:
+            yield part, {VALUES: Arrived(difference)}
+        return
+    yield (
+        None,
+        {
+            channel: Arrived(torch.cat([part.clone() for _, part in arrival.parts]))
+            for channel, arrival in arrivals.items()
+        },
+    )
 
 
 def _memory(transport: Transport, bucket: int, message: torch.Tensor, step: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             self._buckets[index] = bucket
             self._views.append([self._make_view(shard, index) for shard in self._shards])
             for view in self._views[index]:
-                self.algorithm.begin(view)
+                self._begin(view)
             self._make_codecs(index)
 
     def _make_view(self, shard: Shard, index: int) -> BucketView:

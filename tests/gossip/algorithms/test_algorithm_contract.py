@@ -356,6 +356,11 @@ def test_push_sum_refuses_messages_that_are_no_values_and_averaged_buffers() -> 
         )
 
 
-def test_first_message_carries_the_values() -> None:
-    for name in ROWS:
-        assert resolve_algorithm(name).sends[0] == VALUES
+def test_algorithm_whose_messages_are_not_what_it_says_is_refused() -> None:
+    class Forgetful(Algorithm):
+        sends = (VALUES, "more")
+
+    with pytest.raises(ValueError, match=r"algorithm Forgetful has sends=.*'more'.*, and its message\(\) gives"):
+        GossipDataParallel(nn.Linear(2, 1), make_sgd, algorithm=Forgetful())
+    with pytest.raises(ValueError, match=r"algorithm Forgetful has sends=.*'more'.*, and its message\(\) gives"):
+        VirtualWorkers(nn.Linear(2, 1), 3, make_sgd, "ring", algorithm=Forgetful(), devices=["cpu"])
