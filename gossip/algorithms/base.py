@@ -126,20 +126,6 @@ class Algorithm:
             Says why, and what to do.
         """
 
-    def check_messages(self, compression: str) -> None:
-        """Refuse a compression whose messages are no values, but changes along an edge, where that cannot work.
-
-        Raises
-        ------
-        ValueError
-            ``weighs_by`` is set: what is sent must be known to be weighed.
-        """
-        if self.weighs_by is not None:
-            raise ValueError(
-                f"compression {compression} cannot serve algorithm {self.describe()}, which must know what was sent; "
-                "choose none, bf16, fp16, int8 or int4"
-            )
-
     def begin(self, bucket: BucketView) -> None:
         """Fill ``bucket.kept`` and ``bucket.numbers``: at the beginning, and where a training begins anew."""
         bucket.kept.update({name: bucket.zeros() for name in self.keeps})

@@ -59,6 +59,11 @@ class Compression(ABC):
         del values
         return None
 
+    @property
+    def shows_messages(self) -> bool:
+        """Whether what a rank sends is one tensor for all peers, the :attr:`Codec.sent` of its codecs."""
+        return self.codec(BucketShape(0, torch.zeros(1)), 0).sent is not None
+
     @abstractmethod
     def describe(self) -> str:
         """Name and constants, to be compared between ranks and logged."""

@@ -150,7 +150,6 @@ def _check(
     topology = resolve_topology(arguments.topology, world.world_size)
     algorithm = resolve_algorithm(arguments.algorithm)
     compression = resolve_compression(arguments.compression)
-    compression.check(topology)
     if compression.follows_up and world.membership is not None:
         check_follow_ups(compression, world.membership)
     check_arguments(arguments, module)
@@ -159,7 +158,8 @@ def _check(
     optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
-    check_algorithm(algorithm, topology, optimizers, averages_buffers=arguments.buffers == "average")
+    averages_buffers = arguments.buffers == "average"
+    check_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
     settings = {
         "algorithm": algorithm.describe(),
         "compression": compression.describe(),

@@ -318,15 +318,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         }
 
 
-def no_messages_to_see(compression: Compression, reader: object) -> str:
-    """Why an optimizer with a ``pre_average_hook`` is refused."""
-    return (
-        f"compression {compression.describe()} cannot serve {type(reader).__name__}: its pre_average_hook wants what "
-        "every rank sent, and these messages say only what has changed along an edge; choose none, bf16, fp16, int8 or "
-        "int4, or an optimizer without the hook"
-    )
-
-
 def row_sum(round_: Round, rank: int) -> float:
     """Of a row of W: the whole weight of what a rank mixes."""
     return round_.self_weight(rank) + sum(round_.neighbours(rank).values())

@@ -24,7 +24,7 @@ from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.private_torch import fast_range
-from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, no_messages_to_see, row_sum
+from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from topologies import Round, Topology
 
 AnyBucket = Bucket | BufferBucket
@@ -117,11 +117,6 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     ----------
     codecs : list of dict of str to Codec
         By bucket, and then by channel; none in a world of one.
-
-    Raises
-    ------
-    ValueError
-        An optimizer, or the algorithm, wants to see messages that the compression does not have.
     """
 
     def __init__(
@@ -170,10 +165,6 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             place = index + CHANNEL_STRIDE * number
             shape = BucketShape(place, example, views, memory=functools.partial(_memory, transport, place))
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
-        if codecs[VALUES].sent is None:
-            if self._readers:
-                raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
-            self.algorithm.check_messages(self._compression.describe())
         return codecs
 
     # ------------------------------------------------------------------ what the policy asks for

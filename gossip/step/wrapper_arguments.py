@@ -17,6 +17,7 @@ from gossip.communication.transport import TransportFactory, check_transport
 from gossip.compression.codec import Compression
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
+from gossip.step.exchanges import UsesExchange
 from topologies import Topology
 
 
@@ -132,17 +133,25 @@ def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
 
 
 def check_algorithm(
-    algorithm: Algorithm, topology: Topology, optimizers: tuple[Optimizer, ...], *, averages_buffers: bool
+    algorithm: Algorithm,
+    topology: Topology,
+    compression: Compression,
+    optimizers: tuple[Optimizer, ...],
+    *,
+    averages_buffers: bool,
 ) -> None:
-    """Refuse what the algorithm cannot work with.
+    """Refuse algorithms, topologies, compressions and optimizers that cannot work together.
 
     Raises
     ------
     ValueError
-        Says what it needs.
+        Says what one of them needs, and what to choose.
     """
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
+    compression.check(topology)
+    if not compression.shows_messages:
+        _refuse_readers_of_messages(algorithm, compression, optimizers)
     if averages_buffers and topology.stochasticity != "doubly":
         raise ValueError(
             f'buffers="average" needs a doubly stochastic topology, but {topology.name!r} is only '
@@ -153,6 +162,23 @@ def check_algorithm(
             raise ValueError(
                 f"algorithm {algorithm.describe()} puts another gradient in each gradient's place, but "
                 f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
+            )
+
+
+def _refuse_readers_of_messages(
+    algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
+) -> None:
+    if algorithm.weighs_by is not None:
+        raise ValueError(
+            f"compression {compression.describe()} cannot serve algorithm {algorithm.describe()}, which must know what "
+            "was sent; choose none, bf16, fp16, int8 or int4"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f"compression {compression.describe()} cannot serve {type(optimizer).__name__}: its pre_average_hook "
+                "wants what every rank sent, and these messages say only what has changed along an edge; choose none, "
+                "bf16, fp16, int8 or int4, or an optimizer without the hook"
             )
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from gossip.algorithms import Algorithm, Arrived, BucketView
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import carry
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
-from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, no_messages_to_see, row_sum
+from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from gossip.virtual.mixing_products import KnownRows, weighted_differences
 from gossip.virtual.replica_state import joined
 from gossip.virtual.shards import Shard, stacked_views
@@ -141,10 +141,6 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 compression.codec(BucketShape(bucket.index + CHANNEL_STRIDE * number, row, layout), rank)
                 for rank, row in enumerate(rows)
             ]
-            if channel == VALUES and any(codec.sent is None for codec in codecs):
-                if self._readers:
-                    raise ValueError(no_messages_to_see(self._compression, self._readers[0]))
-                self.algorithm.check_messages(self._compression.describe())
             self.codecs[index, channel] = codecs
 
     @staticmethod

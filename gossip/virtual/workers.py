@@ -147,7 +147,6 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         self.topology = resolve_topology(topology, world_size)
         self.algorithm = resolve_algorithm(algorithm)
         self.compression = resolve_compression(compression)
-        self.compression.check(self.topology)
         chosen = resolve_devices(devices, world_size)
         module.to(chosen[0])
         self.world_size = world_size
@@ -163,6 +162,10 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
+        averages_buffers = buffers == "average"
+        check_algorithm(
+            self.algorithm, self.topology, self.compression, self._optimizers, averages_buffers=averages_buffers
+        )
         self._updater = StackedUpdater(
             self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
         )
@@ -171,8 +174,6 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
             self._shards, buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
         self._order = StepOrder(self._exchanges)
-        averages_buffers = buffers == "average"
-        check_algorithm(self.algorithm, self.topology, self._optimizers, averages_buffers=averages_buffers)
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None

@@ -26,6 +26,7 @@ from gossip.lab.experiments.run_settings import ConfigurationError, Settings, va
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
+from gossip.step.wrapper_arguments import check_algorithm
 from topologies import Topology
 from topologies.registry import Registry
 
@@ -211,12 +212,18 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         if meanwhile is not None:
             meanwhile()
         experiment = build(config)
-        if experiment.topology is not None:
-            experiment.compression.check(experiment.topology)
         module = experiment.make_module()
         check_values(experiment.wrapper_options, module)
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
         experiment.make_scheduler(optimizer, experiment.total_steps)
+        if experiment.topology is not None:
+            check_algorithm(
+                experiment.algorithm,
+                experiment.topology,
+                experiment.compression,
+                (optimizer,),
+                averages_buffers=options.get("buffers") == "average",
+            )
         _check_model_takes_data(module, experiment.data)
     except ConfigurationError:
         raise
