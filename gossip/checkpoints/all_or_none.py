@@ -5,26 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gossip.checkpoints.checkpoint_files import reason
+from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, ExchangeError, ManifestError
 from gossip.parameters.manifest import first_difference
 
-if TYPE_CHECKING:
-    from gossip.step.engine import StepEngine
-    from gossip.wrapper import GossipDataParallel
 
-
-def together(model: GossipDataParallel, what: str, action: Callable[[], Any]) -> list[Any]:
-    """Run ``action`` and return what it returned on every rank, by rank. Collective.
+def together(replicas: Replicas, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Run ``action`` and return what it returned in every process, in their order. Collective.
 
     Nobody goes on before all have ended, well or not: so no rank is left waiting for one that has failed, and all are
     still in step.
 
     Parameters
     ----------
-    model : GossipDataParallel
+    replicas : Replicas
     what : str
         For errors: what is being done.
     action : callable
@@ -46,8 +43,7 @@ def together(model: GossipDataParallel, what: str, action: Callable[[], Any]) ->
     except Exception as error:
         failure = error
     message = {"answer": answer, "error": None if failure is None else reason(failure)}
-    with model._live().fatal():
-        payloads = model._world.gather_bytes(json.dumps(message).encode(), what)
+    payloads = replicas.gather(json.dumps(message).encode(), what)
     messages = [json.loads(payload) for payload in payloads]
     ranks_by_reason: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
@@ -60,7 +56,7 @@ def together(model: GossipDataParallel, what: str, action: Callable[[], Any]) ->
     return [message["answer"] for message in messages]
 
 
-def compare(model: GossipDataParallel, entries: dict[str, str], what: str) -> None:
+def compare(replicas: Replicas, entries: dict[str, str], what: str) -> None:
     """Raise on every rank if any two ranks' ``entries`` differ. Collective.
 
     Raises
@@ -68,24 +64,9 @@ def compare(model: GossipDataParallel, entries: dict[str, str], what: str) -> No
     ManifestError
         Names the first entry that differs and what both sides have.
     """
-    digests = together(model, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
+    digests = together(replicas, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
     if len(set(digests)) > 1:
-        raise ManifestError(first_difference(together(model, what, lambda: entries)))
-
-
-def engine_of(model: GossipDataParallel) -> StepEngine:
-    """The engine of a wrapped model.
-
-    Raises
-    ------
-    TypeError
-        It is not wrapped.
-    """
-    engine = getattr(model, "_engine", None)
-    if engine is None:
-        raise TypeError(f"model must be a GossipDataParallel, got {type(model).__name__}; wrap the module first")
-    found: StepEngine = engine
-    return found
+        raise ManifestError(first_difference(together(replicas, what, lambda: entries)))
 
 
 def _by_rank(ranks_by_reason: dict[str, list[int]], world_size: int) -> str:

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from gossip.parameters.manifest import describe_topology
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.private_torch import names_of_transient_buffers
 
-if TYPE_CHECKING:
-    from gossip.wrapper import GossipDataParallel
 
-
-def describe(model: GossipDataParallel) -> dict[str, Any]:
-    """Module, optimizers, buckets and topology, as plain data for the manifest. Local."""
-    return {
-        "module": describe_module(model.module),
-        "optimizers": describe_optimizers(model),
-        "buckets": describe_buckets(model),
-        "unfrozen": [list(names) for names in model._live().unfrozen],
-        "topology": describe_topology(model.topology),
-        "compression": model.compression.describe(),
-    }
-
-
-def optimizers_of(model: GossipDataParallel) -> list[Optimizer]:
-    """None, one or several, as a list."""
-    optimizer: Any = model.optimizer
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, tuple | list) else [optimizer]
+def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What belongs to the module's state_dict, each tensor once."""
+    for name, parameter in module.named_parameters():
+        yield name, parameter.detach()
+    for name, buffer in persistent_buffers(module):
+        yield name, buffer.detach()
 
 
 def describe_module(module: nn.Module) -> dict[str, str]:
@@ -53,29 +37,39 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
 
 
-def describe_optimizers(model: GossipDataParallel) -> dict[str, str]:
-    """Types, groups, and which parameter is where: state_dict() numbers the parameters, and has no names."""
-    optimizers = optimizers_of(model)
-    names = {id(parameter): repr(name) for name, parameter in model.module.named_parameters()}
-    entries = {"number of optimizers": str(len(optimizers))}
-    for number, optimizer in enumerate(optimizers, 1):
-        title = f"optimizer {number}" if len(optimizers) > 1 else "optimizer"
-        entries[title] = type(optimizer).__name__
-        entries[f"{title}, number of groups"] = str(len(optimizer.param_groups))
-        for place, group in enumerate(optimizer.param_groups, 1):
-            entries[f"{title}, group {place}, number of parameters"] = str(len(group["params"]))
-            for index, parameter in enumerate(group["params"], 1):
+def describe_optimizers(
+    groups: Sequence[tuple[str, Sequence[Sequence[torch.Tensor]]]], named: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, str]:
+    """Types, groups, and which parameter is where: state_dict() numbers the parameters, and has no names.
+
+    Parameters
+    ----------
+    groups : sequence of (str, sequence of sequence of Tensor)
+        Of each optimizer its type and the parameters of its groups.
+    named : iterable of (str, Tensor)
+        The parameters that have a name.
+    """
+    names = {id(parameter): repr(name) for name, parameter in named}
+    entries = {"number of optimizers": str(len(groups))}
+    for number, (kind, parameters_by_group) in enumerate(groups, 1):
+        title = f"optimizer {number}" if len(groups) > 1 else "optimizer"
+        entries[title] = kind
+        entries[f"{title}, number of groups"] = str(len(parameters_by_group))
+        for place, parameters in enumerate(parameters_by_group, 1):
+            entries[f"{title}, group {place}, number of parameters"] = str(len(parameters))
+            for index, parameter in enumerate(parameters, 1):
                 entries[f"{title}, group {place}, parameter {index}"] = names.get(id(parameter), "outside the module")
     return entries
 
 
-def describe_buckets(model: GossipDataParallel) -> list[str]:
+def describe_buckets(buckets: Iterable[Bucket | BufferBucket]) -> list[str]:
     """Which value lies where in each bucket: a message in flight fits no other arrangement."""
     lines = []
-    for bucket in model._buckets:
-        views = zip(bucket.names, bucket.shape.views, strict=True)
+    for bucket in buckets:
+        kind = "trainable" if isinstance(bucket, Bucket) else "buffers"
+        views = zip(bucket.names, bucket.shape.views, strict=False)  # of buffers one, over all
         places = [f"{name}@{offset}{list(stride)}" for name, (_, stride, offset) in views]
-        lines.append(f"trainable {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
+        lines.append(f"{kind} {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
     return lines
 
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from gossip.checkpoints.all_or_none import compare, engine_of, together
+from gossip.checkpoints.all_or_none import together
 from gossip.checkpoints.checkpoint_files import sync_folder
-from gossip.checkpoints.checkpoint_layout import describe_tensor, persistent_buffers
-from gossip.errors import CheckpointError
-from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
-
-if TYPE_CHECKING:
-    from gossip.communication.world import World
-    from gossip.wrapper import GossipDataParallel
+from gossip.checkpoints.checkpoint_layout import exported_tensors
+from gossip.checkpoints.trained_models import TrainedModel, replicas_of
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
+def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
     """Write the average of the replicas as a safetensors file, with the bare module's names. Collective.
 
     ``safetensors.torch.load_model(module, path)`` reads it. The model is not changed, and training goes on bit for bit.
@@ -32,7 +25,7 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
 
     Parameters
     ----------
-    model : GossipDataParallel
+    model : GossipDataParallel or VirtualWorkers
         Between two steps, inside or outside of ``averaged()``. Replicas that are equal already, as after
         ``global_avg()``, are written as they are.
     path : path
@@ -59,26 +52,13 @@ def export(model: GossipDataParallel, path: str | os.PathLike[str]) -> Path:
     >>> gossip.export(model, "model.safetensors")
     PosixPath('model.safetensors')
     """
-    engine_of(model).check_alive()
+    replicas = replicas_of(model)
+    replicas.check_alive()
     path = Path(path)
-    module, world = model.module, model._world
-    model._live().frozen.compare()
-    equal = model._live().frozen.names_of_equal()
-    replicas = together(model, "gossip.export", lambda: _begin(module, path, world.rank, equal))
-    entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in _exported(module)}
-    compare(model, entries, "comparing what is exported")
-    tensors: dict[str, torch.Tensor] = {}
-    weights = model._live().weights()
-    are_equal = len(set(replicas)) == 1
-    with model._live().fatal():
-        for name, tensor in _exported(module):
-            if are_equal or name in equal or not _is_averaged(tensor):
-                average = tensor.cpu() if world.rank == 0 else None
-            else:
-                average = _average(tensor, world, f"averaging {name!r}", weights.get(name, 1.0))
-            if average is not None:
-                tensors[name] = average.contiguous()
-    together(model, f"exporting to {path}", lambda: _write(module, tensors, path) if world.rank == 0 else None)
+    tensors = replicas.averages(path)
+    together(
+        replicas, f"exporting to {path}", lambda: _write(model.module, tensors, path) if replicas.process == 0 else None
+    )
     return path
 
 
@@ -90,45 +70,7 @@ def write_module(module: nn.Module, path: Path) -> None:
     OSError
         It cannot be written. A file that was there before is intact.
     """
-    _write(module, {name: tensor.cpu().contiguous() for name, tensor in _exported(module)}, path)
-
-
-def _begin(module: nn.Module, path: Path, rank: int, equal: Container[str]) -> str:
-    """Whether rank 0 can write at all; and the hash of what need not be ``equal`` on all ranks."""
-    if rank == 0 and not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent} is not a folder; make it first")
-    hashed = (tensor for name, tensor in _exported(module) if name not in equal and _is_averaged(tensor))
-    return digest_of(hashed).hex()
-
-
-def _exported(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield name, parameter.detach()
-    for name, buffer in persistent_buffers(module):
-        yield name, buffer.detach()
-
-
-def _is_averaged(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _average(tensor: torch.Tensor, world: World, what: str, weight: float) -> torch.Tensor | None:
-    """The mean over ranks, on the CPU of rank 0; in chunks. This rank's values count ``weight``."""
-    result = torch.empty(tensor.numel(), dtype=tensor.dtype) if world.rank == 0 else None
-    place = 0
-    for chunk in chunks_in_memory_order(tensor):
-        wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
-        if weight != 1.0:
-            wide.mul_(weight)
-        world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, what)
-        if result is not None:
-            result[place : place + len(chunk)].copy_(wide)
-        place += len(chunk)
-    if result is None:
-        return None
-    order = memory_order(tensor)
-    inverse = sorted(range(tensor.dim()), key=order.__getitem__)
-    return result.view([tensor.shape[dim] for dim in order]).permute(inverse)
+    _write(module, {name: tensor.cpu().contiguous() for name, tensor in exported_tensors(module)}, path)
 
 
 def _write(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:

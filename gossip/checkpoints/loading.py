@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
 
-from gossip.checkpoints.all_or_none import engine_of, together
+from gossip.checkpoints.all_or_none import together
 from gossip.checkpoints.checkpoint_files import read_tensors
 from gossip.checkpoints.checkpoint_folder import (
     age_key,
@@ -24,13 +24,13 @@ from gossip.checkpoints.checkpoint_folder import (
     read_manifest,
     records,
 )
-from gossip.checkpoints.checkpoint_layout import describe, first_difference
-from gossip.checkpoints.rank_state import Stateful, check_sections, is_stateful, restore
+from gossip.checkpoints.checkpoint_layout import first_difference
+from gossip.checkpoints.random_states import restore_rng_states
+from gossip.checkpoints.rank_state import Stateful, check_sections, is_stateful
+from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import mean_state
+from gossip.checkpoints.trained_models import TrainedModel, replicas_of
 from gossip.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from gossip.wrapper import GossipDataParallel
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Checkpoint:
     world_size : int
         The number of ranks that saved it.
     data : dict
-        The plain data that were given to :func:`gossip.save` by name, those of this rank.
+        The plain data that were given to :func:`gossip.save` by name, those of this rank; with virtual workers rank
+        0's.
     """
 
     step: int
@@ -57,21 +58,28 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What this rank needs of a checkpoint, verified and read."""
+    """What this process needs of a checkpoint, verified and read: the state of each of its ranks."""
 
     path: Path
     manifest: dict[str, Any]
-    state: dict[str, Any]
+    states: Sequence[dict[str, Any]]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What is the process's rather than a rank's: parts, data, random numbers."""
+        return self.states[0]
 
 
 @torch.inference_mode(False)
-def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) -> Checkpoint:
+def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Checkpoint:
     """Restore a checkpoint into ``model`` and ``parts``, in place. Collective.
 
-    With the same number of ranks, buckets and topology as when it was saved, the run goes on bit for bit as if it had
-    never stopped. Otherwise it goes on from:
+    With the same number of ranks and processes, buckets and topology as when it was saved, the run goes on bit for bit
+    as if it had never stopped. Otherwise it goes on from:
 
     - other buckets or another topology: every rank's own state, without the messages that were in flight;
+    - the same ranks, which are processes now and were virtual workers, or the other way: every rank's own state and
+      messages in flight, and random numbers of its own;
     - another number of ranks: on every rank the mean over the old ranks of parameters, float buffers and the
       optimizer's float tensors, everything else as on old rank 0, and random numbers of its own;
 
@@ -79,7 +87,7 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
 
     Parameters
     ----------
-    model : GossipDataParallel
+    model : GossipDataParallel or VirtualWorkers
     path : path
         A folder of checkpoints, whose newest valid one is taken (a warning names every newer one and what is wrong with
         it), or one checkpoint.
@@ -116,27 +124,43 @@ def load(model: GossipDataParallel, path: str | os.PathLike[str], **parts: Any) 
     >>> checkpoint.step, checkpoint.data["batch"]
     (0, 17)
     """
-    engine_of(model).check_between_steps()
+    replicas = replicas_of(model)
+    replicas.check_between_steps()
     path = Path(path)
-    kinds = together(model, f"gossip.load from {path}", lambda: _check_call(path, parts))
-    contents = _read_one(model, path) if any(kinds) else _read_newest(model, path)
+    kinds = together(replicas, f"gossip.load from {path}", lambda: _check_call(path, parts))
+    contents = _read_one(replicas, path) if any(kinds) else _read_newest(replicas, path)
     manifest = contents.manifest
 
-    together(model, f"{contents.path} does not fit", lambda: _check_fit(model, contents, parts))
+    together(replicas, f"{contents.path} does not fit", lambda: _check_fit(replicas, contents, parts))
     for names in manifest.get("unfrozen", ()):
-        model._live().unfreeze(names)  # the buckets that it had when it was saved
-    changes = _changes(model, manifest)
-    engine_state = contents.state["engine"]
-    if changes:
-        engine_state = {key: engine_state[key] for key in ("step", "algorithm") if key in engine_state}
+        replicas.unfreeze(names)  # the buckets that it had when it was saved
+    changes, keeps_exchanges = _changes(replicas, manifest)
+    if not keeps_exchanges:
+        for state in contents.states:
+            state["engine"] = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
     left_out = together(
-        model,
+        replicas,
         f"restoring {contents.path} (the model is partly loaded; load again, or construct it anew)",
-        lambda: restore(model, contents.state, engine_state, parts),
+        lambda: _restore(replicas, contents, parts),
     )
-    if model.rank == 0:
+    if replicas.process == 0:
         _report(contents, changes + left_out[0], parts)
-    return Checkpoint(manifest["step"], contents.path, manifest["world_size"], contents.state["data"])
+    return Checkpoint(manifest["step"], contents.path, manifest["world_size"], contents.common["data"])
+
+
+def _restore(replicas: Replicas, contents: _Contents, parts: Mapping[str, Stateful]) -> list[str]:
+    left_out = replicas.restore(contents.states)
+    for name, part in parts.items():
+        part.load_state_dict(contents.common["stateful"][name])
+    numbers = contents.common.get("rng")
+    if numbers is not None and _num_processes(contents.manifest) == replicas.num_processes:
+        left_out += restore_rng_states(numbers)  # at last: whatever was called above may have drawn some
+    return left_out
+
+
+def _num_processes(manifest: Mapping[str, Any]) -> int:
+    found: int = manifest.get("num_processes", manifest["world_size"])
+    return found
 
 
 def _check_call(path: Path, parts: Mapping[str, Any]) -> bool:
@@ -152,26 +176,26 @@ def _check_call(path: Path, parts: Mapping[str, Any]) -> bool:
 # ---------------------------------------------------------------------- which one
 
 
-def _read_one(model: GossipDataParallel, path: Path) -> _Contents:
+def _read_one(replicas: Replicas, path: Path) -> _Contents:
     contents: list[_Contents] = []
 
     def read() -> str:
-        contents.append(_read(path, model.rank, model.world_size))
+        contents.append(_read(path, replicas))
         return _digest(contents[0])
 
-    digests = together(model, "this checkpoint cannot be loaded", read)
+    digests = together(replicas, "this checkpoint cannot be loaded", read)
     if len(set(digests)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints under {path}; it must be one that all ranks share")
     return contents[0]
 
 
-def _read_newest(model: GossipDataParallel, path: Path) -> _Contents:
+def _read_newest(replicas: Replicas, path: Path) -> _Contents:
     """The newest checkpoint that is valid on all ranks: they go through them together, the newest first."""
     names: list[str] = []
     rejected: list[str] = []
-    together(model, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
+    together(replicas, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
     while True:
-        proposals = together(model, f"choosing from {path}", lambda: names[0] if names else None)
+        proposals = together(replicas, f"choosing from {path}", lambda: names[0] if names else None)
         if not any(proposals):
             found = "; ".join(rejected) or "there is none in it"
             raise CheckpointError(f"no valid checkpoint in {path}: {found}")
@@ -179,26 +203,27 @@ def _read_newest(model: GossipDataParallel, path: Path) -> _Contents:
         if names and names[0] == name:
             names.pop(0)
         contents: list[_Contents] = []
-        findings = together(model, f"reading {path / name}", lambda: _find(path / name, model, contents))  # noqa: B023
+        findings = together(replicas, f"reading {path / name}", lambda: _find(path / name, replicas, contents))  # noqa: B023
         reasons = list(dict.fromkeys(finding["reason"] for finding in findings if finding["reason"]))
         if not reasons and len({finding["digest"] for finding in findings}) > 1:
             reasons = [f"the ranks see different checkpoints under {path / name}"]
         if not reasons:
             return contents[0]
         rejected.append("; ".join(reasons))
-        if model.rank == 0:
+        if replicas.process == 0:
             logger.warning("checkpoint {} is left out: {}", name, rejected[-1])
 
 
-def _find(path: Path, model: GossipDataParallel, contents: list[_Contents]) -> dict[str, str | None]:
+def _find(path: Path, replicas: Replicas, contents: list[_Contents]) -> dict[str, str | None]:
     """What is wrong with it, or which one it is."""
     try:
-        contents.append(_read(path, model.rank, model.world_size))
+        contents.append(_read(path, replicas))
         saved_at = contents[0].manifest["step"]
         if age_key(path.name)[0] != saved_at:
             raise CheckpointError(f"{path} was renamed: it is of step {saved_at}")
     except CheckpointError as error:
-        return {"reason": f"rank {model.rank}: {error}" if model.world_size > 1 else str(error), "digest": None}
+        is_one_of_many = replicas.num_processes > 1
+        return {"reason": f"rank {replicas.process}: {error}" if is_one_of_many else str(error), "digest": None}
     return {"reason": None, "digest": _digest(contents[0])}
 
 
@@ -209,14 +234,15 @@ def _digest(contents: _Contents) -> str:
 # ---------------------------------------------------------------------- reading
 
 
-def _read(path: Path, rank: int, world_size: int) -> _Contents:
+def _read(path: Path, replicas: Replicas) -> _Contents:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    if manifest["world_size"] == world_size:
-        state = _read_rank(path, manifest, rank)
+    if manifest["world_size"] == replicas.world_size:
+        states = [_read_rank(path, manifest, rank) for rank in replicas.ranks]
     else:
-        state = mean_state(_read_rank(path, manifest, old_rank) for old_rank in range(manifest["world_size"]))
-    return _Contents(path, manifest, state)
+        old_ranks = range(manifest["world_size"])
+        states = [mean_state(_read_rank(path, manifest, rank) for rank in old_ranks)] * len(replicas.ranks)
+    return _Contents(path, manifest, states)
 
 
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -230,13 +256,13 @@ def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
 # ---------------------------------------------------------------------- does it fit
 
 
-def _check_fit(model: GossipDataParallel, contents: _Contents, parts: Mapping[str, Any]) -> None:
-    here = describe(model)
+def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]) -> None:
+    here = replicas.describe()
     for section in ("module", "optimizers"):
         difference = first_difference(contents.manifest[section], here[section])
         if difference is not None:
             raise CheckpointError(f"{difference}; build the model as it was when it was saved")
-    saved = contents.state["stateful"]
+    saved = contents.common["stateful"]
     for name in parts:
         if name not in saved:
             raise CheckpointError(
@@ -244,28 +270,35 @@ def _check_fit(model: GossipDataParallel, contents: _Contents, parts: Mapping[st
             )
 
 
-def _changes(model: GossipDataParallel, manifest: Mapping[str, Any]) -> list[str]:
-    """What the run loses by what is different now, in words."""
-    if manifest["world_size"] != model.world_size:
+def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """What the run loses by what is different now, in words; and whether what was in flight is still good."""
+    if manifest["world_size"] != replicas.world_size:
         return [
-            f"the ranks' own replicas: they were {manifest['world_size']} and are {model.world_size} now, and all "
+            f"the ranks' own replicas: they were {manifest['world_size']} and are {replicas.world_size} now, and all "
             "start from the mean of parameters, float buffers and optimizer state",
             "the states of the random number generators, and data and parts of all ranks but 0",
             "what was in flight, and accumulated gradients",
-        ]
-    here = describe(model)
-    if manifest["buckets"] != here["buckets"]:
-        return ["what was in flight: the buckets are others"]
-    if manifest["topology"] != here["topology"]:
-        return ["what was in flight: the topology is another"]
-    if manifest["compression"] != here["compression"]:
-        return ["what was in flight: the compression is another"]
-    return []
+        ], False
+    changes, here = [], replicas.describe()
+    if _num_processes(manifest) != replicas.num_processes:
+        changes.append(
+            f"the states of the random number generators, and data and parts of all ranks but 0: {replicas.world_size} "
+            f"ranks were trained in {_num_processes(manifest)} process{'es' * (_num_processes(manifest) > 1)} and are "
+            f"in {replicas.num_processes} now"
+        )
+    for section, are_others in (
+        ("buckets", "the buckets are others"),
+        ("topology", "the topology is another"),
+        ("compression", "the compression is another"),
+    ):
+        if manifest[section] != here[section]:
+            return [*changes, f"what was in flight: {are_others}"], False
+    return changes, True
 
 
 def _report(contents: _Contents, left_out: list[str], parts: Mapping[str, Stateful]) -> None:
     left_out = left_out + [
-        f"the state of {name!r}: it was not asked for" for name in contents.state["stateful"].keys() - parts
+        f"the state of {name!r}: it was not asked for" for name in contents.common["stateful"].keys() - parts
     ]
     if left_out:
         logger.warning(

@@ -7,35 +7,33 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
-from gossip.checkpoints.all_or_none import compare, engine_of, together
+from gossip.checkpoints.all_or_none import compare, together
 from gossip.checkpoints.checkpoint_files import reason, sync_folder, write_tensors
-from gossip.checkpoints.checkpoint_layout import describe
-from gossip.checkpoints.random_states import rng_states
-from gossip.checkpoints.rank_state import is_stateful, module_state, optimizer_states, parts_state
+from gossip.checkpoints.rank_state import is_stateful, parts_state
+from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.trained_models import TrainedModel, replicas_of
 from gossip.errors import CheckpointError
 from gossip.version import __version__
 
-if TYPE_CHECKING:
-    from gossip.wrapper import GossipDataParallel
-
 
 @torch.inference_mode(False)
-def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int = 2, **parts: Any) -> Path:
+def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, **parts: Any) -> Path:
     """Write a checkpoint of all ranks into ``folder``. Collective; between any two steps.
 
-    Every rank writes one file with its parameters and buffers (under the bare module's names), optimizer, messages in
-    flight (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training goes on bit for
-    bit as if nothing had been saved, and a run that :func:`gossip.load` resumes does too.
+    Every rank's file has its parameters and buffers (under the bare module's names), optimizer, messages in flight
+    (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training goes on bit for bit as if
+    nothing had been saved, and a run that :func:`gossip.load` resumes does too. Virtual workers write the files of all
+    their ranks, so that a run may begin virtually and go on in processes, and back.
 
     Parameters
     ----------
-    model : GossipDataParallel
+    model : GossipDataParallel or VirtualWorkers
     folder : path
         Shared by all ranks; made if it does not exist. The checkpoint is ``folder/step_0000000123``.
     keep : int
@@ -74,44 +72,44 @@ def save(model: GossipDataParallel, folder: str | os.PathLike[str], *, keep: int
     >>> gossip.save(model, "checkpoints", batch=17)
     PosixPath('checkpoints/step_0000000001')
     """
-    engine = engine_of(model)
-    engine.check_between_steps()
-    path, step = Path(folder), model.step
-    state = _announce(model, path, keep, parts)
-    engine.frozen.compare()
-    state["engine"] = engine.state_dict()
+    replicas = replicas_of(model)
+    replicas.check_between_steps()
+    path, step = Path(folder), replicas.step
+    shared = _announce(replicas, path, keep, parts)
+    replicas.settle()
     with ExitStack() as lock:
-        together(model, f"preparing to save into {path}", lambda: _prepare(model, path, step, lock))
+        together(replicas, f"preparing to save into {path}", lambda: _prepare(replicas, path, lock))
         try:
-            files = together(
-                model, f"saving step {step}", lambda: _write_rank(path, step, model.rank, state, model.module)
-            )
-            together(model, f"completing the checkpoint of step {step}", lambda: _complete(model, path, step, files))
+            files = together(replicas, f"saving step {step}", lambda: _write_ranks(replicas, path, shared))
+            together(replicas, f"completing the checkpoint of step {step}", lambda: _complete(replicas, path, files))
         except Exception:
-            if model.rank == 0:
+            if replicas.process == 0:
                 layout_on_disk.abandon(path, step)
             raise
-        if model.rank == 0:
+        if replicas.process == 0:
             _prune(path, step, keep)
     return layout_on_disk.step_folder(path, step)
 
 
-def _announce(model: GossipDataParallel, path: Path, keep: int, parts: dict[str, Any]) -> dict[str, Any]:
-    """Check everything that can be checked before anything is written, here and between the ranks."""
-    state: dict[str, Any] = {}
+def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> dict[str, Any]:
+    """Check everything that can be checked before anything is written, here and between the processes.
+
+    Returns the sections that are the same for all ranks here: the parts.
+    """
+    shared: dict[str, Any] = {}
 
     def check() -> dict[str, Any]:
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
-        state.update(parts_state(parts))
-        state["optimizers"] = optimizer_states(model)
+        shared.update(parts_state(parts))
+        replicas.check_savable()
         return {
-            "step": model.step,
+            "step": replicas.step,
             "folder": os.path.abspath(path),
             "parts": [f"{name} ({'stateful' if is_stateful(part) else 'data'})" for name, part in parts.items()],
         }
 
-    announced = together(model, f"gossip.save at step {model.step}", check)
+    announced = together(replicas, f"gossip.save at step {replicas.step}", check)
     for rank, described in enumerate(announced):
         for what, value in described.items():
             if value != announced[0][what]:
@@ -120,39 +118,42 @@ def _announce(model: GossipDataParallel, path: Path, keep: int, parts: dict[str,
                     f"rank {rank}; call gossip.save on every rank after the same number of steps, with the same "
                     "arguments"
                 )
-    description = describe(model)
+    description = replicas.describe()
     entries = description["module"] | description["optimizers"]
     entries |= {f"bucket {index}": text for index, text in enumerate(description["buckets"])}
-    compare(model, entries, "comparing what is saved")
-    return state
+    compare(replicas, entries, "comparing what is saved")
+    return shared
 
 
-def _prepare(model: GossipDataParallel, path: Path, step: int, lock: ExitStack) -> None:
-    if model.rank == 0:
+def _prepare(replicas: Replicas, path: Path, lock: ExitStack) -> None:
+    if replicas.process == 0:
         path.mkdir(parents=True, exist_ok=True)
         lock.enter_context(layout_on_disk.locked(path))
-        layout_on_disk.begin(path, step)
+        layout_on_disk.begin(path, replicas.step)
 
 
-def _write_rank(path: Path, step: int, rank: int, state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    partial = layout_on_disk.partial_folder(path, step)
-    content = state | module_state(module) | {"rng": rng_states()}
-    record = write_tensors(partial / layout_on_disk.rank_file(rank), content)
+def _write_ranks(replicas: Replicas, path: Path, shared: dict[str, Any]) -> dict[str, Any]:
+    partial = layout_on_disk.partial_folder(path, replicas.step)
+    files = {}
+    for rank, state in zip(replicas.ranks, replicas.states(), strict=True):
+        name = layout_on_disk.rank_file(rank)
+        files[name] = dataclasses.asdict(write_tensors(partial / name, state | shared))
     sync_folder(partial)
-    return dataclasses.asdict(record)
+    return files
 
 
-def _complete(model: GossipDataParallel, path: Path, step: int, files: Sequence[dict[str, Any]]) -> None:
-    if model.rank == 0:
+def _complete(replicas: Replicas, path: Path, files: Sequence[dict[str, Any]]) -> None:
+    if replicas.process == 0:
         manifest = {
             "gossip": __version__,
             "torch": torch.__version__,
-            "step": step,
-            "world_size": model.world_size,
-            **describe(model),
-            "files": {layout_on_disk.rank_file(rank): file for rank, file in enumerate(files)},
+            "step": replicas.step,
+            "world_size": replicas.world_size,
+            "num_processes": replicas.num_processes,
+            **replicas.describe(),
+            "files": {name: record for of_process in files for name, record in of_process.items()},
         }
-        layout_on_disk.commit(path, step, manifest)
+        layout_on_disk.commit(path, replicas.step, manifest)
 
 
 def _prune(path: Path, step: int, keep: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -78,7 +78,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     """Sends buckets to the peers and combines what comes back.
 
     This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, how it is
-    combined, what is saved. How the messages travel and how their sum is made is the subclass's.
+    combined. How the messages travel and how their sum is made is the subclass's.
 
     Parameters
     ----------
@@ -145,10 +145,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         """Called when a bucket's values have been changed."""
 
     @abstractmethod
-    def _restored(self, round_: Round, round_index: int, saved: Mapping[str, Any]) -> AnyInFlight:
-        """An exchange whose outcome is known already, from a checkpoint."""
-
-    @abstractmethod
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor of what belongs to each view, for a checkpoint; a copy."""
 
@@ -159,18 +155,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     @abstractmethod
     def names(self, index: int) -> Sequence[str]:
         """Of the parameters in a bucket."""
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """Begin anew with codecs that remember nothing."""
-
-    @abstractmethod
-    def _codec_states(self) -> Any:
-        """What codecs remember; copies."""
-
-    @abstractmethod
-    def _load_codec_states(self, states: Any) -> None:
-        """Let codecs remember it."""
 
     # ------------------------------------------------------------------ policy
 
@@ -269,38 +253,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     def has_in_flight(self) -> bool:
         """Whether any bucket waits for messages."""
         return any(in_flight is not None for in_flight in self.in_flight)
-
-    # ------------------------------------------------------------------ saving
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
-
-        Training goes on as if nobody had looked.
-        """
-        return {
-            "in_flight": [
-                None
-                if in_flight is None
-                else {
-                    "round": in_flight.round_index,
-                    "differences": {name: self.joined(rows) for name, rows in in_flight.differences().items()},
-                    "sent": {name: self.joined(rows) for name, rows in in_flight.sent.items()},
-                }
-                for in_flight in self.in_flight
-            ],
-            "codecs": self._codec_states(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Drop what is in flight and take over what was, as exchanges that have arrived; None: begin anew."""
-        self.drop()
-        if state is None:
-            self._forget()
-            return
-        for index, saved in enumerate(state["in_flight"]):
-            if saved is not None:
-                self.in_flight[index] = self._restored(self._topology.round(saved["round"]), saved["round"], saved)
-        self._load_codec_states(state["codecs"])
 
     def weights(self) -> dict[str, list[torch.Tensor]]:
         """By what each parameter's values are weighted in a mean over ranks, for each view, [..., 1]; empty: all alike.

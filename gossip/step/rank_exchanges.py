@@ -63,6 +63,23 @@ class RankInFlight(InFlight):
                 difference.add_(self.sent[channel][0], alpha=self.surplus)
         return {channel: [difference] for channel, difference in self._differences.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for it; round, differences and what was sent, by channel; copies."""
+        return {
+            "round": self.round_index,
+            "differences": {channel: rows[0].clone() for channel, rows in self.differences().items()},
+            "sent": {channel: rows[0].clone() for channel, rows in self.sent.items()},
+        }
+
+    @classmethod
+    def known(cls, round_: Round, saved: Mapping[str, Any]) -> RankInFlight:
+        """What :meth:`state_dict` gave, as an exchange whose outcome is known already."""
+        sent = {channel: [message] for channel, message in saved["sent"].items()}
+        exchanges: dict[str, Exchange] = {
+            channel: Known(difference) for channel, difference in saved["differences"].items()
+        }
+        return cls(round_, saved["round"], sent, exchanges, time.perf_counter())
+
     def arrivals(self) -> dict[str, Arrival]:
         """Wait for it; what came, bit by bit, by channel."""
         if self._differences is None and not self.surplus:
@@ -222,15 +239,6 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def _written(self, index: int) -> None:
         self._buckets[index].written()
 
-    def _restored(self, round_: Round, round_index: int, saved: Mapping[str, Any]) -> RankInFlight:
-        return RankInFlight(
-            round_,
-            round_index,
-            {channel: [sent] for channel, sent in saved["sent"].items()},
-            {channel: Known(difference) for channel, difference in saved["differences"].items()},
-            time.perf_counter(),
-        )
-
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         return rows[0].clone()
 
@@ -240,16 +248,30 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def names(self, index: int) -> Sequence[str]:
         return self._buckets[index].names
 
-    def _forget(self) -> None:
-        self.codecs = self._make_codecs(self._buckets)
+    # ------------------------------------------------------------------ saving
 
-    def _codec_states(self) -> list[dict[str, Any]]:
-        return [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs]
+    def state_dict(self) -> dict[str, Any]:
+        """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
 
-    def _load_codec_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for codecs, saved in zip(self.codecs, states, strict=True):
+        Training goes on as if nobody had looked.
+        """
+        return {
+            "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
+            "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Drop what is in flight and take over what was, as exchanges that have arrived; None: begin anew."""
+        self.drop()
+        if state is None:
+            self.codecs = self._make_codecs(self._buckets)
+            return
+        for index, saved in enumerate(state["in_flight"]):
+            if saved is not None:
+                self.in_flight[index] = RankInFlight.known(self._topology.round(saved["round"]), saved)
+        for codecs, states in zip(self.codecs, state["codecs"], strict=True):
             for channel, codec in codecs.items():
-                codec.load_state_dict(saved[channel])
+                codec.load_state_dict(states[channel])
 
     # ------------------------------------------------------------------ waiting, refusing
 

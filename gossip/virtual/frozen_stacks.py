@@ -43,6 +43,19 @@ class FrozenStacks:
             name for name in self._parameters if any(shard.parameters[name].requires_grad for shard in self._shards)
         ]
 
+    def differing(self) -> list[str]:
+        """Those that are not equal in all replicas."""
+        first = self._shards[0].parameters
+        return [
+            name
+            for name in self._parameters
+            if any(
+                not torch.equal(row, first[name][0].to(row.device))
+                for shard in self._shards
+                for row in shard.parameters[name]
+            )
+        ]
+
     @torch.no_grad()
     def release(self, names: Collection[str]) -> tuple[Bucket, ...]:
         """Move the stacks of those of these parameters that are still frozen into blocks, which the shards get too."""

@@ -81,9 +81,28 @@ def make_shards(
         }
         buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in module.named_buffers()}
         if mixes_buffers:
-            blocks += [_flat(buffer) for buffer in buffers.values() if is_averaged(buffer) and buffer.numel()]
+            blocks += [_flat(buffers[name]) for name in mixed_buffers(buffers)]
         shards.append(Shard(ranks, device, every, buffers, blocks))
     return tuple(shards)
+
+
+def mixed_buffers(buffers: Mapping[str, torch.Tensor]) -> list[str]:
+    """Those that are exchanged where float buffers are, in the order of their blocks."""
+    return [name for name, buffer in buffers.items() if is_averaged(buffer) and buffer.numel()]
+
+
+def joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The shards' stacks as one of all ranks, [n, ...], on the CPU; a copy."""
+    return torch.cat([stack.detach().cpu() for stack in stacks])
+
+
+def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+    """Write the values of all ranks, in their order, into the shards' stacks."""
+    first = 0
+    with torch.no_grad():
+        for stack in stacks:
+            stack.copy_(torch.stack(list(rows[first : first + len(stack)])))
+            first += len(stack)
 
 
 def stacked_views(bucket: Bucket, block: torch.Tensor) -> list[torch.Tensor]:

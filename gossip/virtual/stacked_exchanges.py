@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from gossip.algorithms import Algorithm, Arrived, BucketView
+from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import carry
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from gossip.virtual.mixing_products import KnownRows, weighted_differences
-from gossip.virtual.replica_state import joined
-from gossip.virtual.shards import Shard, stacked_views
+from gossip.virtual.shards import Shard, joined, mixed_buffers, stacked_views
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
 
@@ -76,7 +76,9 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     ----------
     shards : sequence of Shard
     buckets : sequence of Bucket
-        Whose layout the first blocks of a shard have; the others are float buffers, which are never compressed.
+        Whose layout the first blocks of a shard have.
+    buffer_buckets : sequence of BufferBucket
+        What a rank would have in the place of the other blocks: those are float buffers, which are never compressed.
     optimizers : sequence of Optimizer
         Over the stacks.
     topology : Topology
@@ -93,6 +95,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self,
         shards: Sequence[Shard],
         buckets: Sequence[Bucket],
+        buffer_buckets: Sequence[BufferBucket],
         optimizers: Sequence[Optimizer],
         topology: Topology,
         algorithm: Algorithm,
@@ -105,10 +108,14 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self._views: list[list[BucketView]] = []
         self.codecs: dict[tuple[int, str], list[Codec]] = {}
         self._known_rows: KnownRows = {}
+        self._blocks: list[tuple[Bucket | BufferBucket, list[int]]] = []  # by bucket of a rank
         self.add(buckets)
-        for index in range(len(buckets), len(shards[0].blocks)):
+        first = len(buckets)
+        for index in range(first, len(shards[0].blocks)):
             self._views.append([BucketView(shard.blocks[index]) for shard in shards])
             self.in_flight.append(None)
+        index_of = {name: first + place for place, name in enumerate(mixed_buffers(shards[0].buffers))}
+        self._blocks += [(bucket, [index_of[name] for name in bucket.names]) for bucket in buffer_buckets]
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Exchange these too, whose blocks the shards have got, from the round of this step on."""
@@ -116,6 +123,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             index = len(self.in_flight)
             self.in_flight.append(None)
             self._buckets[index] = bucket
+            self._blocks.append((bucket, [index]))
             self._views.append([self._make_view(shard, index) for shard in self._shards])
             for view in self._views[index]:
                 self._begin(view)
@@ -203,11 +211,6 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                     view.values[:, gap] = 0
             torch.autograd.graph.increment_version([shard.parameters[name] for name in self._buckets[index].names])
 
-    def _restored(self, round_: Round, round_index: int, saved: Mapping[str, Any]) -> StackedInFlight:
-        sent = {channel: self.dealt(rows) for channel, rows in saved["sent"].items()}
-        stacks = {channel: self.dealt(rows) for channel, rows in saved["differences"].items()}
-        return StackedInFlight(round_, round_index, sent, stacks)
-
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         return joined(rows)
 
@@ -218,31 +221,86 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         rows = values.split([len(shard.ranks) for shard in self._shards])
         return [own.to(shard.device, copy=True) for shard, own in zip(self._shards, rows, strict=True)]
 
-    def _forget(self) -> None:
-        self.codecs = {}
-        for index in self._buckets:
-            self._make_codecs(index)
+    # ------------------------------------------------------------------ saving
 
-    def _codec_states(self) -> list[list[dict[str, Any]]]:
-        return [[codec.state_dict() for codec in codecs] for codecs in self.codecs.values()]
+    @property
+    def buckets(self) -> list[Bucket | BufferBucket]:
+        """Those of a rank."""
+        return [bucket for bucket, _ in self._blocks]
 
-    def _load_codec_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        for codecs, remembered in zip(self.codecs.values(), states, strict=True):
-            for codec, state in zip(codecs, remembered, strict=True):
-                codec.load_state_dict(state)
+    def rank_states(self) -> Iterator[dict[str, Any]]:
+        """Of each rank what :meth:`gossip.step.rank_exchanges.RankExchanges.state_dict` gives."""
+        for number, shard in enumerate(self._shards):
+            for row, rank in enumerate(shard.ranks):
+                yield {
+                    "in_flight": [self._in_flight_of(indices, number, row, rank) for _, indices in self._blocks],
+                    "codecs": [self._codec_states(indices[0], rank) for _, indices in self._blocks],
+                }
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether what :meth:`state_dict` gave is of the same blocks and codecs."""
-        if len(state["in_flight"]) != len(self.in_flight):
-            return False
-        if [len(codecs) for codecs in state["codecs"]] != [len(codecs) for codecs in self.codecs.values()]:
-            return False
-        return all(
-            saved is None
-            or {name: rows.shape[1] for name, rows in saved["differences"].items()}
-            == {name: self._like(self._views[index][0], name).shape[1] for name in self._channels(index)}
-            for index, saved in enumerate(state["in_flight"])
-        )
+    def _in_flight_of(self, indices: Sequence[int], number: int, row: int, rank: int) -> dict[str, Any] | None:
+        found = [self.in_flight[index] for index in indices]
+        in_flight = [block for block in found if block is not None and block.round.peers(rank)]
+        if not in_flight:
+            return None
+
+        def joined(by_block: Sequence[Mapping[str, Sequence[torch.Tensor]]]) -> dict[str, torch.Tensor]:
+            return {channel: torch.cat([block[channel][number][row] for block in by_block]) for channel in by_block[0]}
+
+        return {
+            "round": in_flight[0].round_index,
+            "differences": joined([block.stacks for block in in_flight]),
+            "sent": joined([block.sent for block in in_flight]),
+        }
+
+    def _codec_states(self, index: int, rank: int) -> dict[str, Any]:
+        return {
+            channel: self.codecs[index, channel][rank].state_dict() if (index, channel) in self.codecs else {}
+            for channel in self._channels(index)
+        }
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        """Drop what is in flight and take over what was, by rank; None: begin anew."""
+        self.drop()
+        if states is None:
+            self.codecs = {}
+            for index in self._buckets:
+                self._make_codecs(index)
+            return
+        for place, (_, indices) in enumerate(self._blocks):
+            saved = [state["in_flight"][place] for state in states]
+            if any(saved):
+                self._load_in_flight(indices, saved)
+            for channel in self._channels(indices[0]):
+                for codec, state in zip(self.codecs.get((indices[0], channel), ()), states, strict=False):
+                    codec.load_state_dict(state["codecs"][place][channel])
+
+    def _load_in_flight(self, indices: Sequence[int], saved: Sequence[Mapping[str, Any] | None]) -> None:
+        """What a bucket of every rank, None of one that had no peer, had in flight."""
+        known = next(state for state in saved if state is not None)
+        round_ = self._topology.round(known["round"])
+        stacks: dict[str, list[list[torch.Tensor]]] = {}  # by channel and block
+        for channel, like in known["differences"].items():
+            rows = [torch.zeros_like(like) if state is None else state["differences"][channel] for state in saved]
+            stacks[channel] = self._dealt_to_blocks(indices, torch.stack(rows))
+        sent: list[list[torch.Tensor]] = []
+        if self._readers and VALUES in known["sent"]:
+            own = torch.cat([self.joined([view.values for view in self._views[index]]) for index in indices], -1)
+            rows = [row if state is None else state["sent"][VALUES] for state, row in zip(saved, own, strict=True)]
+            sent = self._dealt_to_blocks(indices, torch.stack(rows))
+        for place, index in enumerate(indices):
+            self.in_flight[index] = StackedInFlight(
+                round_,
+                known["round"],
+                {VALUES: sent[place]} if sent else {},
+                {channel: by_block[place] for channel, by_block in stacks.items()},
+            )
+
+    def _dealt_to_blocks(self, indices: Sequence[int], values: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Of a bucket's values of all ranks, [n, numel], what belongs to each view of each block."""
+        if len(indices) == 1:
+            return [self.dealt(values)]
+        sizes = [self._views[index][0].values.shape[-1] for index in indices]
+        return [self.dealt(part) for part in values.split(sizes, -1)]
 
     def _check_own(self, shard: Shard, index: int, refused: torch.Tensor, round_index: int) -> None:
         spoilt = refused & ~shard.blocks[index].isfinite().all(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimize
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
 """By the id of each of the module's parameters, its stacks: one per device."""
-_ELSEWHERE = {"capturable": False, "fused": None, "foreach": None}
+IMPLEMENTATION = {"capturable": False, "fused": None, "foreach": None}
 """Of a group's constants, those that choose an implementation: the default one runs anywhere."""
 
 
@@ -54,7 +54,7 @@ def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
             names = zip(group["param_names"], found, strict=True)
             group["param_names"] = [name for name, by_shard in names for _ in by_shard]
         group["params"] = [stack for by_shard in found for stack in by_shard]
-    elementwise = _elementwise_keys(optimizer)
+    elementwise = elementwise_keys(optimizer.state.items())
     for parameter in [held for held in optimizer.state if id(held) in stacks]:
         entry = optimizer.state.pop(parameter)
         for stack in stacks[id(parameter)]:
@@ -101,14 +101,13 @@ def has_shape(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def _elementwise_keys(optimizer: Optimizer) -> set[str]:
-    """Of the entries of its state, those with one value for each of a parameter's.
+def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> set[str]:
+    """Of the entries of an optimizer's state, by parameter, those with one value for each of the parameter's.
 
     Parameters without dimensions do not tell, since counters have none either.
     """
-    entries = [
-        (parameter, entry) for parameter, entry in optimizer.state.items() if parameter.dim()
-    ] or optimizer.state.items()
+    entries = list(entries)
+    entries = [(parameter, entry) for parameter, entry in entries if parameter.dim()] or entries
     return {
         key
         for parameter, entry in entries
@@ -156,7 +155,7 @@ def _step_probe(
     """Steps of an optimizer of the same kind and constants over ``parameters``."""
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
-    constants = group | {key: value for key, value in _ELSEWHERE.items() if key in group}
+    constants = group | {key: value for key, value in IMPLEMENTATION.items() if key in group}
     if "lr" in group:
         constants["lr"] = 0.1  # a schedule may begin at 0, where nothing would be seen
     probe.param_groups = [constants | {"params": list(parameters)}]
@@ -169,7 +168,7 @@ def _step_probe(
         ),
         {},
     )
-    elementwise = _elementwise_keys(optimizer)
+    elementwise = elementwise_keys(optimizer.state.items())
     for key, value in known.items():
         for parameter in parameters:
             if key in elementwise:

@@ -49,6 +49,8 @@ class StackedUpdater:
         By what each rank's gradients are to be multiplied; 0 where it has none.
     num_bad_steps : Tensor, [n], int64
         How many steps in a row something of a rank was not finite.
+    reached : dict of str to Tensor, [n], bool
+        Of a parameter that only some ranks' backward passes have reached: which.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class StackedUpdater:
         self.add(buckets)
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
-        self._reached: dict[str, torch.Tensor] = {}  # of parameters of replicas that ran one by one: which ranks', [n]
+        self.reached: dict[str, torch.Tensor] = {}
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these parameters too."""
@@ -88,12 +90,10 @@ class StackedUpdater:
 
     def note_reached(self, name: str, rank: int) -> None:
         """Note that a backward pass has reached a parameter of one replica that was run by itself."""
-        if name not in self._reached:
+        if name not in self.reached:
             has_gradient = any(shard.parameters[name].grad is not None for shard in self._shards)
-            self._reached[name] = (
-                (self.scales != 0) if has_gradient else torch.zeros_like(self.scales, dtype=torch.bool)
-            )
-        self._reached[name][rank] = True
+            self.reached[name] = (self.scales != 0) if has_gradient else torch.zeros_like(self.scales, dtype=torch.bool)
+        self.reached[name][rank] = True
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
@@ -101,7 +101,7 @@ class StackedUpdater:
             for parameter in shard.parameters.values():
                 parameter.grad = None
         self.scales = torch.zeros_like(self.scales)
-        self._reached = {}
+        self.reached = {}
 
     def stack_new_groups(self) -> None:
         """Let groups that were added to the optimizers in mid-training hold stacks too."""
@@ -144,7 +144,7 @@ class StackedUpdater:
                     rows.to(s.device) for rows, s in zip(left[self._group(index)], self._shards, strict=True)
                 ]
             )
-            self._reached = {}
+            self.reached = {}
         with left_alone(self._optimizers, self._rows_left_alone(left)):
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -161,7 +161,7 @@ class StackedUpdater:
             for shard, rows in zip(self._shards, by_shard, strict=True):
                 own = slice(shard.ranks.start, shard.ranks.stop)
                 for name in names:
-                    own_rows = rows | ~self._reached[name][own] if name in self._reached else rows
+                    own_rows = rows | ~self.reached[name][own] if name in self.reached else rows
                     if shard.parameters[name].grad is not None and bool(own_rows.any()):
                         alone[shard.parameters[name]] = own_rows.to(shard.device)
         return alone

@@ -28,7 +28,6 @@ from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
 from gossip.virtual.replica_calls import ReplicaCalls
-from gossip.virtual.saved_replicas import SavesReplicas
 from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_shards, mean_of, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
@@ -37,7 +36,7 @@ from gossip.virtual.virtual_arguments import check_choice, check_integer, check_
 from topologies import Topology
 
 
-class VirtualWorkers(OwnAttributes, SavesReplicas):
+class VirtualWorkers(OwnAttributes):
     r"""Train ``world_size`` replicas in one process; mix them after every step, as :class:`gossip.GossipDataParallel`.
 
     All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
@@ -156,8 +155,8 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         cap_bytes = int(min(bucket_cap_mb, 2**40) * 2**20)
         buckets = make_buckets([named for named in module.named_parameters() if named[1].requires_grad], cap_bytes)
         self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
-        num_buffer_buckets = len(make_buffer_buckets(module, len(buckets))) if buffers == "average" else 0
-        self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + num_buffer_buckets)
+        buffer_buckets = make_buffer_buckets(module, len(buckets)) if buffers == "average" else ()
+        self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + len(buffer_buckets))
         named = module.named_parameters()
         stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
@@ -171,7 +170,7 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
         )
         self._calls = ReplicaCalls(module, self._updater.note_reached)
         self._exchanges = StackedExchanges(
-            self._shards, buckets, self._optimizers, self.topology, self.algorithm, self.compression
+            self._shards, buckets, buffer_buckets, self._optimizers, self.topology, self.algorithm, self.compression
         )
         self._order = StepOrder(self._exchanges)
         self._synchronise, self._is_averaged = True, False
@@ -339,6 +338,11 @@ class VirtualWorkers(OwnAttributes, SavesReplicas):
             yield
         finally:
             self._synchronise = outer
+
+    def _unfreeze(self, names: Sequence[str]) -> None:
+        buckets = self._frozen.release(names)
+        self._updater.add(buckets)
+        self._exchanges.add(buckets)
 
     def idle_step(self) -> None:
         """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange.

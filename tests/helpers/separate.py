@@ -12,6 +12,7 @@ from torch import nn
 
 import topologies
 from gossip import VirtualWorkers
+from gossip.checkpoints.trained_models import replicas_of
 from topologies import Topology
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -117,6 +118,19 @@ def assert_same(workers: VirtualWorkers, separate: Separate, atol: float = 1e-12
                 atol=atol,
                 msg=lambda text, name=name, rank=rank: f"{rank} {name} {text}",
             )
+
+
+def stacked(workers: VirtualWorkers) -> dict[str, torch.Tensor]:
+    """Copies of the parameters of all replicas, [n, *shape]."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, stack in workers.named_parameters():
+        stacks.setdefault(name, []).append(stack.detach().cpu())
+    return {name: torch.cat(by_device) for name, by_device in stacks.items()}
+
+
+def everything(workers: VirtualWorkers) -> list[dict[str, Any]]:
+    """What a checkpoint would have of each rank."""
+    return list(replicas_of(workers).states())
 
 
 def assert_equal_states(found: Any, wanted: Any, where: str = "state") -> None:

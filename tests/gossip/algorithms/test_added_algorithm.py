@@ -10,6 +10,7 @@ import torch
 from examples import example
 from torch import nn
 
+import gossip
 import topologies
 from gossip import Algorithm, GossipDataParallel, VirtualWorkers, launch
 
@@ -63,11 +64,11 @@ def train(workers: VirtualWorkers, steps: int) -> np.ndarray:
 def test_added_algorithm_makes_its_recursion_and_is_restored(tmp_path: Path) -> None:
     workers = make_workers(6)
     train(workers, 3)
-    workers.save(tmp_path / "state")
+    gossip.save(workers, tmp_path)
     found = train(workers, NUM_STEPS - 3)
     np.testing.assert_allclose(found, dense(6), rtol=0, atol=1e-13)
     restored = make_workers(6)
-    restored.load(tmp_path / "state")
+    gossip.load(restored, tmp_path)
     assert (train(restored, NUM_STEPS - 3) == found).all()
 
 

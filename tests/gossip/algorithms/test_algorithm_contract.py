@@ -186,11 +186,11 @@ def test_virtual_workers_are_restored_with_the_algorithms_state(name: str, tmp_p
     case = Case(name, ROWS[name].topologies[0])
     workers = make_workers(case)
     train_virtually(workers, case, range(4))
-    workers.save(tmp_path / "state")
+    gossip.save(workers, tmp_path)
     wanted = train_virtually(workers, case, range(4, NUM_STEPS))
     restored = make_workers(case)
     train_virtually(restored, case, range(2))
-    restored.load(tmp_path / "state")
+    gossip.load(restored, tmp_path)
     assert (train_virtually(restored, case, range(4, NUM_STEPS)) == wanted).all()
 
 
@@ -201,11 +201,11 @@ def test_another_number_of_workers_starts_from_the_mean_with_sums_that_hold(name
     train_virtually(workers, case, range(4))
     with workers.averaged() as module:
         mean = module.x
-    workers.save(tmp_path / "state")
+    gossip.save(workers, tmp_path)
     larger = VirtualWorkers(
         Quadratic(case.problem.start), 8, make_sgd, make_topology(case.topology, 8), algorithm=name, devices=["cpu"]
     )
-    larger.load(tmp_path / "state")
+    gossip.load(larger, tmp_path)
     assert_begins_at(mean, torch.cat([stack.detach().flatten(1) for stack in larger.parameters()], 1))
     for view in larger._exchanges.views(0):
         assert all(bool((kept == 0).all()) for key, kept in view.kept.items() if larger.algorithm.keeps[key] == "zero")
@@ -266,7 +266,7 @@ def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
 
 
 def train_processes(folder: str) -> dict[str, list[Any]]:
-    """By case: the values at the end; and by algorithm: restored bit for bit, the mean, and what is saved of it."""
+    """By case: the values at the end; by algorithm: restored bit for bit, the mean, gone on from virtual workers."""
     found: dict[str, list[Any]] = {}
     for case in OF_PROCESSES:
         with make_model(case) as model:
@@ -282,6 +282,8 @@ def train_processes(folder: str) -> dict[str, list[Any]]:
             gossip.load(other, path)
             wanted, restored = (train(each, case, range(4, NUM_STEPS)) for each in (model, other))
             found[f"restored {name}"] = [bool((wanted == restored).all()), mean]
+            gossip.load(other, Path(folder) / "virtual" / name)
+            found[f"begun virtually {name}"] = train(other, case, range(4, NUM_STEPS)).tolist()
     return found
 
 
@@ -301,6 +303,11 @@ def resume_with_other_ranks(folder: str) -> dict[str, list[float]]:
 @pytest.fixture(scope="module")
 def of_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[Any]]]]:
     folder = tmp_path_factory.mktemp("algorithms")
+    for name, row in ROWS.items():
+        case = Case(name, row.topologies[0])
+        workers = make_workers(case)
+        train_virtually(workers, case, range(4))
+        gossip.save(workers, folder / "virtual" / name)
     return folder, launch(train_processes, str(folder), world_size=WORLD_SIZE)
 
 
@@ -316,6 +323,24 @@ def test_processes_make_the_dense_recursion(case: Case, of_processes: tuple[Path
 @pytest.mark.parametrize("name", ROWS)
 def test_processes_are_restored_bit_for_bit(name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
     assert all(found[f"restored {name}"][0] for found in of_processes[1])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_run_goes_on_as_processes_that_began_virtually(
+    name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
+) -> None:
+    actual = np.array([found[f"begun virtually {name}"] for found in of_processes[1]])
+    np.testing.assert_allclose(actual, Case(name, ROWS[name].topologies[0]).dense(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_run_goes_on_virtually_that_began_as_processes(
+    name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
+) -> None:
+    case = Case(name, ROWS[name].topologies[0])
+    gossip.load(workers := make_workers(case), of_processes[0] / name)
+    actual = train_virtually(workers, case, range(4, NUM_STEPS))
+    np.testing.assert_allclose(actual, case.dense(), rtol=0, atol=1e-11)
 
 
 def test_other_numbers_of_processes_start_from_the_mean(of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:

@@ -241,7 +241,7 @@ def test_save_refuses_by_name_before_anything_is_written(
 
 def test_save_load_and_export_need_a_wrapped_model(tmp_path: Path) -> None:
     for function in (gossip.save, gossip.load, gossip.export):
-        with pytest.raises(TypeError, match="model must be a GossipDataParallel, got Linear"):
+        with pytest.raises(TypeError, match="model must be a GossipDataParallel or VirtualWorkers, got Linear"):
             function(nn.Linear(1, 1), tmp_path)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import Separate, assert_same, batch, make_module, make_workers, train
+from separate import Separate, assert_same, batch, make_module, make_workers, stacked, train
 from torch import nn
 
 from gossip import GossipError
@@ -98,14 +98,14 @@ def test_messages_that_are_not_finite_are_refused_and_a_spoilt_replica_is_an_err
 
 def test_a_spoilt_message_is_mixed_by_nobody() -> None:
     workers = make_workers(make_module(), 4, topology="directed_ring", optimizer=None)
-    good = workers.state_dict()["parameters"]["0.weight"]
+    good = stacked(workers)["0.weight"]
     with torch.no_grad():
         workers.parameters().__next__()[2] = math.nan
     workers.idle_step()
     with torch.no_grad():
         next(workers.parameters())[2] = good[2]  # repaired in time
     workers.idle_step()
-    assert torch.equal(workers.state_dict()["parameters"]["0.weight"], good)
+    assert torch.equal(stacked(workers)["0.weight"], good)
     stats = workers.stats()
     assert stats is not None
     assert stats.num_refused == 2, "the one who reads it, and the one whose own it is"

@@ -16,6 +16,7 @@ from separate import (
     batch,
     make_module,
     make_workers,
+    stacked,
     train,
 )
 from torch import nn
@@ -47,8 +48,8 @@ def test_kinds_of_rounds(rounds: str, devices: int) -> None:
     optimizer = functools.partial(torch.optim.Adam, lr=0.01)
     one = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds]))
     several = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds], devices=["cpu"] * devices))
-    for name, values in one.state_dict()["parameters"].items():
-        torch.testing.assert_close(several.state_dict()["parameters"][name], values, rtol=0, atol=1e-12)
+    for name, values in stacked(one).items():
+        torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=1e-12)
     assert several.consensus_distance() == pytest.approx(one.consensus_distance(), rel=1e-9)
     assert several.stats() == one.stats()
 
@@ -60,8 +61,8 @@ def test_compressions(compression: str, devices: int) -> None:
         run(make_workers(make_module(), 5, topology="ring", compression=compression, devices=["cpu"] * each))
         for each in (1, devices)
     )
-    for name, values in one.state_dict()["parameters"].items():
-        torch.testing.assert_close(several.state_dict()["parameters"][name], values, rtol=0, atol=1e-9)
+    for name, values in stacked(one).items():
+        torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=1e-9)
     assert several.stats() == one.stats()
 
 

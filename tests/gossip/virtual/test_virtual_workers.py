@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from separate import SGD, Separate, assert_same, batch, make_module, make_workers, train
+from separate import SGD, Separate, assert_same, batch, make_module, make_workers, stacked, train
 from torch import nn
 from torch.nn import functional
 
@@ -60,7 +60,7 @@ def test_buckets_change_nothing() -> None:
         workers = make_workers(make_module(), 3, bucket_cap_mb=bucket_cap_mb)
         for step in range(3):
             train(workers, batch(6, seed=step))
-        states.append(workers.state_dict()["parameters"])
+        states.append(stacked(workers))
     for state in states[1:]:
         for name, values in states[0].items():
             torch.testing.assert_close(state[name], values, rtol=0, atol=1e-14)

@@ -77,7 +77,10 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             ["algorithm=push_sum", "compression=choco", "topology=ring"],
             "error: compression choco(top_k, ratio=0.0625, gamma=0.15625) cannot serve algorithm PushSum, which must ",
         ),
-        (["algorithm=momentum_exchange", "optimizer=adamw"], "error: algorithm MomentumExchange mixes the momentum of torch.optim.SGD, but the optimizer is AdamW"),
+        (
+            ["algorithm=momentum_exchange", "optimizer=adamw"],
+            "error: algorithm MomentumExchange mixes the momentum of torch.optim.SGD, but the optimizer is AdamW",
+        ),
         (["wrapper.debug=details"], "error: wrapper.debug must be detail or null, got 'details'"),
         (
             ["wrapper.debug=detail", "profile=true"],

@@ -1,0 +1,199 @@
+"""The replicas of all ranks, which virtual workers hold in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossip.checkpoints.checkpoint_layout import (
+    describe_buckets,
+    describe_module,
+    describe_optimizers,
+    exported_tensors,
+    persistent_buffers,
+)
+from gossip.checkpoints.plain_state import compact
+from gossip.checkpoints.random_states import rng_states
+from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.virtual_optimizers import StackedOptimizer
+from gossip.errors import CheckpointError, GossipError
+from gossip.parameters.buffers import is_averaged
+from gossip.parameters.manifest import describe_topology
+from gossip.private_torch import is_in_backward
+from gossip.step.algorithm_state import algorithm_state, load_algorithm_state
+from gossip.virtual.shards import Shard, deal_, mean_of, written
+from gossip.virtual.workers import VirtualWorkers
+
+
+class VirtualReplicas(Replicas):
+    """Those of virtual workers.
+
+    Parameters
+    ----------
+    workers : VirtualWorkers
+    """
+
+    process, num_processes = 0, 1
+
+    def __init__(self, workers: VirtualWorkers) -> None:
+        self._workers = workers
+        self._shards = workers._shards
+        self._updater = workers._updater
+        self._exchanges = workers._exchanges
+        self.world_size = workers.world_size
+        self.ranks = range(workers.world_size)
+        self._optimizers = [StackedOptimizer(optimizer, self._shards) for optimizer in workers._optimizers]
+
+    @property
+    def step(self) -> int:
+        return self._workers.step
+
+    def gather(self, payload: bytes, what: str) -> list[bytes]:
+        del what
+        return [payload]
+
+    def check_between_steps(self) -> None:
+        if is_in_backward():
+            raise GossipError(f"step {self.step} is half made: save and load after backward()")
+        if self._workers._is_averaged:
+            raise GossipError(f"step {self.step}: inside averaged() there is nothing to save or load; leave it first")
+        self._updater.stack_new_groups()
+
+    def check_alive(self) -> None:
+        """Nothing ends the training of virtual workers for good."""
+
+    def describe(self) -> dict[str, Any]:
+        workers = self._workers
+        kinds = [type(optimizer).__name__ for optimizer in workers._optimizers]
+        groups = [(kind, own.groups) for kind, own in zip(kinds, self._optimizers, strict=True)]
+        return {
+            "module": describe_module(workers.module),
+            "optimizers": describe_optimizers(groups, self._shards[0].parameters.items()),
+            "buckets": describe_buckets(self._exchanges.buckets),
+            "unfrozen": [list(names) for names in workers._frozen.released],
+            "topology": describe_topology(workers.topology),
+            "compression": workers.compression.describe(),
+        }
+
+    def check_savable(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.check_savable()
+
+    def settle(self) -> None:
+        """What is in flight has arrived."""
+
+    @torch.no_grad()
+    def states(self) -> Iterator[dict[str, Any]]:
+        exchanges, algorithm = list(self._exchanges.rank_states()), algorithm_state(self._exchanges)
+        for number, shard in enumerate(self._shards):
+            for row, rank in enumerate(shard.ranks):
+                yield {
+                    "parameters": _rows(shard.parameters, row),
+                    "buffers": _rows(shard.buffers, row),
+                    "gradients": _rows(self._gradients_of(shard, rank), row),
+                    "optimizers": [optimizer.state_of(number, row) for optimizer in self._optimizers],
+                    "engine": {
+                        "step": self.step,
+                        "exchanges": exchanges[rank],
+                        "algorithm": {
+                            **algorithm,
+                            "kept": {state: _rows(by_name, rank) for state, by_name in algorithm["kept"].items()},
+                            "numbers": _rows(algorithm["numbers"], rank),
+                        },
+                        "frozen": {"differing": self._workers._frozen.differing()},
+                        "num_bad_steps": int(self._updater.num_bad_steps[rank]),
+                        "gradient_scale": float(self._updater.scales[rank]),
+                    },
+                    "rng": rng_states() if rank == 0 else None,
+                }
+
+    def _gradients_of(self, shard: Shard, rank: int) -> dict[str, torch.Tensor]:
+        """The stacks of the gradients of which a rank has its own."""
+        if not self._updater.scales[rank]:
+            return {}
+        reached = self._updater.reached
+        return {
+            name: stack.grad
+            for name, stack in shard.parameters.items()
+            if stack.grad is not None and (name not in reached or reached[name][rank])
+        }
+
+    def unfreeze(self, names: Sequence[str]) -> None:
+        self._workers._unfreeze(names)
+
+    @torch.no_grad()
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        workers, updater, engines = self._workers, self._updater, [state["engine"] for state in states]
+        left_out = self._restore_values(states)
+        self._restore_gradients(states)
+        for number, optimizer in enumerate(self._optimizers):
+            left_out += optimizer.load([state["optimizers"][number] for state in states])
+        updater.num_bad_steps = torch.tensor([engine.get("num_bad_steps", 0) for engine in engines])
+        workers.step = engines[0]["step"]
+        in_flight = [engine.get("exchanges") for engine in engines]
+        self._exchanges.load_rank_states(None if None in in_flight else in_flight)
+        left_out += load_algorithm_state(self._exchanges, _stacked_algorithm(engines))
+        written(self._shards)
+        return left_out
+
+    def _restore_values(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        left_out = []
+        for name in self._shards[0].parameters:
+            deal_([shard.parameters[name] for shard in self._shards], [state["parameters"][name] for state in states])
+        persistent = {name for name, _ in persistent_buffers(self._workers.module)}
+        for name, stack in self._shards[0].buffers.items():
+            saved = [state["buffers"].get(name) for state in states]
+            if name in persistent or all(
+                values is not None and (values.shape, values.dtype) == (stack.shape[1:], stack.dtype)
+                for values in saved
+            ):
+                deal_([shard.buffers[name] for shard in self._shards], saved)
+            else:
+                left_out.append(f"buffer {name!r}, which is not persistent and has another form here")
+        return left_out
+
+    def _restore_gradients(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._updater.drop_gradients()
+        for name in dict.fromkeys(name for state in states for name in state["gradients"]):
+            gradients = [state["gradients"].get(name) for state in states]
+            for shard in self._shards:
+                stack = shard.parameters[name]
+                stack.grad = torch.zeros_like(stack)
+                for row, rank in enumerate(shard.ranks):
+                    if (gradient := gradients[rank]) is not None:
+                        stack.grad[row].copy_(gradient)
+            self._updater.reached[name] = torch.tensor([gradient is not None for gradient in gradients])
+        scales = [state["engine"].get("gradient_scale", float(bool(state["gradients"]))) for state in states]
+        self._updater.scales = torch.tensor(scales, dtype=torch.float64)
+
+    def averages(self, path: Path) -> dict[str, torch.Tensor]:
+        if not path.parent.is_dir():
+            raise CheckpointError(f"{path.parent} is not a folder; make it first")
+        weights, first = self._exchanges.weights(), self._shards[0]
+        averages = {}
+        for name, _ in exported_tensors(self._workers.module):
+            of_shard = "parameters" if name in first.parameters else "buffers"
+            stacks = [getattr(shard, of_shard)[name].detach() for shard in self._shards]
+            values = mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
+            averages[name] = values.cpu().contiguous()
+        return averages
+
+
+def _rows(stacks: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    return {name: compact(stack[row], name) for name, stack in stacks.items()}
+
+
+def _stacked_algorithm(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the ranks' algorithms keep, as that of all replicas."""
+    saved: list[Mapping[str, Any]] = [engine["algorithm"] for engine in engines if "algorithm" in engine]
+    if len(saved) < len(engines):
+        return None
+    kept = {state: _stacked([of_rank["kept"][state] for of_rank in saved]) for state in saved[0]["kept"]}
+    return {**saved[0], "kept": kept, "numbers": _stacked([of_rank["numbers"] for of_rank in saved])}
+
+
+def _stacked(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
