@@ -31,13 +31,13 @@ class Layered(nn.Module):
 
 def script(module: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that TorchScript is old
+        warnings.filterwarnings("ignore", r"`torch\.jit\.")  # that it is old
         return torch.jit.script(module)
 
 
 def trace(module: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.")
         return torch.jit.trace(module.eval(), X)
 
 
