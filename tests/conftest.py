@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, before it is imported: as for torch below
+# For torch and numpy, here and in what tests start: tensors are small, and the cores are shared with other processes.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 import functools
 import threading
 from collections.abc import Iterator
 from types import ModuleType
+from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
+from preloaded import PRELOAD
 
-torch.set_num_threads(1)  # the tensors of tests are small, and the cores are shared with the workers of launch()
+from gossip.launching import fork_server
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
 """pytest's own, and what scikit-learn and torch set when they are first imported."""
@@ -24,6 +26,7 @@ STARTERS = frozenset(
     (
         "gossip.launching.launcher",
         "multiprocessing",
+        "preloaded",
         "programs",
         "running",
         "slurm_cluster",
@@ -50,6 +53,14 @@ def starts_processes(module: ModuleType) -> bool:
         for value in vars(module).values()
     )
     return any(origin in STARTERS for origin in origins)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_fork_server() -> Iterator[None]:
+    """Ranks of all tests are forked from one process, which has imported what any of them needs."""
+    start = fork_server.start
+    with mock.patch.multiple(fork_server, start=lambda _: start(PRELOAD), stop=lambda: None):
+        yield
 
 
 @pytest.fixture(autouse=True)

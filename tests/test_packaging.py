@@ -28,7 +28,7 @@ def program(*arguments: str, folder: Path, **environment: str) -> str:
     done = subprocess.run(
         arguments,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

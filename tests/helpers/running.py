@@ -10,12 +10,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 from unittest import mock
 
+from preloaded import TORCHRUN, Program
 from repository import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -45,18 +47,66 @@ class Finished:
         return self.stderr.strip().splitlines()[-count:]
 
 
-def train(folder: Path, *overrides: str, torchrun: int = 0, max_restarts: int = 0) -> Finished:
-    """Run the script in ``folder``; with ``torchrun`` ranks under torchrun."""
-    with _start(folder, *overrides, torchrun=torchrun, max_restarts=max_restarts) as process:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    return Finished(process.returncode, stdout, stderr, _group(process.pid))
+class Running:
+    """A script that runs in a process group of its own."""
+
+    def __init__(self, process: Program | subprocess.Popen[bytes], outputs: Sequence[IO[str]]) -> None:
+        self.process, self._outputs = process, outputs
+
+    def finished(self) -> Finished:
+        """Wait for its end."""
+        status = self.process.wait(TIMEOUT_S)
+        for output in self._outputs:
+            output.seek(0)
+        stdout, stderr = (output.read() for output in self._outputs)
+        return Finished(status, stdout, stderr, _group(self.process.pid))
 
 
-def sweep(folder: Path, *overrides: str) -> Finished:
-    """Run scripts/sweep.py in ``folder``."""
-    with _start(folder, *overrides, script=SWEEP) as process:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    return Finished(process.returncode, stdout, stderr, _group(process.pid))
+@contextlib.contextmanager
+def running(
+    folder: Path, *overrides: str, script: Path = TRAIN, torchrun: int = 0, max_restarts: int = 0, fresh: bool = False
+) -> Iterator[Running]:
+    """Within the block the script runs in ``folder``; afterwards its process group is killed.
+
+    With ``torchrun`` ranks under torchrun. ``fresh``: in a fresh interpreter, as users have it; else in a process that
+    has been forked of one that has imported what scripts need.
+    """
+    launcher = [TORCHRUN, "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    if max_restarts:
+        launcher.append(f"--max-restarts={max_restarts}")
+    arguments = [*launcher, str(script), *overrides]
+    python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": python_path}
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process: Program | subprocess.Popen[bytes]
+        if fresh:
+            process = subprocess.Popen(
+                [sys.executable, *(["-m"] if torchrun else []), *arguments],
+                cwd=folder,
+                env=environment,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        else:
+            process = Program(arguments, environment, folder, (stdout.fileno(), stderr.fileno()))
+        try:
+            yield Running(process, (stdout, stderr))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(TIMEOUT_S)
+
+
+def train(folder: Path, *overrides: str, **options: Any) -> Finished:
+    """Run scripts/train.py in ``folder`` to its end; the options are those of :func:`running`."""
+    with running(folder, *overrides, **options) as run:
+        return run.finished()
+
+
+def sweep(folder: Path, *overrides: str, **options: Any) -> Finished:
+    """Run scripts/sweep.py in ``folder`` to its end."""
+    return train(folder, *overrides, script=SWEEP, **options)
 
 
 def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) -> Finished:
@@ -84,36 +134,6 @@ def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) 
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return Finished(status or 0, printed.getvalue(), stderr.getvalue(), ())
-
-
-@contextlib.contextmanager
-def running(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """Within the block the script runs; afterwards its process group is killed."""
-    with _start(folder, *overrides) as process:
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=TIMEOUT_S)
-
-
-def _start(
-    folder: Path, *overrides: str, torchrun: int = 0, max_restarts: int = 0, script: Path = TRAIN
-) -> subprocess.Popen[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
-    if max_restarts:
-        launcher.append(f"--max-restarts={max_restarts}")
-    python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script), *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def run_folders(folder: Path) -> list[Path]:

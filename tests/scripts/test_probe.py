@@ -17,7 +17,7 @@ TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1
 
 
 def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
     )

@@ -17,7 +17,8 @@ TINY = ("experiment=smoke", "launch.world_size=3", "seed=0", "training.steps=10"
 
 @pytest.mark.slow
 def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
-    run = sweep(tmp_path, *TINY, "topology=ring,hypercube", "optimizer.lr=0.1,-1", "hydra.launcher.n_jobs=2")
+    two_by_two = ("topology=ring,hypercube", "optimizer.lr=0.1,-1", "hydra.launcher.n_jobs=2")
+    run = sweep(tmp_path, *TINY, *two_by_two, fresh=True)
     assert run.status == 1, run.stderr
     assert "hypercube, optimizer.lr=0.1 on 3 ranks is left out: " in run.stderr
     folder = tmp_path / "outputs" / "sweeps" / "smoke"

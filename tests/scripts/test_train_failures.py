@@ -80,7 +80,7 @@ def test_train_ctrl_c_ends_everything(tmp_path: Path, sweep: tuple[str, ...]) ->
 
 
 def test_train_ctrl_c_before_there_are_workers(tmp_path: Path) -> None:
-    run = train(tmp_path, *FAULTY, "+model.how=interrupt_check")
+    run = train(tmp_path, *FAULTY, "+model.how=interrupt_check", fresh=True)
     assert run.status == 130
     assert run.stderr == f"interrupted\n{NO_CHECKPOINT}\n"  # the fork server, amid its imports, has nothing to say
     assert run.left_running == ()

@@ -27,10 +27,11 @@ def test_train_refuses_the_folder_of_a_running_run_until_that_is_killed(tmp_path
         second = train(tmp_path, "hydra.run.dir=run")
         assert second.status == 2
         (line,) = second.stderr.splitlines()
-        assert line.startswith(f"error: {tmp_path / 'run'} is in use by the run with process id {first.pid} on ")
+        pid = first.process.pid
+        assert line.startswith(f"error: {tmp_path / 'run'} is in use by the run with process id {pid} on ")
 
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait(TIMEOUT_S)
+        os.kill(pid, signal.SIGKILL)
+        first.process.wait(TIMEOUT_S)
         with lock(tmp_path / "run"):  # nobody else is in it
             pass
         third = train(tmp_path, "hydra.run.dir=run")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import TIMEOUT_S, Finished, run_folders, running, train
+from running import Finished, run_folders, running, train
 
 from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
 from gossip.lab.experiments.records import read_jsonl
@@ -103,18 +103,18 @@ def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: P
 
 def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> None:
     long = ("training.epochs=2000", "training.evaluate_every_epochs=0", "checkpoint.every=1000000")
-    with running(tmp_path, *long, "launch.world_size=2", "hydra.run.dir=run") as process:
+    with running(tmp_path, *long, "launch.world_size=2", "hydra.run.dir=run") as run:
         records = tmp_path / "run" / "rank0.jsonl"
         while not (records.exists() and records.read_bytes()):
-            assert process.poll() is None, process.communicate()
+            assert run.process.poll() is None, run.finished()
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGUSR1)
-        _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 128 + signal.SIGUSR1, errors
+        os.killpg(run.process.pid, signal.SIGUSR1)
+        ended = run.finished()
+    assert ended.status == 128 + signal.SIGUSR1, ended.stderr
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)
-    assert errors.strip().splitlines()[-1] == f"go on from step {manifest['step']} with resume=run"
+    assert ended.last_line == f"go on from step {manifest['step']} with resume=run"
     steps = [len(read_jsonl(tmp_path / "run" / f"rank{rank}.jsonl")) for rank in range(2)]
     assert steps == [manifest["step"]] * 2
 

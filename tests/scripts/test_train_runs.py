@@ -21,7 +21,7 @@ TINY = ("training.epochs=2", "launch.world_size=2")
 
 @pytest.mark.slow
 def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
-    run = train(tmp_path, *TINY, "logger=tensorboard")
+    run = train(tmp_path, *TINY, "logger=tensorboard", fresh=True)
     assert run.status == 0, run.stderr
     (folder,) = run_folders(tmp_path)
     assert {path.name for path in folder.iterdir()} == {
@@ -77,7 +77,7 @@ def test_train_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_train_under_torchrun_shares_one_folder(tmp_path: Path) -> None:
-    run = train(tmp_path, "training.epochs=1", "topology=ring", torchrun=2)
+    run = train(tmp_path, "training.epochs=1", "topology=ring", torchrun=2, fresh=True)
     assert run.status == 0, run.stderr
     (folder,) = run_folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
