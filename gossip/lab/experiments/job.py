@@ -18,15 +18,14 @@ from gossip.lab.experiments import attempts, resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.new_folders import missing, remove_empty
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
-from gossip.lab.experiments.rank_training import train
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings
 from gossip.lab.experiments.stopping import signals_for_workers
-from gossip.lab.experiments.virtual_training import train_virtual
+from gossip.lab.experiments.training import train, train_experiment
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT
 
 PRELOAD = (
-    "gossip.lab.experiments.rank_training",
+    "gossip.lab.experiments.training",
     "hydra.utils",
     "safetensors.torch",
     "sklearn.datasets",
@@ -133,7 +132,7 @@ def _run_in_folder(
         if dist.is_initialized():
             summary = train(config, str(folder), last_words)
         elif experiment.settings.engine == "virtual":
-            summary = train_virtual(experiment, folder)
+            summary = train_experiment(experiment, folder, last_words)
         else:
             summary = _launch(config, str(folder))
         if "signal" in summary:

@@ -116,9 +116,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def record_files(folder: Path, world_size: int) -> list[Path]:
-    """The files with a run's records: one per rank in the order of the ranks, or one for all of them."""
+    """The files with a run's records: one for all ranks, or one per rank in their order; of a run with both, all."""
     together = folder / TOGETHER_FILE
-    return [together] if together.exists() else [folder / f"rank{rank}.jsonl" for rank in range(world_size)]
+    of_ranks = [folder / f"rank{rank}.jsonl" for rank in range(world_size)]
+    return [together, *(path for path in of_ranks if path.exists())] if together.exists() else of_ranks
+
+
+def other_file(path: Path) -> Path:
+    """Where the records are of steps that ranks made in one process if ``path`` has those of one rank, and back."""
+    return path.with_name("rank0.jsonl" if path.name == TOGETHER_FILE else TOGETHER_FILE)
 
 
 def cut_jsonl(path: str | Path, step: int) -> int:

@@ -16,7 +16,7 @@ from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 
 CHECKPOINT_FOLDER = "checkpoints"
-MAY_CHANGE = ("launch", "checkpoint", "profile")
+MAY_CHANGE = ("launch", "checkpoint", "profile", "engine")
 """What of a configuration is no part of the mathematics. (The number of ranks is, but it is said and wanted.)"""
 
 _NOT_SET = object()
@@ -142,10 +142,8 @@ def advice(folder: Path, config: Mapping[str, Any]) -> str:
         newest = find_checkpoints(folder / CHECKPOINT_FOLDER)[0]
     except (CheckpointError, IndexError):
         none = "there is no checkpoint to go on from"
-        for option in ("method=ddp", "engine=virtual"):
-            key, _, value = option.partition("=")
-            if config.get(key) == value:
-                return f"{none}: {option} saves none"
+        if config.get("method") == "ddp":
+            return f"{none}: method=ddp saves none"
         return f"{none}; checkpoint.every=N saves one every N steps"
     where = folder.resolve()
     shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where

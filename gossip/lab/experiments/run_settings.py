@@ -126,26 +126,16 @@ class Settings:
         return settings
 
     def _check_combinations(self) -> None:
-        if self.engine == "virtual":
-            self._check_virtual()
+        if self.engine == "virtual" and self.profile:
+            raise ConfigurationError(
+                "profile=true is for ranks that are processes, not for engine=virtual; leave it out, or set "
+                "engine=processes"
+            )
         if self.method == "ddp" and self.checkpoint_every > 0:
             raise ConfigurationError(
                 f"checkpoint.every={self.checkpoint_every}: method=ddp cannot save and resume; set "
                 "checkpoint.every=0, or method=gossip or local"
             )
-
-    def _check_virtual(self) -> None:
-        only_processes = {
-            "profile=true": self.profile,
-            f"checkpoint.every={self.checkpoint_every}": self.checkpoint_every > 0,
-            "resume=...": self.resumes,
-        }
-        for option, is_set in only_processes.items():
-            if is_set:
-                raise ConfigurationError(
-                    f"{option} is for ranks that are processes, not for engine=virtual; leave it out, or set "
-                    "engine=processes"
-                )
 
 
 def every(interval: int, count: int) -> bool:

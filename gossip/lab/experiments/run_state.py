@@ -12,11 +12,11 @@ from loguru import logger
 from torch.optim.lr_scheduler import LRScheduler
 
 import gossip
-from gossip import CheckpointError, World
+from gossip import CheckpointError
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
 from gossip.lab.experiments.run_summary import RankReport
-from gossip.lab.experiments.training_methods import GossipMethod, Method
+from gossip.lab.experiments.training_methods import Method
 
 
 class RunState:
@@ -26,7 +26,6 @@ class RunState:
     ----------
     experiment : Experiment
     method : Method
-    world : World
     folder : Path
         Of the run.
 
@@ -42,8 +41,8 @@ class RunState:
         ``step`` once the number of ranks, and with it the length of an epoch, has changed.
     """
 
-    def __init__(self, experiment: Experiment, method: Method, world: World, folder: Path) -> None:
-        self._experiment, self._method, self._world = experiment, method, world
+    def __init__(self, experiment: Experiment, method: Method, folder: Path) -> None:
+        self._experiment, self._method, self._world = experiment, method, method.world
         self._checkpoints = folder / CHECKPOINT_FOLDER
         self._steps_per_epoch = experiment.shards.steps_per_epoch
         self._all_positions = experiment.total_steps
@@ -73,7 +72,7 @@ class RunState:
 
     def save(self) -> None:
         """Write a checkpoint; if that fails, say so and go on. Collective, after a step whose record is written."""
-        assert isinstance(self._method, GossipMethod)
+        assert self._method.model is not None
         epoch, step_in_epoch = divmod(self.position, self._steps_per_epoch)
         try:
             gossip.save(
@@ -103,7 +102,7 @@ class RunState:
         CheckpointError
             There is none that fits.
         """
-        assert isinstance(self._method, GossipMethod)
+        assert self._method.model is not None
         checkpoint = gossip.load(self._method.model, self._checkpoints, scheduler=self.scheduler, report=self.report)
         data = checkpoint.data
         self.step = checkpoint.step
@@ -113,13 +112,14 @@ class RunState:
             self.position += data["step_in_epoch"] * self._steps_per_epoch // data["steps_per_epoch"]
         else:  # the run is as long, however long an epoch is
             self.position = data["epoch"] * data["steps_per_epoch"] + data["step_in_epoch"]
-        if checkpoint.world_size != self._world.world_size:
+        world_size = self._experiment.settings.world_size
+        if checkpoint.world_size != world_size:
             self._renew_scheduler()
             if self._world.rank == 0:
                 logger.warning(
                     "the data are divided among {} ranks instead of {}: {} steps per epoch instead of {}, and {} are "
                     "left of the run",
-                    self._world.world_size,
+                    world_size,
                     checkpoint.world_size,
                     self._steps_per_epoch,
                     data["steps_per_epoch"],

@@ -32,7 +32,6 @@ class RankReport:
         self._steps = 0
         self._totals: dict[str, float] = {}
         self._wait_by_peer_s: dict[str, float] = {}
-        self._evaluation = Evaluation(float("nan"), float("nan"))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one step, with those costs that its method measures."""
@@ -53,18 +52,14 @@ class RankReport:
         self._totals = dict(state_dict["totals"])
         self._wait_by_peer_s = dict(state_dict["wait_by_peer_s"])
 
-    def finish(self, evaluation: Evaluation) -> None:
-        """Note how good this rank's replica is at the end."""
-        self._evaluation = evaluation
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for the other ranks."""
+    def of_rank(self, evaluation: Evaluation) -> dict[str, Any]:
+        """Plain numbers, for the other ranks; ``evaluation``: how good the rank's replica is at the end."""
         return {
             "steps": self._steps,
             **self._totals,
             "wait_by_peer_s": self._wait_by_peer_s,
-            "test_loss": self._evaluation.loss,
-            "test_accuracy": self._evaluation.accuracy,
+            "test_loss": evaluation.loss,
+            "test_accuracy": evaluation.accuracy,
         }
 
 
@@ -82,7 +77,7 @@ def summarise(
     ----------
     experiment : Experiment
     reports : sequence of mapping
-        Each rank's :meth:`RankReport.as_dict`.
+        Each rank's :meth:`RankReport.of_rank`.
     average : Evaluation
         Of the global average.
     consensus_before, consensus_after : (float, float)

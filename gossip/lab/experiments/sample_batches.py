@@ -68,39 +68,29 @@ class Shards:
         return sum(len(shard) for shard in self.indices)
 
     def batches(
-        self, inputs: torch.Tensor, targets: torch.Tensor, *, rank: int, epoch: int, first: int = 0
+        self, inputs: torch.Tensor, targets: torch.Tensor, *, ranks: range, epoch: int, first: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The batches of one rank in one epoch, in an order that follows from (seed, rank, epoch) alone.
+        """For each step of an epoch the batches of some ranks, one after the other.
 
-        Parameters
-        ----------
-        inputs, targets : Tensor, [N, ...]
-            This rank's samples, in the order of ``indices[rank]``.
-        rank, epoch : int
-        first : int
-            How many batches of the epoch are left out, because they have been trained on.
-        """
-        for places in self._places(rank, epoch, first):
-            chosen = torch.from_numpy(places)
-            yield inputs[chosen], targets[chosen]
-
-    def batches_of_all(
-        self, inputs: torch.Tensor, targets: torch.Tensor, *, epoch: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each step of an epoch the batches of all ranks, one after the other in the order of the ranks.
+        The order of a rank's samples follows from (seed, rank, epoch) alone.
 
         Parameters
         ----------
         inputs, targets : Tensor, [N, ...]
             All samples.
+        ranks : range
         epoch : int
+        first : int
+            How many steps of the epoch are left out, because they have been made.
         """
-        for places in zip(*(self._places(rank, epoch) for rank in range(len(self.indices))), strict=True):
-            of_ranks = [own[some] for own, some in zip(self.indices, places, strict=True)]
-            chosen = torch.from_numpy(np.concatenate(of_ranks))
+        own = [self.indices[rank] for rank in ranks]
+        for places in zip(*(self._places(rank, epoch, first) for rank in ranks), strict=True):
+            chosen = torch.from_numpy(
+                np.concatenate([of_rank[some] for of_rank, some in zip(own, places, strict=True)])
+            )
             yield inputs[chosen], targets[chosen]
 
-    def _places(self, rank: int, epoch: int, first: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+    def _places(self, rank: int, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
         """Which of a rank's samples are in each batch of an epoch."""
         size = len(self.indices[rank])
         for batch in range(first, self.steps_per_epoch):

@@ -16,8 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossip import AdaptWhileCommunicating, Uncompressed, World
+from gossip import AdaptWhileCommunicating, GossipDataParallel, Uncompressed, VirtualWorkers, World
 from gossip.communication.waiting import is_lost_connection
+from gossip.lab.experiments.evaluation import Evaluation, evaluate
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.tracing import TracedTransport, Tracer
 from gossip.lab.experiments.wrapper_options import (
@@ -36,23 +37,33 @@ class Method(Protocol):
 
     Attributes
     ----------
+    name : str
+        Of the files of this process.
+    ranks : range
+        Whose replicas are trained in this process.
     module : Module
-        This rank's bare replica.
+        The rank's bare replica; of several ranks one that holds their mean, once it is asked for.
     optimizer : Optimizer
         For a scheduler; a method steps it itself.
     world : World
-        All ranks of the run, until the method is closed.
+        All processes of the run, until the method is closed.
     """
 
+    name: str
+    ranks: range
     module: nn.Module
     optimizer: Optimizer
     world: World
 
+    @property
+    def model(self) -> GossipDataParallel | VirtualWorkers | None:
+        """What checkpoints are made of; None where there are none."""
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The replica's output, for training. Local, or collective where buffers are shared."""
+        """The replicas' outputs, for training. Local, or collective where buffers are shared."""
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
-        """Make one step. Every rank makes as many.
+        """Make one step. Every process makes as many.
 
         Returns
         -------
@@ -60,10 +71,13 @@ class Method(Protocol):
             What it cost: of :class:`gossip.StepStats` what this method measures, with strings for keys.
         """
 
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
+        """Each replica here on all samples. Local."""
+
     def consensus_distance(self) -> tuple[float, float]:
         """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def averaged(self) -> contextlib.AbstractContextManager[Any]:
         """Within the block ``module`` holds the mean of the replicas. Collective."""
 
     def global_avg(self) -> None:
@@ -73,18 +87,29 @@ class Method(Protocol):
         """End communication. Local."""
 
 
-def make_method(experiment: Experiment, module: nn.Module, tracer: Tracer | None = None) -> Method:
-    """The method that the settings name, over this rank's ``module``; it tells ``tracer`` of exchanges. Collective."""
+def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
+    """The method that the settings name, for one rank; it tells ``tracer`` of exchanges. Collective."""
+    torch.manual_seed(experiment.settings.seed)
+    module = experiment.make_module()
     if experiment.settings.method == "ddp":
         world = World(experiment.settings.timeout)
         if world.rank == 0:
             _say_what_is_ignored(experiment)
-        return AllReduceMethod(experiment, module, world, tracer)
-    topology = experiment.topology
-    if topology is None:
+        method: Method = AllReduceMethod(experiment, module, world, tracer)
+    else:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        topology = Topology.from_rounds([Round.identity(world_size)], name="no exchange")
-    return GossipMethod(experiment, module, topology, tracer)
+        method = GossipMethod(experiment, module, experiment.topology or without_exchange(world_size), tracer)
+    torch.manual_seed(_rank_seed(experiment.settings.seed, method.world.rank))  # dropout: others on every rank
+    return method
+
+
+def without_exchange(world_size: int) -> Topology:
+    """For replicas that are trained alone."""
+    return Topology.from_rounds([Round.identity(world_size)], name="no exchange")
+
+
+def _rank_seed(seed: int, rank: int) -> int:
+    return (seed * 1_000_003 + rank + 1) % 2**63
 
 
 def _say_what_is_ignored(experiment: Experiment) -> None:
@@ -99,6 +124,11 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
     ignored += options_in_words({name: value for name, value in options if name not in ALL_REDUCE_OPTIONS})
     if ignored:
         logger.info("without meaning for method=ddp, and ignored: {}", ", ".join(ignored))
+
+
+def of_one_rank(world: World) -> tuple[str, range]:
+    """The name of a rank's files, and whose replica it trains."""
+    return f"rank{world.rank}", range(world.rank, world.rank + 1)
 
 
 class GossipMethod:
@@ -124,6 +154,7 @@ class GossipMethod:
         self.module = module
         self.optimizer = self.model.optimizer
         self.world = self.model.world
+        self.name, self.ranks = of_one_rank(self.world)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output. Local."""
@@ -143,9 +174,13 @@ class GossipMethod:
         costs = stats.to_dict()
         for key, value in costs.items():
             if isinstance(value, Mapping):
-                costs[key] = {str(peer): each for peer, each in sorted(value.items())}
+                costs[key] = {str(peer): of_peer for peer, of_peer in sorted(value.items())}
         del costs["step"]
         return costs
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
+        """This rank's replica."""
+        return [evaluate(self.module, inputs, targets)]
 
     def consensus_distance(self) -> tuple[float, float]:
         """As :meth:`gossip.GossipDataParallel.consensus_distance`."""
@@ -192,6 +227,8 @@ class AllReduceMethod:
         self._max_norm = experiment.wrapper_options["clip_grad_norm"]
         self._ready_at = self._forward_s = 0.0
         self._step = 0
+        self.model = None
+        self.name, self.ranks = of_one_rank(world)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The replica's output. Collective if there are buffers."""
@@ -221,6 +258,10 @@ class AllReduceMethod:
         self.optimizer.zero_grad()
         self._step += 1
         return costs
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
+        """This rank's replica."""
+        return [evaluate(self.module, inputs, targets)]
 
     def consensus_distance(self) -> tuple[float, float]:
         """Measured, not assumed: 0 as long as the replicas are equal."""

@@ -17,8 +17,8 @@ from gossip.errors import ExchangeError, LaunchError
 from gossip.lab.experiments.evaluation import cross_entropy
 from gossip.lab.experiments.experiment_build import build
 from gossip.lab.experiments.job import PRELOAD, run_job
-from gossip.lab.experiments.rank_training import train
 from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.experiments.training import train
 from gossip.lab.experiments.training_methods import AllReduceMethod
 from gossip.launching.launcher import launch
 
@@ -44,8 +44,7 @@ def trained_alone(
     scheduler = experiment.make_scheduler(optimizer, shards.steps_per_epoch)
     streams = []
     for rank in ranks:
-        mine = torch.from_numpy(shards.indices[rank])
-        streams.append(shards.batches(data.train_inputs[mine], data.train_targets[mine], rank=rank, epoch=0))
+        streams.append(shards.batches(data.train_inputs, data.train_targets, ranks=range(rank, rank + 1), epoch=0))
     for batches in zip(*streams, strict=True):
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         optimizer.zero_grad()

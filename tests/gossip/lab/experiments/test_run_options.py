@@ -15,8 +15,8 @@ from loguru import logger
 import gossip
 from gossip.lab.experiments.experiment_build import build
 from gossip.lab.experiments.job import PRELOAD
-from gossip.lab.experiments.rank_training import train
 from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.experiments.training import train
 from gossip.lab.experiments.training_methods import _say_what_is_ignored
 from gossip.launching.launcher import launch
 

@@ -14,8 +14,8 @@ def uneven(seed: int = 0) -> Shards:
 
 
 def epoch(shards: Shards, rank: int, number: int) -> list[list[int]]:
-    mine = torch.from_numpy(shards.indices[rank])
-    return [inputs.tolist() for inputs, _ in shards.batches(mine, mine, rank=rank, epoch=number)]
+    samples, own = torch.arange(12), range(rank, rank + 1)
+    return [inputs.tolist() for inputs, _ in shards.batches(samples, samples, ranks=own, epoch=number)]
 
 
 def test_shards_have_as_many_steps_on_every_rank() -> None:
@@ -39,7 +39,7 @@ def test_shards_batches_never_repeat_a_sample_within_an_epoch() -> None:
 def test_shards_epoch_goes_on_where_it_was_left() -> None:
     shards = Shards([np.arange(7)], batch_size=2, seed=0)
     for first in range(4):
-        batches = shards.batches(torch.arange(7), torch.arange(7), rank=0, epoch=1, first=first)
+        batches = shards.batches(torch.arange(7), torch.arange(7), ranks=range(1), epoch=1, first=first)
         assert [inputs.tolist() for inputs, _ in batches] == epoch(shards, 0, 1)[first:]
 
 
@@ -50,9 +50,17 @@ def test_shards_order_follows_from_seed_rank_and_epoch() -> None:
 
 
 def test_shards_targets_stay_with_their_inputs() -> None:
-    inputs = torch.arange(7)
-    for some_inputs, some_targets in uneven().batches(inputs, 10 * inputs, rank=0, epoch=0):
+    inputs = torch.arange(12)
+    for some_inputs, some_targets in uneven().batches(inputs, 10 * inputs, ranks=range(2), epoch=0):
         assert torch.equal(some_targets, 10 * some_inputs)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_shards_batches_of_several_ranks_stand_one_after_the_other(repeats: bool) -> None:
+    shards = Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=2, seed=0, repeats=repeats)
+    samples = torch.arange(12)
+    found = [inputs.tolist() for inputs, _ in shards.batches(samples, samples, ranks=range(2), epoch=3)]
+    assert found == [one + other for one, other in zip(epoch(shards, 0, 3), epoch(shards, 1, 3), strict=True)]
 
 
 def test_shards_smaller_than_a_batch_are_refused() -> None:

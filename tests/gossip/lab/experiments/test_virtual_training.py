@@ -106,15 +106,30 @@ def test_virtual_run_of_text(tmp_path: Path) -> None:
     assert 3 < summary["local_test_loss_mean"] <= summary["local_test_loss_worst"] < 6
 
 
+@pytest.mark.parametrize(("before", "after"), [("virtual", "processes"), ("processes", "virtual")])
+def test_run_goes_on_with_the_other_engine(tmp_path: Path, before: str, after: str) -> None:
+    saved = ("checkpoint.every=6", "launch.world_size=3", "topology=ring", "compression=int8")
+    whole = run(tmp_path / "whole", *saved, "engine=virtual")
+    folder = tmp_path / "changed"
+    run(folder, *saved, f"engine={before}")
+    (folder / "summary.json").unlink()  # as if it had been killed after step 6
+    config = composed(*SHORT, *NOT_IID, *saved, f"engine={after}", f"resume={folder}")
+    summary = run_job(config, folder)
+    assert (summary["engine"], summary["steps"]) == (after, 8)
+    for key in ("averaged_test_loss", "local_test_loss_mean", "local_test_loss_worst"):
+        assert summary[key] == pytest.approx(whole[key], rel=1e-4)
+    assert summary["bytes_sent_per_step"] == pytest.approx(whole["bytes_sent_per_step"], rel=1e-3)  # some ranks resend
+    files = record_files(folder, 3)
+    assert [path.name for path in files] == ["workers.jsonl", "rank0.jsonl", "rank1.jsonl", "rank2.jsonl"]
+    steps = {"virtual": [0, 6], "processes": [0, 6]} | {after: [6, 8]}
+    for path in files:
+        first, stop = steps["virtual" if path.name == "workers.jsonl" else "processes"]
+        assert [record["step"] for record in read_jsonl(path)] == list(range(first, stop))
+
+
 @pytest.mark.parametrize(
     "option",
-    [
-        "wrapper.step_in_backward=false",
-        "wrapper.debug=detail",
-        "profile=true",
-        "checkpoint.every=5",
-        "resume=somewhere",
-    ],
+    ["wrapper.step_in_backward=false", "wrapper.debug=detail", "profile=true"],
 )
 def test_virtual_run_refuses_what_needs_processes(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option.partition('=')[0]}.* is for ranks that are processes"):

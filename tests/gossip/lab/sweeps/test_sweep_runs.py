@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from repository import CONFIGS
 
-from gossip.lab.experiments import train_command, virtual_training
+from gossip.lab.experiments import train_command, training
 from gossip.lab.experiments.run_folder import claim
+from gossip.lab.experiments.virtual_method import VirtualMethod
 from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweeper import GridSweeper
 from gossip.launching import fork_server
@@ -51,14 +52,14 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sweep]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The method or topology of each run that begins; one whose name is put into ``fails`` fails."""
     begun: list[str] = []
-    train = virtual_training.make_workers
 
-    def noted(experiment: Any) -> Any:
-        topology = experiment.topology
-        begun.append(experiment.settings.method if topology is None else topology.name)
-        return train(experiment)
+    class Noted(VirtualMethod):
+        def __init__(self, experiment: Any) -> None:
+            topology = experiment.topology
+            begun.append(experiment.settings.method if topology is None else topology.name)
+            super().__init__(experiment)
 
-    monkeypatch.setattr(virtual_training, "make_workers", noted)
+    monkeypatch.setattr(training, "VirtualMethod", Noted)
     return begun
 
 
@@ -109,7 +110,7 @@ def test_sweep_runs_only_what_is_new(sweep: Sweep, ran: list[str]) -> None:
 def test_sweep_records_a_failure_goes_on_and_tries_again(
     sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finish = virtual_training._finish
+    finish = training._finish
 
     def fail(experiment: Any, *rest: Any) -> dict[str, Any]:
         if experiment.settings.method == "ddp":
@@ -117,7 +118,7 @@ def test_sweep_records_a_failure_goes_on_and_tries_again(
         return finish(experiment, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(virtual_training, "_finish", fail)
+        patch.setattr(training, "_finish", fail)
         assert sweep("method=ddp", "launch.world_size=2") == 1
     assert statuses() == {"all-reduce": "failed", "no communication": "completed"}
     assert results()["rows"][0]["reasons"] == ["seed 0: ArithmeticError: injected"]
@@ -129,7 +130,7 @@ def test_sweep_records_a_failure_goes_on_and_tries_again(
 
 
 def test_sweep_that_is_interrupted_goes_on(sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = virtual_training._finish
+    finish = training._finish
 
     def interrupt(experiment: Any, *rest: Any) -> dict[str, Any]:
         if experiment.settings.method == "local":
@@ -137,7 +138,7 @@ def test_sweep_that_is_interrupted_goes_on(sweep: Sweep, ran: list[str], monkeyp
         return finish(experiment, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(virtual_training, "_finish", interrupt)
+        patch.setattr(training, "_finish", interrupt)
         assert sweep("method=ddp", "launch.world_size=2") == 130
     assert ran == ["ddp", "local"]
     ran.clear()

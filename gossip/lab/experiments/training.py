@@ -1,44 +1,61 @@
-"""One rank's part of a run: the loop, its records, and at the end the averaged model."""
+"""What a process does of a run, for one rank or for all: the loop, its records, and at the end the averaged model."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from loguru import logger
 from torch.autograd.profiler import record_function
 
-from gossip import World
 from gossip.checkpoints.exporting import write_module
-from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_together
+from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.loggers import Logger
 from gossip.lab.experiments.progress_bar import ProgressBar, configure_logging
-from gossip.lab.experiments.records import JsonlWriter, cut_jsonl
+from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, other_file
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import RankReport, summarise
 from gossip.lab.experiments.stopping import Stopping
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
+from gossip.lab.experiments.virtual_method import VirtualMethod
 
 MODEL_FILE = "model.safetensors"
 
 
 def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], str] = lambda _: "") -> dict[str, Any]:
-    """Train one replica; leave this rank's records and, on rank 0, the averaged model in ``folder``. Collective.
+    """As :func:`train_experiment`, for a worker, which gets what it is to train as a configuration. Collective.
 
     Parameters
     ----------
     config : mapping
         Resolved and plain; the same on every rank.
     folder : str
+        Of the run; it exists.
+    last_words : callable
+        Of a rank that a signal ends in mid-call: see :class:`gossip.lab.experiments.stopping.Stopping`.
+    """
+    return train_experiment(build(config), Path(folder), last_words)
+
+
+def train_experiment(
+    experiment: Experiment, folder: Path, last_words: Callable[[str], str] = lambda _: ""
+) -> dict[str, Any]:
+    """Train this process's replicas: its rank's, or those of all ranks. Collective.
+
+    Leaves their records and, on rank 0, the averaged model in ``folder``.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    folder : Path
         Of the run; it exists.
     last_words : callable
         Of a rank that a signal ends in mid-call: see :class:`gossip.lab.experiments.stopping.Stopping`.
@@ -49,7 +66,6 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
         The summary of the run, the same on every rank. ``wall_time_s`` is what the run took before it was resumed.
         Where checkpoints are on and a signal ended the run, ``signal`` instead: its number.
     """
-    experiment = build(config)
     settings, shards = experiment.settings, experiment.shards
     rank = dist.get_rank() if dist.is_initialized() else 0
     configure_logging(rank)
@@ -60,34 +76,36 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
             shards.left_out_per_epoch,
             len(experiment.data.train_targets),
         )
-    torch.manual_seed(settings.seed)
-    module = experiment.make_module()
-    tracer = Tracer(Path(folder) / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
-    method = make_method(experiment, module, tracer)
-    world = method.world
-    torch.manual_seed(_rank_seed(settings.seed, rank))  # dropout: others on every rank
-    state = RunState(experiment, method, world, Path(folder))
-    if settings.resumes:
-        state.load()
-        _cut_records(Path(folder), world, state.step)
+    tracer = Tracer(folder / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
     with ExitStack() as stack:
-        loggers: list[Logger] = [JsonlWriter(Path(folder) / f"rank{world.rank}.jsonl")]
+        if settings.engine == "virtual":
+            stack.enter_context(VirtualMethod.surroundings(settings.num_threads))
+            method: Method = VirtualMethod(experiment)
+        else:
+            method = make_method(experiment, tracer)
+        world = method.world
+        state = RunState(experiment, method, folder)
+        if settings.resumes:
+            state.load()
+            _cut_records(folder, method, state.step)
+        records = JsonlWriter(folder / f"{method.name}.jsonl")
+        loggers: list[Logger] = [records]
         if experiment.make_logger is not None:
-            loggers.append(experiment.make_logger(str(Path(folder) / "tensorboard" / f"rank{world.rank}")))
-        for each in loggers:
-            stack.callback(each.close)
+            loggers.append(experiment.make_logger(str(folder / "tensorboard" / method.name)))
+        for opened in loggers:
+            stack.callback(opened.close)
         if tracer is not None:
             stack.callback(tracer.close)
         bar = stack.enter_context(ProgressBar(state.total_steps, first_step=state.step, visible=world.rank == 0))
-        last, signal_number = _make_all_steps(experiment, method, world, tracer, state, bar, loggers, last_words)
+        last, signal_number = _make_all_steps(experiment, method, tracer, state, bar, loggers, last_words)
         if signal_number is None:
-            summary = _finish(experiment, method, world, state.report, last)
+            summary = _finish(experiment, method, state.report, last)
             summary["wall_time_s"] = state.earlier_wall_time_s
             _log(loggers, last)
         else:
             summary = {"signal": signal_number}
     if world.rank == 0 and signal_number is None:
-        write_module(module, Path(folder) / MODEL_FILE)
+        write_module(method.module, folder / MODEL_FILE)
     method.close()
     return summary
 
@@ -95,7 +113,6 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
 def _make_all_steps(
     experiment: Experiment,
     method: Method,
-    world: World,
     tracer: Tracer | None,
     state: RunState,
     bar: ProgressBar,
@@ -111,39 +128,36 @@ def _make_all_steps(
     with ExitStack() as stack:
         saves = bool(checkpoint_every)
         stopping = stack.enter_context(Stopping.of_all_ranks(state.step + 1, saves=saves, last_words=last_words))
-        for last in _steps(experiment, method, world, tracer, state):
+        for last in _steps(experiment, method, tracer, state):
             bar.update(last)
             if state.step < total_steps:
                 _log(loggers, last)
                 stops = not stopping.goes_on(state.step)
                 if stops or every(checkpoint_every, state.step):
-                    for each in loggers:
-                        if isinstance(each, JsonlWriter):
-                            each.sync()  # a checkpoint that survives finds all the records before it
+                    for opened in loggers:
+                        if isinstance(opened, JsonlWriter):
+                            opened.sync()  # a checkpoint that survives finds all the records before it
                     state.save()
                 if stops:
                     return last, stopping.signal_number
     return last, None
 
 
-def _steps(
-    experiment: Experiment, method: Method, world: World, tracer: Tracer | None, state: RunState
-) -> Iterator[dict[str, Any]]:
+def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state: RunState) -> Iterator[dict[str, Any]]:
     """Make all steps that are left; yield the record of each, the last one without its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
-    shard = torch.from_numpy(shards.indices[world.rank])
-    inputs, targets = data.train_inputs[shard], data.train_targets[shard]
     total_steps, first_step = state.total_steps, state.step
     first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
     for epoch in range(first_epoch, experiment.num_epochs):
         first = first_batch if epoch == first_epoch else 0
-        for some_inputs, some_targets in shards.batches(inputs, targets, rank=world.rank, epoch=epoch, first=first):
+        batches = shards.batches(data.train_inputs, data.train_targets, ranks=method.ranks, epoch=epoch, first=first)
+        for inputs, targets in batches:
             if tracer is not None:
                 tracer.step_begins(state.step - first_step)
             start = time.perf_counter()
             with record_function(FORWARD):
-                logits = method.forward(some_inputs)
-                loss = cross_entropy(logits, some_targets)
+                logits = method.forward(inputs)
+                loss = cross_entropy(logits, targets)
             with record_function(BACKWARD):
                 costs = method.backward(loss)
             step_time_s = time.perf_counter() - start
@@ -153,65 +167,72 @@ def _steps(
                 "step": state.step,
                 "epoch": epoch,
                 "loss": loss.item(),
-                "accuracy": (logits.argmax(-1) == some_targets).float().mean().item(),
+                "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
                 "learning_rate": state.scheduler.get_last_lr()[0],
                 "step_time_s": step_time_s,
                 **costs,
             }
             state.advance(record)
             if state.step < total_steps:
-                if every(settings.consensus_every_steps, state.step):
-                    record |= _consensus(method)
                 epoch_ended = state.position % shards.steps_per_epoch == 0
-                if settings.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None):
+                is_evaluated = settings.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
+                if is_evaluated or every(settings.consensus_every_steps, state.step):
                     record |= _consensus(method)
-                    record |= evaluate(method.module, data.test_inputs, data.test_targets).named("test")
+                if is_evaluated:
+                    if len(method.ranks) == 1:  # of many it takes long
+                        record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
                     with method.averaged():
-                        together = evaluate_together(method.module, data.test_inputs, data.test_targets, world)
-                    record |= together.named("averaged_test")
+                        record |= _evaluate_average(experiment, method).named("averaged_test")
             yield record
             if state.step == total_steps:  # amid an epoch, if the steps are given
                 return
 
 
-def _finish(
-    experiment: Experiment, method: Method, world: World, report: RankReport, last: dict[str, Any]
-) -> dict[str, Any]:
+def _finish(experiment: Experiment, method: Method, report: RankReport, last: dict[str, Any]) -> dict[str, Any]:
     """Evaluate the replicas, average them for good, evaluate the average; complete the last record."""
-    data = experiment.data
-    local = evaluate(method.module, data.test_inputs, data.test_targets)
+    local = method.evaluate(experiment.data.test_inputs, experiment.data.test_targets)
     before = method.consensus_distance()
     method.global_avg()
     after = method.consensus_distance()
-    average = evaluate_together(method.module, data.test_inputs, data.test_targets, world)
-    last |= local.named("test") | average.named("averaged_test")
+    average = _evaluate_average(experiment, method)
+    last |= _mean(local).named("test") | average.named("averaged_test")
     last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
-    report.finish(local)
-    reports = world.gather_bytes(json.dumps(report.as_dict()).encode(), "gathering the ranks' reports")
+    own = [report.of_rank(evaluation) for evaluation in local]
+    payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")
+    reports = [of_rank for payload in payloads for of_rank in json.loads(payload)]
     parameter_bytes = sum(parameter.nbytes for parameter in method.module.parameters())
-    return summarise(experiment, [json.loads(each) for each in reports], average, before, after, parameter_bytes)
+    return summarise(experiment, reports, average, before, after, parameter_bytes)
 
 
-def _cut_records(folder: Path, world: World, step: int) -> None:
-    """Leave the records of the steps before ``step``: this rank's, and by rank 0 those of ranks that are no more."""
-    num_records = cut_jsonl(folder / f"rank{world.rank}.jsonl", step)
+def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
+    """What the module holds is the same in all processes."""
+    data = experiment.data
+    return evaluate_together(method.module, data.test_inputs, data.test_targets, method.world)
+
+
+def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
+    losses, accuracies = zip(*((each.loss, each.accuracy) for each in evaluations), strict=True)
+    return Evaluation(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
+
+
+def _cut_records(folder: Path, method: Method, step: int) -> None:
+    """Leave the records of the steps before ``step``: those here, and by rank 0 those of ranks that are no more."""
+    own = folder / f"{method.name}.jsonl"
+    num_records = cut_jsonl(own, step) + cut_jsonl(other_file(own), step)
     if 0 < num_records < step:
-        logger.warning("rank{}.jsonl has records of only {} of the {} steps so far", world.rank, num_records, step)
-    if world.rank == 0:
+        logger.warning("{} has records of only {} of the {} steps so far", own.name, num_records, step)
+    if method.world.rank == 0:
+        names = {f"rank{rank}.jsonl" for rank in range(method.world.world_size)}
         for path in folder.glob("rank*.jsonl"):
-            if path.stem.removeprefix("rank").isdecimal() and int(path.stem.removeprefix("rank")) >= world.world_size:
+            if path.name not in names:
                 cut_jsonl(path, step)
 
 
 def _log(loggers: list[Logger], record: Mapping[str, Any]) -> None:
-    for each in loggers:
-        each.log(record["step"], {key: value for key, value in record.items() if key != "step"})
+    for opened in loggers:
+        opened.log(record["step"], {key: value for key, value in record.items() if key != "step"})
 
 
 def _consensus(method: Method) -> dict[str, float]:
     distance, relative = method.consensus_distance()
     return {"consensus_distance": distance, "consensus_distance_relative": relative}
-
-
-def _rank_seed(seed: int, rank: int) -> int:
-    return (seed * 1_000_003 + rank + 1) % 2**63

@@ -1,0 +1,118 @@
+"""All ranks of a run in one process: the same data, initial values and steps as one process per rank has."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from loguru import logger
+
+from gossip import VirtualWorkers, World
+from gossip.lab.experiments.evaluation import Evaluation, evaluate_replicas
+from gossip.lab.experiments.experiment_build import Experiment
+from gossip.lab.experiments.records import TOGETHER_FILE
+from gossip.lab.experiments.training_methods import without_exchange
+from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_of_virtual_workers
+
+
+class VirtualMethod:
+    """A :class:`gossip.lab.experiments.training_methods.Method`: :class:`gossip.VirtualWorkers`, as ``model``.
+
+    With method=ddp their gradients are averaged, and they exchange nothing else.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        settings = experiment.settings
+        torch.manual_seed(settings.seed)
+        self._is_all_reduced = settings.method == "ddp"
+        options = options_of_virtual_workers(experiment.wrapper_options)
+        if self._is_all_reduced:
+            options = {name: options[name] for name in ALL_REDUCE_OPTIONS}
+        self.model = VirtualWorkers(
+            experiment.make_module,
+            settings.world_size,
+            experiment.make_optimizer,
+            experiment.topology or without_exchange(settings.world_size),
+            algorithm=experiment.algorithm,
+            compression=experiment.compression if settings.method == "gossip" else None,
+            devices=["cpu"],  # where the data are
+            **options,
+        )
+        self.module = self.model.module
+        self.optimizer = self.model.optimizer
+        self.world = World(settings.timeout)
+        self.name, self.ranks = TOGETHER_FILE.removesuffix(".jsonl"), range(settings.world_size)
+        self._forward_s = 0.0
+        if self._is_all_reduced:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.register_post_accumulate_grad_hook(_average_gradients)
+        logger.info("{} replicas in one process, {} steps", settings.world_size, experiment.total_steps)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def surroundings(num_threads: int | None) -> Iterator[None]:
+        """Within the block torch uses so many threads, and does not warn of what is slow."""
+        before = torch.get_num_threads()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's, of attention
+            torch.set_num_threads(num_threads or before)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(before)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs of all replicas, one after the other."""
+        start = time.perf_counter()
+        outputs: torch.Tensor = self.model(inputs)
+        self._forward_s = time.perf_counter() - start
+        return outputs
+
+    def backward(self, loss: torch.Tensor) -> dict[str, Any]:
+        """Make the step; what a rank of a cluster would send in it, and what was skipped by a replica."""
+        start = time.perf_counter()
+        loss.backward()
+        backward_s = time.perf_counter() - start
+        stats = self.model.stats()
+        assert stats is not None
+        return {
+            "forward_s": self._forward_s,
+            "backward_s": backward_s,
+            "bytes_sent": self._bytes_of_all_reduce() if self._is_all_reduced else stats.bytes_sent,
+            "num_skipped": stats.num_skipped,
+            "num_refused": stats.num_refused,
+        }
+
+    def _bytes_of_all_reduce(self) -> int:
+        gradient_bytes = sum(parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad)
+        return round(2 * (len(self.ranks) - 1) / len(self.ranks) * gradient_bytes)
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
+        """All replicas at once."""
+        return evaluate_replicas(self.model, inputs, targets)
+
+    def consensus_distance(self) -> tuple[float, float]:
+        """As :meth:`gossip.VirtualWorkers.consensus_distance`."""
+        return self.model.consensus_distance()
+
+    def averaged(self) -> contextlib.AbstractContextManager[Any]:
+        """As :meth:`gossip.VirtualWorkers.averaged`."""
+        return self.model.averaged()
+
+    def global_avg(self) -> None:
+        """As :meth:`gossip.VirtualWorkers.global_avg`."""
+        self.model.global_avg()
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def _average_gradients(parameter: torch.Tensor) -> None:
+    """All-reduce, on stacked gradients [n, ...]."""
+    assert parameter.grad is not None
+    parameter.grad.copy_(parameter.grad.mean(0, keepdim=True).expand_as(parameter.grad))
