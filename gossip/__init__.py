@@ -24,6 +24,7 @@ from gossip.communication.debug_transport import DebugTransport as DebugTranspor
 from gossip.communication.distributed_transport import DistributedTransport as DistributedTransport
 from gossip.communication.transport import Exchange as Exchange
 from gossip.communication.transport import Transport as Transport
+from gossip.communication.transport_names import TRANSPORTS as TRANSPORTS
 from gossip.communication.world import World as World
 from gossip.compression.choco import Choco as Choco
 from gossip.compression.codec import BucketShape as BucketShape
@@ -61,6 +62,7 @@ from gossip.wrapper import GossipDataParallel as GossipDataParallel
 __all__ = [
     "ALGORITHMS",
     "COMPRESSIONS",
+    "TRANSPORTS",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",

@@ -86,16 +86,15 @@ class GossipDataParallel(ModuleFace, Outermost):
         Size of a bucket in MiB; a larger parameter has a bucket of its own.
     timeout : timedelta
         How long any wait for other ranks may take before it raises; or a fifth more, see :mod:`.communication.sockets`.
-    transport : callable, optional
-        ``(world, topology) -> Transport``, such as a class that extends :class:`gossip.Transport`: how messages travel.
-        By default over ``torch.distributed``: :class:`gossip.DistributedTransport`.
+    transport : str or callable
+        How messages travel. "distributed": over ``torch.distributed``, :class:`gossip.DistributedTransport`. "debug":
+        so too, and bucket, round, shape and digest of every message are checked, and the rank that is out of step is
+        named, slowly: :class:`gossip.DebugTransport`. Or another name in ``gossip.TRANSPORTS``; or a function
+        ``(world, topology) -> Transport``, such as a class that extends :class:`gossip.Transport`.
     process_group : ProcessGroup, optional
         The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. ``rank`` and the
         topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
         it is, so that nothing else may use it meanwhile.
-    debug : {None, "detail"}
-        "detail" checks bucket, round, shape and digest of every message, and names the rank that is out of step: see
-        :class:`gossip.DebugTransport`. Slow.
 
     Attributes
     ----------
@@ -166,9 +165,8 @@ class GossipDataParallel(ModuleFace, Outermost):
         buffers: Literal["local", "average"] = "local",
         bucket_cap_mb: float = 25.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        transport: TransportFactory | None = None,
+        transport: str | TransportFactory = "distributed",
         process_group: dist.ProcessGroup | None = None,
-        debug: Literal["detail"] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -185,7 +183,6 @@ class GossipDataParallel(ModuleFace, Outermost):
             buffers=buffers,
             bucket_cap_mb=bucket_cap_mb,
             transport=transport,
-            debug=debug,
         )
         world = World(timeout, process_group)
         try:

@@ -50,7 +50,7 @@ class Header:
     def difference(self, source: int, values: Sequence[int]) -> str | None:
         """In words how what rank ``source`` sent differs from what this rank has; None if it does not."""
         if values[0] != _MAGIC:
-            return f'rank {source} sent something else than a header: it is not in debug="detail"'
+            return f'rank {source} sent something else than a header: it has not transport="debug"'
         found = Header(*values[1:])
         if (found.step, found.bucket) != (self.step, self.bucket):
             return f"rank {source} sent bucket {found.bucket} of step {found.step}: one of the two is out of step"

@@ -88,24 +88,3 @@ def make_transport(factory: TransportFactory, world: World, topology: Topology) 
             f"{transport!r}; have its class extend gossip.Transport"
         )
     return transport
-
-
-def check_transport(factory: object) -> None:
-    """Refuse what cannot make a transport.
-
-    Raises
-    ------
-    TypeError
-        It is a transport already, or cannot be called.
-    """
-    if isinstance(factory, Transport):
-        name = type(factory).__name__
-        raise TypeError(
-            f"transport must be a function (world, topology) -> gossip.Transport, got a {name} that has been made "
-            f"already; pass its class, transport={name}, or functools.partial({name}, ...)"
-        )
-    if factory is not None and not callable(factory):
-        raise TypeError(
-            f"transport must be a function (world, topology) -> gossip.Transport, got {factory!r}; pass a class such "
-            "as gossip.DistributedTransport"
-        )

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import forks
-from gossip.communication.debug_transport import DebugTransport
 from gossip.communication.distributed_transport import DistributedTransport
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transport import TransportFactory, make_transport
+from gossip.communication.transport_names import resolve_transport
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
@@ -170,8 +170,7 @@ def _check(
 
 
 def _transport_factory(arguments: Arguments, compression: Compression) -> TransportFactory:
-    if arguments.transport is not None:
-        return arguments.transport
-    if arguments.debug == "detail":
-        return DebugTransport
-    return functools.partial(DistributedTransport, sums_on_wire=compression.adds_on_wire)
+    factory = resolve_transport(arguments.transport)
+    if factory is DistributedTransport:
+        return functools.partial(DistributedTransport, sums_on_wire=compression.adds_on_wire)
+    return factory

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 import topologies
 from gossip.algorithms import Algorithm
 from gossip.communication.membership import Membership
-from gossip.communication.transport import TransportFactory, check_transport
+from gossip.communication.transport import TransportFactory
+from gossip.communication.transport_names import name_of, resolve_transport
 from gossip.compression.codec import Compression
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
@@ -35,8 +36,7 @@ class Arguments:
     scaler: GradScaler | None
     buffers: str
     bucket_cap_mb: float
-    transport: TransportFactory | None
-    debug: str | None
+    transport: str | TransportFactory
 
     @property
     def open_scaler(self) -> GradScaler | None:
@@ -61,7 +61,7 @@ class Arguments:
             "clip_grad_norm": "none" if self.clip_grad_norm is None else f"{self.clip_grad_norm:g} ({self.clip})",
             "buffers": self.buffers,
             "bucket_cap_mb": f"{self.bucket_cap_mb:g}",
-            "debug": str(self.debug),
+            "transport": name_of(self.transport),
         }
         scaler = self.open_scaler
         if scaler is None:
@@ -83,13 +83,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
         raise ValueError(f'clip must be "global" or "bucket", got {arguments.clip!r}')
     if arguments.buffers not in ("local", "average"):
         raise ValueError(f'buffers must be "local" or "average", got {arguments.buffers!r}')
-    if arguments.debug not in (None, "detail"):
-        raise ValueError(f'debug must be None or "detail", got {arguments.debug!r}')
-    if arguments.debug is not None and arguments.transport is not None:
-        raise ValueError(
-            f"debug={arguments.debug!r} brings its own transport; leave out transport={arguments.transport!r}"
-        )
-    check_transport(arguments.transport)
+    resolve_transport(arguments.transport)
     check_positive("bucket_cap_mb", arguments.bucket_cap_mb, "number of MiB")
     if not math.isfinite(arguments.bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb must be finite, got {arguments.bucket_cap_mb}; sys.maxsize is as good as inf")

@@ -33,7 +33,7 @@ needs_nccl = pytest.mark.skipif(
 )
 
 
-def train_on(kind: str, topology: str, debug: str | None, in_group: bool = False) -> tuple[list[torch.Tensor], float]:
+def train_on(kind: str, topology: str, transport: str, in_group: bool = False) -> tuple[list[torch.Tensor], float]:
     """State after training and averaging, and the consensus distance before it."""
     device = torch.device("cpu")
     if kind == "cuda":
@@ -46,7 +46,7 @@ def train_on(kind: str, topology: str, debug: str | None, in_group: bool = False
         SGD,
         topology,
         bucket_cap_mb=TINY_BUCKETS,
-        debug=debug,
+        transport=transport,
         process_group=group,
     )
     for step in range(4):
@@ -62,7 +62,7 @@ def train_on(kind: str, topology: str, debug: str | None, in_group: bool = False
     return state, distance
 
 
-@pytest.mark.parametrize("debug", [None, "detail"])
+@pytest.mark.parametrize("transport", ["distributed", "debug"])
 @pytest.mark.parametrize("topology", ["complete", "star", "directed_ring"])
 @pytest.mark.parametrize(
     ("backend", "in_group"),
@@ -73,11 +73,9 @@ def train_on(kind: str, topology: str, debug: str | None, in_group: bool = False
         pytest.param("cpu:gloo,cuda:nccl", False, marks=needs_nccl),
     ],
 )
-def test_training_on_gpus_equals_training_on_cpus(
-    backend: str, in_group: bool, topology: str, debug: str | None
-) -> None:
+def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, topology: str, transport: str) -> None:
     wanted = launch(train_on, "cpu", topology, None, world_size=WORLD_SIZE)
-    found = launch(train_on, "cuda", topology, debug, in_group, world_size=WORLD_SIZE, backend=backend)
+    found = launch(train_on, "cuda", topology, transport, in_group, world_size=WORLD_SIZE, backend=backend)
     for (state, distance), (expected, expected_distance) in zip(found, wanted, strict=True):
         assert distance == pytest.approx(expected_distance, rel=1e-6)
         for ours, theirs in zip(state, expected, strict=True):

@@ -135,10 +135,10 @@ class GossipMethod:
     """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
 
     def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
-        transport = None  # the wrapper's own
+        options = options_of_the_wrapper(experiment.wrapper_options)
         if tracer is not None:
             sums_on_wire = experiment.compression.adds_on_wire
-            transport = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
+            options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
         self.model = experiment.make_wrapper(
             module,
             experiment.make_optimizer,
@@ -146,8 +146,7 @@ class GossipMethod:
             algorithm=experiment.algorithm,
             compression=experiment.compression,
             timeout=experiment.settings.timeout,
-            transport=transport,
-            **options_of_the_wrapper(experiment.wrapper_options),
+            **options,
         )
         self._options = experiment.wrapper_options
         assert self.model.optimizer is not None

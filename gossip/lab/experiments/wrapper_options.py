@@ -32,7 +32,7 @@ _SAID_ELSEWHERE = {
     "compression": "compression",
     "timeout": "launch.timeout_s",
 }
-_ONLY_IN_PROGRAMS = ("scaler", "transport", "process_group")
+_ONLY_IN_PROGRAMS = ("scaler", "process_group")
 _DEFAULTS = {name: each.default for name, each in inspect.signature(GossipDataParallel).parameters.items()}
 
 
@@ -98,9 +98,10 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
             "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
             "wrapper.clip=global or wrapper.step_in_backward=true"
         )
-    if options.get("debug") is not None and settings.profile:
+    transport = options.get("transport", _DEFAULTS["transport"])
+    if transport != _DEFAULTS["transport"] and settings.profile:
         raise ConfigurationError(
-            f"profile=true traces the usual exchanges, but wrapper.debug={options['debug']} brings its own; set one of "
+            f"profile=true traces the usual exchanges, but wrapper.transport={transport} brings others; set one of "
             "them only"
         )
 

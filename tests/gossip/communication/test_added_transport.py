@@ -12,13 +12,14 @@ import torch.distributed as dist
 from examples import example
 from replicas import SGD, TINY_BUCKETS, rank_module, snapshot, train
 
-from gossip import ExchangeError, GossipDataParallel, launch
+from gossip import TRANSPORTS, ExchangeError, GossipDataParallel, launch
 
 
 def train_with(folder: Path | None, compression: str | None) -> list[torch.Tensor]:
-    transport = None
+    transport = "distributed"
     if folder is not None:
-        transport = functools.partial(example("Add a transport")["FolderTransport"], folder=folder)
+        transport = "folder"
+        TRANSPORTS.register(transport)(functools.partial(example("Add a transport")["FolderTransport"], folder=folder))
     model = GossipDataParallel(
         rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, compression=compression, transport=transport
     )

@@ -166,8 +166,8 @@ def wait_for_one_that_is_ahead(awaited: int) -> str:
     return text
 
 
-def train_with(debug: str | None, topology: str) -> list[torch.Tensor]:
-    model = GossipDataParallel(rank_module(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, debug=debug)
+def train_with(transport: str, topology: str) -> list[torch.Tensor]:
+    model = GossipDataParallel(rank_module(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, transport=transport)
     train(model, range(3))
     with model.averaged():
         pass
@@ -179,24 +179,13 @@ def train_with(debug: str | None, topology: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("topology", ["star", "directed_ring", "one_peer_exponential"])
 def test_debugged_training_is_the_same(topology: str) -> None:
-    plain, debugged = (launch(train_with, debug, topology, world_size=4) for debug in (None, "detail"))
+    plain, debugged = (launch(train_with, transport, topology, world_size=4) for transport in ("distributed", "debug"))
     for ours, wanted in zip(itertools.chain(*debugged), itertools.chain(*plain), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("debug", ["DETAIL", "info", True])
-def test_debug_refuses_other_values(debug: Any) -> None:
-    with pytest.raises(ValueError, match=r'debug must be None or "detail", got'):
-        GossipDataParallel(nn.Linear(2, 1), None, debug=debug)
-
-
-def test_debug_refuses_a_transport_of_the_callers() -> None:
-    with pytest.raises(ValueError, match=r"debug='detail' brings its own transport; leave out transport=<class"):
-        GossipDataParallel(nn.Linear(2, 1), None, debug="detail", transport=DebugTransport)
-
-
 def test_debug_in_a_world_of_one_changes_nothing() -> None:
-    models = [GossipDataParallel(nn.Linear(4, 1), SGD, debug=debug) for debug in (None, "detail")]
+    models = [GossipDataParallel(nn.Linear(4, 1), SGD, transport=transport) for transport in ("distributed", "debug")]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         train(model, range(2))

@@ -134,7 +134,7 @@ REFUSED = ["train", "global_avg", "idle_step", "save", "export", "join", "wrap a
 OPTIONS: list[dict[str, object]] = [
     {"step_in_backward": False},
     {"algorithm": "adapt_then_combine"},
-    {"debug": "detail"},
+    {"transport": "debug"},
     {"timeout_s": 30.0, "compression": "int8", "buffers": "average"},
 ]
 ENDS = ["fork in a function", "os._exit", "multiprocessing", "DataLoader"]

@@ -256,7 +256,7 @@ def test_identity_rounds_send_nothing() -> None:
 @pytest.mark.parametrize(
     ("transport", "text"),
     [
-        ("tcp", r"transport must be a function \(world, topology\) -> gossip.Transport, got 'tcp'; pass a class"),
+        (3, r"transport must be a name or a function \(world, topology\) -> gossip.Transport, got 3; pass a class"),
         (IdleTransport(), r"got a IdleTransport that has been made already; pass its class, transport=IdleTransport"),
     ],
 )

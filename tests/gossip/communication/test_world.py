@@ -136,11 +136,11 @@ def native_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def wrap_and_close_often(debug: str | None) -> list[tuple[int, int, int, int]]:
+def wrap_and_close_often(transport: str) -> list[tuple[int, int, int, int]]:
     """Threads of Python, threads, open files and registered groups after each model."""
     left = []
     for turn in range(20):
-        model = GossipDataParallel(nn.Linear(3, 1), SGD, "one_peer_exponential", debug=debug)
+        model = GossipDataParallel(nn.Linear(3, 1), SGD, "one_peer_exponential", transport=transport)
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
         model.close()
@@ -152,9 +152,9 @@ def wrap_and_close_often(debug: str | None) -> list[tuple[int, int, int, int]]:
     return left
 
 
-@pytest.mark.parametrize(("world_size", "debug"), [(2, None), (4, None), (2, "detail")])
-def test_wrapping_and_closing_leaves_no_thread_file_or_group(world_size: int, debug: str | None) -> None:
-    for left in launch(wrap_and_close_often, debug, world_size=world_size):
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "distributed"), (4, "distributed"), (2, "debug")])
+def test_wrapping_and_closing_leaves_no_thread_file_or_group(world_size: int, transport: str) -> None:
+    for left in launch(wrap_and_close_often, transport, world_size=world_size):
         assert left[-1] == left[1]
 
 

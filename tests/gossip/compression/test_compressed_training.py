@@ -22,14 +22,14 @@ TOPOLOGY = {
 }
 
 
-def make(name: str, debug: str | None = None) -> GossipDataParallel:
+def make(name: str, transport: str = "distributed") -> GossipDataParallel:
     return GossipDataParallel(
         rank_module(),
         SGD,
         TOPOLOGY[name],
         compression=COMPRESSIONS[name].make(0),
         bucket_cap_mb=TINY_BUCKETS,
-        debug=debug,
+        transport=transport,
     )
 
 
@@ -43,7 +43,7 @@ def resume(name: str, folder: str) -> None:
     gossip.load(resumed, folder)
     train(resumed, range(4, 8))
     assert_equal_states(snapshot(resumed), snapshot(straight))
-    debugged = make(name, debug="detail")
+    debugged = make(name, transport="debug")
     train(debugged, range(8))
     assert_equal_states(snapshot(debugged), snapshot(straight))
     with straight.averaged():

@@ -213,12 +213,12 @@ class Wide(nn.Module):
         return self.layer(x).sum() + self.low.float().sum()
 
 
-def lines_at_the_start(mode: str, topology: str, debug: str | None) -> list[str]:
+def lines_at_the_start(mode: str, topology: str, carrier: str) -> list[str]:
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
     schedule = topologies.build(topology, WORLD_SIZE)
     model = GossipDataParallel(
-        Wide(), torch.optim.SGD, schedule, bucket_cap_mb=1.0, buffers="average", debug=debug, **MODES[mode]
+        Wide(), torch.optim.SGD, schedule, bucket_cap_mb=1.0, buffers="average", transport=carrier, **MODES[mode]
     )
     num_lines = len(lines)
     for _ in range(2):
@@ -236,30 +236,30 @@ WHEN = {"in backward": "bucket by bucket in backward", "all at once": "at the en
 
 
 @pytest.mark.parametrize(
-    ("mode", "topology", "period", "debug", "transport"),
+    ("mode", "topology", "period", "carrier", "transport"),
     [
         (
             "in backward",
             "complete",
             "period 1",
-            None,
+            "distributed",
             "2 communicators on rank 0; rounds by all-reduce in groups (messages below 64 KiB point-to-point)",
         ),
         (
             "all at once",
             "one_peer_exponential",
             "period 2",
-            None,
+            "distributed",
             "1 communicator on rank 0; rounds point-to-point",
         ),
-        ("outside", "random_matching", "no period", None, "1 communicator on rank 0; rounds point-to-point"),
-        ("in backward", "ring", "period 1", "detail", "debug: every round point-to-point, with headers; slow"),
+        ("outside", "random_matching", "no period", "distributed", "1 communicator on rank 0; rounds point-to-point"),
+        ("in backward", "ring", "period 1", "debug", "debug: every round point-to-point, with headers; slow"),
     ],
 )
 def test_what_was_built_is_said_once_by_rank_0(
-    mode: str, topology: str, period: str, debug: str | None, transport: str
+    mode: str, topology: str, period: str, carrier: str, transport: str
 ) -> None:
-    first, *others = launch(lines_at_the_start, mode, topology, debug, world_size=WORLD_SIZE)
+    first, *others = launch(lines_at_the_start, mode, topology, carrier, world_size=WORLD_SIZE)
     assert others == [[]] * (WORLD_SIZE - 1)
     what, buckets, how = first
     assert what == (
@@ -270,8 +270,8 @@ def test_what_was_built_is_said_once_by_rank_0(
         "3 buckets: 1 MiB float32 on cpu, 2 KiB bfloat16 on cpu, buffers 0.5 KiB float32 on cpu; "
         "1 KiB of frozen parameters are not sent"
     )
-    assert how.startswith("backend gloo, " if debug is None else "backend gloo; ")
-    in_memory = "" if debug is not None else "; with 3 ranks on this machine values from 64 KiB on are read in memory"
+    assert how.startswith("backend gloo, " if carrier == "distributed" else "backend gloo; ")
+    in_memory = "" if carrier == "debug" else "; with 3 ranks on this machine values from 64 KiB on are read in memory"
     assert how.endswith(transport + in_memory)
 
 

@@ -81,10 +81,13 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             ["algorithm=momentum_exchange", "optimizer=adamw"],
             "error: algorithm MomentumExchange mixes the momentum of torch.optim.SGD, but the optimizer is AdamW",
         ),
-        (["wrapper.debug=details"], "error: wrapper.debug must be detail or null, got 'details'"),
         (
-            ["wrapper.debug=detail", "profile=true"],
-            "error: profile=true traces the usual exchanges, but wrapper.debug=detail brings its own",
+            ["wrapper.transport=distributd"],
+            "error: wrapper.transport=distributd: unknown transport 'distributd'. Did you mean 'distributed'? ",
+        ),
+        (
+            ["wrapper.transport=debug", "profile=true"],
+            "error: profile=true traces the usual exchanges, but wrapper.transport=debug brings others",
         ),
         (
             ["wrapper.clip=bucket", "wrapper.clip_grad_norm=1", "wrapper.step_in_backward=false"],
@@ -95,7 +98,7 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             "error: the configuration has no key clip_grad_norm; did you mean wrapper.clip_grad_norm?",
         ),
         (["+wrapper.compression=int8"], "error: wrapper.compression is not set here; set compression=..."),
-        (["+wrapper.transport=null"], "error: wrapper.transport is for programs of your own; leave it out"),
+        (["+wrapper.scaler=null"], "error: wrapper.scaler is for programs of your own; leave it out"),
         (
             ["+wrapper.clip_norm=1"],
             "error: wrapper.clip_norm=1: GossipDataParallel has no option clip_norm; did you mean clip_grad_norm?",

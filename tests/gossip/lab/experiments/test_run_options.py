@@ -50,7 +50,7 @@ def losses(records: Records) -> list[float]:
         (("algorithm=adapt_then_combine",), "AdaptThenCombine(gamma=1)", None),
         (("algorithm.gamma=0.5",), "AdaptWhileCommunicating(gamma=0.5)", None),
         ((CLIPPED, "wrapper.clip=bucket", "wrapper.bucket_cap_mb=0.001"), BY_DEFAULT, "0.5 (bucket)"),
-        (("wrapper.debug=detail",), BY_DEFAULT, None),
+        (("wrapper.transport=debug",), BY_DEFAULT, None),
     ],
 )
 def test_options_run(
@@ -61,7 +61,7 @@ def test_options_run(
     assert losses(records)[-1] < losses(records)[0]
     if clipping is None and method == "gossip":
         _, others = run(tmp_path / "default")
-        is_same = "wrapper.debug=detail" in overrides
+        is_same = "wrapper.transport=debug" in overrides
         assert (losses(records) == pytest.approx(losses(others), rel=1e-4)) == is_same
 
 
@@ -96,14 +96,14 @@ def test_options_without_meaning_for_ddp_are_named_only_if_changed() -> None:
             "wrapper.clip=bucket",
             "wrapper.buffers=average",
             "wrapper.step_in_backward=false",
-            "wrapper.debug=detail",
+            "wrapper.transport=debug",
         )
         _say_what_is_ignored(build(composed("method=ddp", *changed)))
     finally:
         logger.remove(sink)
     assert lines == [
         "INFO without meaning for method=ddp, and ignored: algorithm AdaptWhileCommunicating(gamma=0.5), "
-        "wrapper.clip=bucket, wrapper.buffers=average, wrapper.step_in_backward=false, wrapper.debug=detail\n"
+        "wrapper.clip=bucket, wrapper.buffers=average, wrapper.step_in_backward=false, wrapper.transport=debug\n"
     ]
 
 

@@ -129,7 +129,7 @@ def test_run_goes_on_with_the_other_engine(tmp_path: Path, before: str, after: s
 
 @pytest.mark.parametrize(
     "option",
-    ["wrapper.step_in_backward=false", "wrapper.debug=detail", "profile=true"],
+    ["wrapper.step_in_backward=false", "wrapper.transport=debug", "profile=true"],
 )
 def test_virtual_run_refuses_what_needs_processes(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option.partition('=')[0]}.* is for ranks that are processes"):
