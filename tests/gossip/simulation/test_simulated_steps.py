@@ -206,6 +206,12 @@ def test_nobody_waits_for_a_rank_that_has_dropped_out(name: str) -> None:
     assert steps[8:].max() > 1.0  # it is back
 
 
+def test_a_rank_that_has_dropped_out_goes_on_when_the_others_have_ended() -> None:
+    workload = dataclasses.replace(PLAIN, drop_outs=(DropOut(1, 1, 2),))
+    run = simulate_time("none", Cluster(2, **FREE), workload, 5)
+    np.testing.assert_allclose(run.step_ends_s, 0.35 * np.arange(1, 6))
+
+
 def test_a_step_that_everybody_misses_takes_no_time() -> None:
     workload = dataclasses.replace(PLAIN, drop_outs=(DropOut(0, 1, 2), DropOut(1, 1, 1)))
     run = simulate_time("ddp", Cluster(2, **FREE), workload, 3)
