@@ -52,8 +52,8 @@ class Case:
             "exponential": (RandomDelays(stragglers.MEAN_S),),
             "one_slow": (SlowRank(stragglers.SLOW_RANK, _ONE_SLOW_FACTOR),),
         }
-        told = {**self.workload, "bucket_bytes": tuple(self.workload["bucket_bytes"])}
-        workload = Workload(**told, stragglers=late[self.straggler])
+        arguments = {**self.workload, "bucket_bytes": tuple(self.workload["bucket_bytes"])}
+        workload = Workload(**arguments, stragglers=late[self.straggler])
         simulated = {"local": "none", "ddp": "ddp"}.get(method) or topologies.build(method, cluster.world_size)
         return simulate_time(simulated, cluster, workload, _NUM_STEPS).step_time_s
 

@@ -178,8 +178,8 @@ def _ratio(row: Row, reference: Row) -> Ratio:
     return Ratio(
         label=row.label,
         reference=reference.label,
-        step=Spread.over([ours / theirs for ours, theirs in steps]),
-        throughput=Spread.over([theirs / ours for ours, theirs in wholes]),
+        step=Spread.over([own_s / baseline_s for own_s, baseline_s in steps]),
+        throughput=Spread.over([baseline_s / own_s for own_s, baseline_s in wholes]),
     )
 
 
@@ -193,7 +193,7 @@ def as_dict(rows: Sequence[Row], ratios: Sequence[Ratio]) -> dict[str, Any]:
 
 def _of(records: Records, label: str) -> list[list[Mapping[str, Any]]]:
     found = [
-        sorted((each for each in by_rank if each.get("method") == label), key=lambda record: int(record["repetition"]))
+        sorted((row for row in by_rank if row.get("method") == label), key=lambda record: int(record["repetition"]))
         for by_rank in records
     ]
     assert all(found), f"no record of {label}"

@@ -107,7 +107,7 @@ def _measure(settings: Settings, network: Network, rate: str | None, folder: Pat
     logger.info("{} ranks, {}, {}", settings.world_size, network.name, rate or "unshaped")
     by_rank = bench_workers.measure(settings, network, folder, tell)
     carried = [record["goodput_bytes_per_s"] for records in by_rank for record in records if "method" not in record]
-    measured = [each for each in carried if each is not None]
+    measured = [value for value in carried if value is not None]
     goodput = statistics.median(measured) if measured else None
     rows = rows_of(by_rank, settings.methods, goodput)
     return Result(rate, goodput, rows, ratios_of(rows))

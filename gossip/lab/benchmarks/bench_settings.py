@@ -146,7 +146,7 @@ def _words(option: str, value: Any) -> str:
     if value in (None, "none"):
         return ""
     if isinstance(value, Mapping):
-        return " ".join(str(each) for each in value.values())
+        return " ".join(str(entry) for entry in value.values())
     unit = " MiB" if option in ("bucket_cap_mb", "bucket_size_in_mb") else ""
     return f"{value}{unit}" if isinstance(value, str) or unit else f"{option}={value}"
 

@@ -29,35 +29,35 @@ def main() -> int:
     """Measure what the file says; return the exit status."""
     logger.remove()
     logger.add(sys.stderr, level="WARNING")
-    told = WorkerSpecification.read(Path(sys.argv[1]))
+    spec = WorkerSpecification.read(Path(sys.argv[1]))
     threading.Thread(target=_leave_with_controller, name="controller-watch", daemon=True).start()
-    os.environ["GLOO_SOCKET_IFNAME"] = told.interface
-    torch.set_num_threads(told.num_threads)
-    timeout = timedelta(seconds=told.timeout_s)
-    store = dist.TCPStore(told.store_address, told.store_port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=told.rank, world_size=told.world_size, timeout=timeout)
-    run(told)
+    os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
+    torch.set_num_threads(spec.num_threads)
+    timeout = timedelta(seconds=spec.timeout_s)
+    store = dist.TCPStore(spec.store_address, spec.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
+    run(spec)
     dist.destroy_process_group()
     return 0
 
 
-def run(told: WorkerSpecification) -> None:
+def run(spec: WorkerSpecification) -> None:
     """Measure the links, then every method in every repetition, and write a record of each. Collective."""
-    path = Path(told.records)
+    path = Path(spec.records)
     with path.open("a", encoding="utf-8", buffering=1) as file:
 
         def record(content: dict[str, Any]) -> None:
             file.write(json.dumps(without_non_finite(content)) + "\n")
 
         carried = goodput.measure(
-            address=told.address, interface=told.interface, shared=told.shared_interface, timeout_s=told.timeout_s
+            address=spec.address, interface=spec.interface, shared=spec.shared_interface, timeout_s=spec.timeout_s
         )
         record({"goodput_bytes_per_s": carried})
-        if told.probe_bucket_cap_mb is not None:
-            record({"goodput_bytes_per_s": None, "probe": asdict(probe(told))})
-        measurement = Measurement(told, sign_of_life=lambda: os.utime(path))
-        for repetition in range(told.repetitions):
-            for method in told.methods[:: -1 if repetition % 2 else 1]:
+        if spec.probe_bucket_cap_mb is not None:
+            record({"goodput_bytes_per_s": None, "probe": asdict(probe(spec))})
+        measurement = Measurement(spec, sign_of_life=lambda: os.utime(path))
+        for repetition in range(spec.repetitions):
+            for method in spec.methods[:: -1 if repetition % 2 else 1]:
                 record(measurement.measure(method, repetition))
 
 

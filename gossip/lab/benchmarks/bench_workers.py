@@ -137,8 +137,8 @@ def _wait(
 
 def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[WorkerSpecification]) -> None:
     """Raise the error of the rank that wrote its last words first."""
-    failed = [told for process, told in zip(running, specifications, strict=True) if process.poll()]
-    first = min(failed, key=lambda told: _log(told).stat().st_mtime)
+    failed = [spec for process, spec in zip(running, specifications, strict=True) if process.poll()]
+    first = min(failed, key=lambda spec: _log(spec).stat().st_mtime)
     words = _log(first).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     status = running[first.rank].returncode
     how = words[-1] if words else f"it ended without a word, with status {status}"

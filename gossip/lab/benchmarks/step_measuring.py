@@ -42,21 +42,21 @@ class Measurement:
 
     def measure(self, method: MethodSpecification, repetition: int) -> dict[str, Any]:
         """What it cost on this rank; ``start_s`` and ``end_s`` are of a clock that all processes of a machine share."""
-        told = self._specification
+        spec = self._specification
         memory = PeakMemory()
-        module = self._workload.initial_module(told.seed)
-        timeout = timedelta(seconds=told.timeout_s)
+        module = self._workload.initial_module(spec.seed)
+        timeout = timedelta(seconds=spec.timeout_s)
         running = METHODS[method.kind](module, self._workload.learning_rate, dict(method.options), timeout)
         dist.barrier()
-        for step in range(told.warmup_steps):
+        for step in range(spec.warmup_steps):
             running.step(self._batch(step))
             self._sign_of_life()
         # No barrier here: what is in flight would arrive meanwhile, and its bytes and waits would be missing.
-        before, start_s = InterfaceBytes.read(told.interface), time.monotonic()
+        before, start_s = InterfaceBytes.read(spec.interface), time.monotonic()
         step_s: list[float] = []
         waits_s: list[float | None] = []
-        for step in range(told.steps):
-            batch, delay_s = self._batch(told.warmup_steps + step), self._delay_s(repetition, step)
+        for step in range(spec.steps):
+            batch, delay_s = self._batch(spec.warmup_steps + step), self._delay_s(repetition, step)
             step_start_s = time.perf_counter()
             if delay_s > 0:
                 time.sleep(delay_s)
@@ -65,13 +65,13 @@ class Measurement:
             waits_s.append(running.exposed_wait_s())
             self._sign_of_life()
         end_s = time.monotonic()
-        carried = InterfaceBytes.read(told.interface).since(before)
+        carried = InterfaceBytes.read(spec.interface).since(before)
         peak_bytes = memory.bytes()
         dist.barrier()
         running.close()
         del running
         gc.collect()
-        num_sharing = told.world_size if told.shared_interface else 1
+        num_sharing = spec.world_size if spec.shared_interface else 1
         return {
             "method": method.label,
             "repetition": repetition,
@@ -89,12 +89,12 @@ class Measurement:
         return self._batches[step % len(self._batches)]
 
     def _delay_s(self, repetition: int, step: int) -> float:
-        told = self._specification
+        spec = self._specification
         return stragglers.delay_s(
-            told.straggler,
-            seed=told.seed,
+            spec.straggler,
+            seed=spec.seed,
             repetition=repetition,
-            rank=told.rank,
+            rank=spec.rank,
             step=step,
             compute_s=self._compute_s,
         )
@@ -116,23 +116,23 @@ class Measurement:
     def _final_loss(self, module: nn.Module) -> float:
         """Of the replicas' mean on the held-out batch; ``module`` becomes that mean. Collective."""
         average_(
-            [each.data for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()],
+            [tensor.data for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()],
             self._specification.world_size,
         )
         module.eval()
         return float(loss_of(module, self._workload.held_out(self._specification.seed)))
 
 
-def probe(told: WorkerSpecification) -> Measured:
+def probe(spec: WorkerSpecification) -> Measured:
     """What :func:`gossip.simulate_time` needs to know of these ranks. Collective."""
-    assert told.probe_bucket_cap_mb is not None
-    workload = WORKLOADS[told.model]
-    module, batches = workload.initial_module(told.seed), workload.batches(told.seed, told.rank)
+    assert spec.probe_bucket_cap_mb is not None
+    workload = WORKLOADS[spec.model]
+    module, batches = workload.initial_module(spec.seed), workload.batches(spec.seed, spec.rank)
     return measure(
         module,
         lambda step: loss_of(module, batches[step % len(batches)]),
         partial(make_optimizer, workload.learning_rate),
-        bucket_cap_mb=told.probe_bucket_cap_mb,
+        bucket_cap_mb=spec.probe_bucket_cap_mb,
     )
 
 

@@ -63,7 +63,7 @@ def find(output_root: Path, asked: Mapping[str, Any], environment: Mapping[str, 
     has ended, or has a checkpoint.
     """
     who, wanted = restarter(environment), _comparable(asked)
-    same = [each for each in _newest_first(output_root) if _comparable(_saved_configuration(each)) == wanted]
+    same = [found for found in _newest_first(output_root) if _comparable(_saved_configuration(found)) == wanted]
     if who is not None:
         own = [folder for folder in same if _is_of(folder, who, environment)]
         if own or asked.get("resume") != AUTO:

@@ -122,16 +122,16 @@ def _instead_of(key: str, config_folder: Path, config_name: str) -> str:
     """What was probably meant: a key of this very configuration, or a file of a group that has the key."""
     known = sorted(set(_keys_of_this(config_folder, config_name)))
     last = key.rpartition(".")[2]
-    own = [each for each in known if not each.startswith("hydra.")]
-    same_end = [each for each in own if each.rpartition(".")[2] == last]
+    own = [candidate for candidate in known if not candidate.startswith("hydra.")]
+    same_end = [candidate for candidate in own if candidate.rpartition(".")[2] == last]
     if same_end:
         return f"; did you mean {same_end[0]}?"
     group = key.partition(".")[0]
     having = [
-        (each, f"{folder}={name}")
+        (candidate, f"{folder}={name}")
         for folder, name, keys in _files(config_folder)
-        for each in keys
-        if each == key or (folder == group and each.rpartition(".")[2] == last)
+        for candidate in keys
+        if candidate == key or (folder == group and candidate.rpartition(".")[2] == last)
     ]
     if having:
         files = ", ".join(dict.fromkeys(file for _, file in having))

@@ -13,14 +13,14 @@ _made: list[Path] = []  # by this command, deepest first
 
 def missing(folder: Path) -> list[Path]:
     """Which of ``folder`` and the folders above it are not there, deepest first."""
-    return [each for each in (folder, *folder.parents) if not each.exists()]
+    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
     """Remove those of ``folders`` that are empty or there no longer; deepest first."""
-    for each in folders:
+    for path in folders:
         with contextlib.suppress(OSError):
-            each.rmdir()
+            path.rmdir()
 
 
 def remove_new() -> None:

@@ -95,7 +95,7 @@ def _rows(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
         indent, key, value, comment = len(match[1]), match[2], match[3], match[4] or ""
         while above and above[-1][0] >= indent:
             above.pop()
-        name = ".".join([*([prefix] if prefix else []), *(each for _, each in above), key])
+        name = ".".join([*([prefix] if prefix else []), *(part for _, part in above), key])
         if value is None:
             above.append((indent, key))
         if value is not None or comment:

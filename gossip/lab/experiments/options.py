@@ -46,13 +46,13 @@ def check_options(place: str, target: Callable[..., Any], options: Mapping[str, 
         The text names option, value and what is allowed.
     """
     parameters = inspect.signature(target).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     types_ = _types_of(target)
     for name, value in options.items():
         if name in _OF_HYDRA:
             continue
         if name not in parameters and not takes_any:
-            known = [each for each in parameters if each not in ("self", "params")]
+            known = [name for name in parameters if name not in ("self", "params")]
             raise ConfigurationError(
                 f"{place}.{name}={shown(value)}: {getattr(target, '__name__', target)} has no option {name}"
                 f"{nearest(name, known)} Its parameters are {', '.join(known)}"
@@ -120,7 +120,7 @@ def _has_object(value: Any) -> bool:
 def _fits(value: Any, expected: Any) -> bool:
     origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, each) for each in inner)
+        return any(_fits(value, kind) for kind in inner)
     if origin is typing.Literal:
         return value in inner
     if expected in (None, type(None)):
@@ -157,7 +157,7 @@ def _elements_fit(value: Sequence[Any], origin: Any, inner: Sequence[Any]) -> bo
         return True
     if origin is tuple and Ellipsis not in inner:
         return len(value) == len(inner) and all(map(_fits, value, inner))
-    return all(_fits(each, inner[0]) for each in value)
+    return all(_fits(item, inner[0]) for item in value)
 
 
 def _words(expected: Any) -> str:

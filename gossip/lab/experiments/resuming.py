@@ -62,7 +62,7 @@ def continued_configuration(
     config = saved_configuration(folder)
     check_imports(config.get("imports") or (), asked, str(folder / run_folder.CONFIG_FILE))
     config[OPTION] = list(trusted_names(asked))  # a folder cannot say that it is to be trusted
-    saved, now, without = (dict(_leaves(each)) for each in (config, asked, defaults))
+    saved, now, without = (dict(_leaves(tree)) for tree in (config, asked, defaults))
     prefixes = tuple(keys)
     wanted = {
         key
@@ -154,7 +154,7 @@ def advice(folder: Path, config: Mapping[str, Any]) -> str:
 def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
     """What the user has set for this run from its beginning on. Local."""
     earlier = run_folder.read_overrides(folder)
-    return earlier + [each for each in overrides if each not in earlier and not each.startswith("resume=")]
+    return earlier + [option for option in overrides if option not in earlier and not option.startswith("resume=")]
 
 
 def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -84,7 +84,7 @@ class Stopping:
         grace_s: float = GRACE_S,
     ) -> None:
         self._store = store
-        self._keys = [f"steps{each}" for each in range(world_size)]
+        self._keys = [f"steps{rank}" for rank in range(world_size)]
         self._rank = rank
         self._bound_steps = bound_steps
         self._saves = saves
@@ -112,15 +112,15 @@ class Stopping:
             os.set_blocking(self._writing, False)
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The thread hears of the signal by the descriptor, also while the main thread is in foreign code.
-            self._before = {each: signal.signal(each, _leave_to_the_thread) for each in SIGNALS if self._saves}
+            self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self._saves}
         self._thread = daemon_threads.start("gossip-stopping", self._watch, end=self._is_there.set)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._wake_before is not None:
             signal.set_wakeup_fd(self._wake_before)
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._is_there.set()
         os.write(self._writing, b"\0")
         self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())
@@ -226,12 +226,12 @@ def signals_for_workers() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = {each: signal.signal(each, forward) for each in SIGNALS}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield came
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_to_the_thread(_: int, __: FrameType | None) -> None:

@@ -82,7 +82,7 @@ def check_targets(config: Mapping[str, Any]) -> None:
     for place, name in found:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigurationError(f"{place}={name!r} is no name of a class or function, as package.module.Name is")
-        if not any(_is_within(name, each.written) for each in _allowed_at(place)) and not _is_trusted(name, trusted):
+        if not any(_is_within(name, group.written) for group in _allowed_at(place)) and not _is_trusted(name, trusted):
             raise _refusal(place, name, name)
     for place, name in found:
         if name not in trusted:
@@ -190,7 +190,7 @@ def _is_within(name: str, package: str) -> bool:
 
 
 def _is_trusted(name: str, trusted: Sequence[str]) -> bool:
-    return any(_is_within(name, each) for each in trusted)
+    return any(_is_within(name, prefix) for prefix in trusted)
 
 
 def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
@@ -210,7 +210,7 @@ def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
 
 
 def _refusal(place: str, name: str, defined: str) -> ConfigurationError:
-    allowed = [f"{'functions' if each.functions else 'classes'} of {each.defined}" for each in _allowed_at(place)]
+    allowed = [f"{'functions' if kind.functions else 'classes'} of {kind.defined}" for kind in _allowed_at(place)]
     section = place.partition(".")[0]
     what = f"{place}={name}" + (f" is {defined}, which" if defined != name else "")
     return ConfigurationError(

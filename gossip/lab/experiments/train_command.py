@@ -63,8 +63,8 @@ def main(config_folder: Path, config_name: str) -> int:
             return report(error, config_folder, config_name)
         print(help_text(sys.argv[0], config_folder, config_name))
         return 0
-    for each in SIGNALS:
-        signal.signal(each, _terminate)
+    for number in SIGNALS:
+        signal.signal(number, _terminate)
     try:
         placement = find_placement()
     except ValueError as error:  # of SLURM's variables

@@ -211,7 +211,7 @@ def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
 
 
 def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
-    losses, accuracies = zip(*((each.loss, each.accuracy) for each in evaluations), strict=True)
+    losses, accuracies = zip(*((evaluation.loss, evaluation.accuracy) for evaluation in evaluations), strict=True)
     return Evaluation(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
 
 

@@ -33,7 +33,7 @@ _SAID_ELSEWHERE = {
     "timeout": "launch.timeout_s",
 }
 _ONLY_IN_PROGRAMS = ("scaler", "process_group")
-_DEFAULTS = {name: each.default for name, each in inspect.signature(GossipDataParallel).parameters.items()}
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
 
 
 def wrapper_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def check_values(options: Mapping[str, Any], module: nn.Module) -> None:
     """
     # A norm is one for the loop too, which clips where the wrapper, after the backward pass, does not.
     given = {**options, "step_in_backward": True, "optimizer": None}
-    arguments = Arguments(**{each.name: given.get(each.name, _DEFAULTS[each.name]) for each in fields(Arguments)})
+    arguments = Arguments(**{entry.name: given.get(entry.name, _DEFAULTS[entry.name]) for entry in fields(Arguments)})
     try:
         check_arguments(arguments, module)
     except FAULTS as error:

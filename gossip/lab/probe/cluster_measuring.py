@@ -74,7 +74,7 @@ def measure(
         dist.barrier()
     plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
     measured = gather_plain(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
-    steps = [StepTimes(**{**each, "bucket_bytes": tuple(each["bucket_bytes"])}) for each in measured]
+    steps = [StepTimes(**{**times, "bucket_bytes": tuple(times["bucket_bytes"])}) for times in measured]
     workload = workload_of(steps)
     device = next(module.parameters()).device
     links: list[Link] = []
@@ -97,20 +97,20 @@ def workload_of(steps: Sequence[StepTimes]) -> Workload:
     steps : sequence of StepTimes
         By rank.
     """
-    computing = [np.add(each.forward_s, each.backward_s) for each in steps]
-    means = [float(each.mean()) for each in computing]
+    computing = [np.add(times.forward_s, times.backward_s) for times in steps]
+    means = [float(durations.mean()) for durations in computing]
     usual_s = statistics.median(means)
     slow = tuple(
         SlowRank(rank, mean / usual_s) for rank, mean in enumerate(means) if usual_s and mean > _SLOW_FACTOR * usual_s
     )
-    usual = [each for rank, each in enumerate(steps) if rank not in {straggler.rank for straggler in slow}]
-    variances = [float(np.var(each / each.mean())) for each in computing if each.mean() > 0]
+    usual = [times for rank, times in enumerate(steps) if rank not in {straggler.rank for straggler in slow}]
+    variances = [float(np.var(durations / durations.mean())) for durations in computing if durations.mean() > 0]
     return Workload(
-        forward_s=_mean([each.forward_s for each in usual]),
-        backward_s=_mean([each.backward_s for each in usual]),
+        forward_s=_mean([times.forward_s for times in usual]),
+        backward_s=_mean([times.backward_s for times in usual]),
         bucket_bytes=steps[0].bucket_bytes,
-        update_s=_mean([each.update_s for each in usual]),
-        mix_s=_mean([each.mix_s for each in usual]),
+        update_s=_mean([times.update_s for times in usual]),
+        mix_s=_mean([times.mix_s for times in usual]),
         jitter=float(np.sqrt(np.mean(variances))) if variances else 0.0,
         stragglers=slow,
     )

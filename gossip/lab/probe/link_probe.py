@@ -94,15 +94,15 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
         Where the messages are.
     """
     rank = dist.get_rank()
-    mine = []
+    own = []
     for number, pairs in enumerate(matchings(dist.get_world_size())):
         peer = next((sum(pair) - rank for pair in pairs if rank in pair), None)
         dist.barrier()
         if peer is None:
             continue
         latency_s = _latency_s(peer, device)
-        mine.append(Link(rank, peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
-    everyone = gather_plain([asdict(link) for link in mine], "gathering what the links took", DEFAULT_TIMEOUT)
+        own.append(Link(rank, peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
+    everyone = gather_plain([asdict(link) for link in own], "gathering what the links took", DEFAULT_TIMEOUT)
     return [Link(**link) for links in everyone for link in links]
 
 
@@ -158,9 +158,9 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     thread.join()
     together_s = sending.result()
     steps_meanwhile = num_steps * together_s / computed_s
-    mine = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
-    everyone = gather_plain(mine, "gathering what computing took from the links", DEFAULT_TIMEOUT)
-    return statistics.fmean(each for each in everyone if each is not None)
+    own = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
+    everyone = gather_plain(own, "gathering what computing took from the links", DEFAULT_TIMEOUT)
+    return statistics.fmean(factor for factor in everyone if factor is not None)
 
 
 def _latency_s(peer: int, device: torch.device) -> float:

@@ -126,7 +126,9 @@ class Advice:
                 f"Between ranks of a node: {cluster.local_latency_us:.0f} us, {cluster.local_bandwidth_gbps:.3g} "
                 f"Gbit/s{'; gossip reads parameters in memory' * cluster.shares_memory}."
             )
-        lines += [f"Rank {each.rank} computes {each.factor:.2f} times as long as the others." for each in slow]
+        lines += [
+            f"Rank {straggler.rank} computes {straggler.factor:.2f} times as long as the others." for straggler in slow
+        ]
         if not self.measured.is_regular:
             lines.append("Nodes hold different numbers of ranks, or not in order: each rank counts as a node.")
         return lines

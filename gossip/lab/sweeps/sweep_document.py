@@ -101,7 +101,7 @@ def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What a reader must know besides the rows: those settings in which no two runs differ."""
     texts = [_settings(config) for config in configs]
     first = texts[0]
-    return {name: text for name, text in first.items() if all(each.get(name) == text for each in texts)}
+    return {name: text for name, text in first.items() if all(other.get(name) == text for other in texts)}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:

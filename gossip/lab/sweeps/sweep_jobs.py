@@ -132,7 +132,7 @@ def make_job(
     method = str(value_of(config, "method"))
     is_gossip = method == "gossip"
     setting = Setting(
-        label=_label(config, method, [each for each in overrides if each.partition("=")[0] in other]),
+        label=_label(config, method, [override for override in overrides if override.partition("=")[0] in other]),
         method=method,
         topology=str(value_of(config, "topology.name")) if is_gossip else None,
         world_size=int(value_of(config, "launch.world_size")),

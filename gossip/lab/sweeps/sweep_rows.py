@@ -79,7 +79,7 @@ def _row(setting: Setting, results: Sequence[Result], metric: Metric) -> dict[st
         "status": "completed" if not failed else "partly failed" if completed else "failed",
         "reasons": [f"seed {result.job.seed}: {result.summary['reason']}" for result in failed],
         "commands": [result.job.command for result in results],
-        "values": {name: aggregate([each[name] for each in values]) for name in values[0]} if values else {},
+        "values": {name: aggregate([of_run[name] for of_run in values]) for name in values[0]} if values else {},
         "curves": mean_curve([result.curve for result in completed], metric, step_time_s),
     }
 
