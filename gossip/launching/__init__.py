@@ -1,1 +1,10 @@
 """Ranks: started on this machine, or by torchrun or SLURM."""
+
+from gossip.launching.joining import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+from gossip.launching.joining import Placement as Placement
+from gossip.launching.joining import find_placement as find_placement
+from gossip.launching.joining import joined_process_group as joined_process_group
+from gossip.launching.launcher import launch as launch
+from gossip.launching.launcher import signal_workers as signal_workers
+
+__all__ = ["DEFAULT_TIMEOUT", "Placement", "find_placement", "joined_process_group", "launch", "signal_workers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,16 +80,9 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     ValueError, TypeError
         Names the argument, its value and what is allowed.
     """
-    if arguments.clip not in ("global", "bucket"):
-        raise ValueError(f'clip must be "global" or "bucket", got {arguments.clip!r}')
-    if arguments.buffers not in ("local", "average"):
-        raise ValueError(f'buffers must be "local" or "average", got {arguments.buffers!r}')
+    check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     resolve_transport(arguments.transport)
-    check_positive("bucket_cap_mb", arguments.bucket_cap_mb, "number of MiB")
-    if not math.isfinite(arguments.bucket_cap_mb):
-        raise ValueError(f"bucket_cap_mb must be finite, got {arguments.bucket_cap_mb}; sys.maxsize is as good as inf")
     if arguments.clip_grad_norm is not None:
-        check_positive("clip_grad_norm", arguments.clip_grad_norm, "norm")
         if not arguments.step_in_backward:
             raise ValueError(
                 f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
@@ -104,6 +98,30 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
                     f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
                     "parameters in float32 and compute under torch.autocast"
                 )
+
+
+def check_update(clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
+    """Refuse values of those arguments that virtual workers have too.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Names the argument, its value and what is allowed.
+    """
+    check_choice("clip", clip, ("global", "bucket"))
+    check_choice("buffers", buffers, ("local", "average"))
+    check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
+    if not math.isfinite(bucket_cap_mb):
+        raise ValueError(f"bucket_cap_mb must be finite, got {bucket_cap_mb}; sys.maxsize is as good as inf")
+    if clip_grad_norm is not None:
+        check_positive("clip_grad_norm", clip_grad_norm, "norm")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is none of ``choices``."""
+    if value not in choices:
+        allowed = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def resolve_topology(topology: str | Topology, world_size: int) -> Topology:

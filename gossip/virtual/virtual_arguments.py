@@ -9,7 +9,6 @@ from torch import nn
 
 from gossip.parameters.buckets import check_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
-from gossip.step.wrapper_arguments import check_positive
 
 
 def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -56,15 +55,6 @@ def _refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
-def check_update(*, clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
-    """Refuse values of those arguments of the wrapper that replicas have too."""
-    check_choice("clip", clip, ("global", "bucket"))
-    check_choice("buffers", buffers, ("local", "average"))
-    check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
-    if clip_grad_norm is not None:
-        check_positive("clip_grad_norm", clip_grad_norm, "norm")
-
-
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Refuse what is no integer, or out of range."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -72,9 +62,3 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"{name} must be {allowed}, got {value}")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is none of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")

@@ -23,7 +23,7 @@ from gossip.parameters.buffers import is_averaged, make_buffer_buckets
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
 from gossip.step.step_order import StepOrder
-from gossip.step.wrapper_arguments import check_algorithm, resolve_topology
+from gossip.step.wrapper_arguments import check_algorithm, check_choice, check_update, resolve_topology
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
@@ -32,7 +32,7 @@ from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_sha
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.stacked_updating import StackedUpdater, along_rows
-from gossip.virtual.virtual_arguments import check_choice, check_integer, check_update, make_module, resolve_devices
+from gossip.virtual.virtual_arguments import check_integer, make_module, resolve_devices
 from topologies import Topology
 
 
@@ -141,7 +141,7 @@ class VirtualWorkers(OwnAttributes):
         check_integer("world_size", world_size, 1)
         check_integer("dim", dim, 0)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        check_update(clip=clip, clip_grad_norm=clip_grad_norm, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
+        check_update(clip, clip_grad_norm, buffers, bucket_cap_mb)
         module = make_module(module)
         self.topology = resolve_topology(topology, world_size)
         self.algorithm = resolve_algorithm(algorithm)
@@ -152,7 +152,7 @@ class VirtualWorkers(OwnAttributes):
         self.step = 0
         self._dim = dim
         self._reduces_by_mean = loss_reduction == "mean"
-        cap_bytes = int(min(bucket_cap_mb, 2**40) * 2**20)
+        cap_bytes = int(bucket_cap_mb * 2**20)
         buckets = make_buckets([named for named in module.named_parameters() if named[1].requires_grad], cap_bytes)
         self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
         buffer_buckets = make_buffer_buckets(module, len(buckets)) if buffers == "average" else ()

@@ -60,7 +60,6 @@ ROOMS = (
 
 MAX_ENTRIES = 18
 INTERNALS_OF_LAB = {
-    "gossip.algorithms": "what a configuration's algorithm is",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication": "the module of daemon threads",
@@ -69,13 +68,8 @@ INTERNALS_OF_LAB = {
     "gossip.communication.plain_gathering": "what ranks have measured",
     "gossip.communication.shared_memory": "which ranks share a machine",
     "gossip.communication.waiting": "whether DDP has lost a peer",
-    "gossip.compression.compression_names": "what a configuration's compression is",
-    "gossip.launching": "the fork server",
-    "gossip.launching.joining": "under torchrun and SLURM",
-    "gossip.launching.launcher": "signals for the workers",
+    "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",
-    "gossip.parameters.frozen_parameters": "none, for the average of DDP's buffers",
-    "gossip.parameters.global_average": "the average of DDP's buffers",
     "gossip.step.wrapper_arguments": "the wrapper's own check, before workers are started",
 }
 """Where the applications take what is not public, and for what."""

@@ -16,8 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
-from gossip.algorithms import resolve_algorithm
-from gossip.compression.compression_names import resolve_compression
 from gossip.lab.experiments.datasets import Data
 from gossip.lab.experiments.loggers import Logger
 from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
@@ -138,7 +136,8 @@ def _partition(config: Mapping[str, Any], data: Data, settings: Settings) -> tup
 
 def make_compression(config: Mapping[str, Any]) -> Compression:
     """What goes on the wire."""
-    return resolve_compression(_made(config, "compression", COMPRESSIONS))
+    made: Compression = _made(config, "compression", COMPRESSIONS, Compression)
+    return made
 
 
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
@@ -173,7 +172,8 @@ def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
     ConfigurationError
         It cannot be built.
     """
-    return resolve_algorithm(_made(config, "algorithm", ALGORITHMS))
+    made: Algorithm = _made(config, "algorithm", ALGORITHMS, Algorithm)
+    return made
 
 
 def _blaming_topology(name: str, options: Mapping[str, Any], world_size: int, error: Exception) -> ConfigurationError:
@@ -297,17 +297,25 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
     return make
 
 
-def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., Any]]) -> Any:
+def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., Any]], kind: type) -> Any:
     """What ``config[key]`` names: a registered name with its options, or else a target."""
     name, options = config[key].get("name"), config[key].get("options") or {}
     if config[key].get(TARGET) or name is None:
-        return _factory(config, key)()
-    make = registry.get(name)
-    check_options(f"{key}.options", make, options)
-    try:
-        return make(**options)
-    except FAULTS as error:
-        raise blaming(f"{key}.options", options, error, lambda _: False) from error
+        made = _factory(config, key)()
+        name = config[key][TARGET]
+    else:
+        make = registry.get(name)
+        check_options(f"{key}.options", make, options)
+        try:
+            made = make(**options)
+        except FAULTS as error:
+            raise blaming(f"{key}.options", options, error, lambda _: False) from error
+    if not isinstance(made, kind):
+        raise ConfigurationError(
+            f"{key}={name} makes a {type(made).__name__}, but a gossip.{kind.__name__} is needed; have its class "
+            f"extend that"
+        )
+    return made
 
 
 def _checked(config: Mapping[str, Any], key: str, leaving_out: Sequence[str] = ()) -> dict[str, Any]:

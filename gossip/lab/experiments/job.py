@@ -21,8 +21,7 @@ from gossip.lab.experiments.progress_bar import configure_logging, restore_curso
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings
 from gossip.lab.experiments.stopping import signals_for_workers
 from gossip.lab.experiments.training import train, train_experiment
-from gossip.launching import fork_server
-from gossip.launching.joining import DEFAULT_TIMEOUT
+from gossip.launching import DEFAULT_TIMEOUT, fork_server
 
 PRELOAD = (
     "gossip.lab.experiments.training",

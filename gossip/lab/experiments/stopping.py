@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gossip import ExchangeError
 from gossip.communication import daemon_threads
 from gossip.communication.membership import Membership, own_connection
-from gossip.launching.launcher import signal_workers
+from gossip.launching import signal_workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to save and end: SLURM sends the first at a preemption, and the second where it is asked to."""

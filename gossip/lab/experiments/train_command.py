@@ -26,8 +26,7 @@ from gossip.lab.experiments.progress_bar import configure_logging
 from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.run_summary import percent
 from gossip.lab.experiments.stopping import SIGNALS
-from gossip.launching import fork_server
-from gossip.launching.joining import DEFAULT_TIMEOUT, Placement, find_placement, joined_process_group
+from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"
 """The environment variable from which the configuration takes the last part of the run folder's name."""

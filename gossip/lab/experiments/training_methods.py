@@ -27,8 +27,6 @@ from gossip.lab.experiments.wrapper_options import (
     options_in_words,
     options_of_the_wrapper,
 )
-from gossip.parameters.frozen_parameters import FrozenParameters
-from gossip.parameters.global_average import average_module_, saved_state
 from topologies import Round, Topology
 
 
@@ -276,13 +274,21 @@ class AllReduceMethod:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Within the block the buffers are the ranks' mean; the parameters are equal anyway."""
-        with saved_state(self.module, ()):
-            self.global_avg()
+        saved = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        self.global_avg()
+        try:
             yield
+        finally:
+            for buffer, values in saved:
+                buffer.copy_(values)
 
     def global_avg(self) -> None:
         """Average the buffers; the parameters are equal anyway."""
-        average_module_(self.module, (), FrozenParameters((), self.world), self.world, {})
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_floating_point():
+                self.world.average_(buffer, f"averaging buffer {name!r}")
+            else:
+                self.world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
 
     def close(self) -> None:
         """Give the communicators back."""

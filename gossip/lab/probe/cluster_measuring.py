@@ -19,7 +19,7 @@ from gossip.communication.plain_gathering import gather_plain
 from gossip.communication.shared_memory import machine
 from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
-from gossip.launching.joining import DEFAULT_TIMEOUT
+from gossip.launching import DEFAULT_TIMEOUT
 
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this is a straggler
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gossip.communication import daemon_threads
 from gossip.communication.plain_gathering import gather_plain
-from gossip.launching.joining import DEFAULT_TIMEOUT
+from gossip.launching import DEFAULT_TIMEOUT
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
 _NUM_RANDOM_MATCHINGS = 3

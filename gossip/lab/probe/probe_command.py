@@ -27,7 +27,7 @@ from torch import nn
 
 from gossip import launch
 from gossip.lab.probe import Measured, advise, measure
-from gossip.launching.joining import find_placement
+from gossip.launching import find_placement
 
 NUM_LAYERS = 8
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
