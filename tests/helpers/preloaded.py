@@ -29,7 +29,7 @@ from gossip.launching import fork_server
 TORCHRUN = "torch.distributed.run"
 PRELOAD = (
     __name__,
-    "gossip.lab.experiments.rank_training",
+    "gossip.lab.experiments.training",
     "gossip.lab.experiments.train_command",
     "gossip.lab.sweeps.sweeper",
     "hydra._internal.hydra",
