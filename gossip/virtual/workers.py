@@ -103,6 +103,9 @@ class VirtualWorkers(OwnAttributes):
     ``step``) are common to all replicas. Gradients of stacked parameters are scaled to each replica's own mean when the
     step is made; those of inputs are the loss's.
 
+    :func:`gossip.save`, :func:`gossip.load` and :func:`gossip.export` take virtual workers too; a run that began with
+    them goes on in processes, and back.
+
     Memory besides activations: parameters, gradients, the optimizer's state, and one message, each n times the model.
     Fused optimizer kernels, which do not see the gaps between stacked parameters, are replaced, which a warning says.
 
