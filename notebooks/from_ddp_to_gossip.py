@@ -104,13 +104,15 @@ import gossip_loop
 
 import gossip
 
-ddp = gossip.launch(ddp_loop.train, world_size=4)
+PRELOAD = ("gossip", "sklearn.datasets")  # imported once, for all workers to come
+
+ddp = gossip.launch(ddp_loop.train, world_size=4, preload=PRELOAD)
 print(f"DDP: accuracy {ddp[0]:.1%}")
 
 runs = {}
 for topology, compression in [("one_peer_exponential", None), ("ring", None), ("one_peer_exponential", "int8")]:
     options = {"topology": topology, "compression": compression}
-    runs[topology, compression] = gossip.launch(partial(gossip_loop.train, **options), world_size=4)
+    runs[topology, compression] = gossip.launch(partial(gossip_loop.train, **options), world_size=4, preload=PRELOAD)
 
 # %% [markdown]
 # Every replica is a good model by itself, the average of them is what is kept. DDP sends $2 S (n - 1) / n$ bytes per

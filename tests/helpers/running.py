@@ -22,7 +22,6 @@ from repository import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
 TRAIN = SCRIPTS / "train.py"
-SWEEP = SCRIPTS / "sweep.py"
 MODELS = REPOSITORY / "tests" / "helpers"  # faulty_models.py
 TIMEOUT_S = 120
 GRACE_S = 3.0
@@ -64,7 +63,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *overrides: str, script: Path = TRAIN, torchrun: int = 0, max_restarts: int = 0, fresh: bool = False
+    folder: Path, *arguments: str, script: Path = TRAIN, torchrun: int = 0, max_restarts: int = 0, fresh: bool = False
 ) -> Iterator[Running]:
     """Within the block the script runs in ``folder``; afterwards its process group is killed.
 
@@ -74,14 +73,14 @@ def running(
     launcher = [TORCHRUN, "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
     if max_restarts:
         launcher.append(f"--max-restarts={max_restarts}")
-    arguments = [*launcher, str(script), *overrides]
+    command = [*launcher, str(script), *arguments]
     python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": python_path}
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process: Program | subprocess.Popen[bytes]
         if fresh:
             process = subprocess.Popen(
-                [sys.executable, *(["-m"] if torchrun else []), *arguments],
+                [sys.executable, *(["-m"] if torchrun else []), *command],
                 cwd=folder,
                 env=environment,
                 stdout=stdout,
@@ -89,7 +88,7 @@ def running(
                 start_new_session=True,
             )
         else:
-            process = Program(arguments, environment, folder, (stdout.fileno(), stderr.fileno()))
+            process = Program(command, environment, folder, (stdout.fileno(), stderr.fileno()))
         try:
             yield Running(process, (stdout, stderr))
         finally:
@@ -98,15 +97,20 @@ def running(
             process.wait(TIMEOUT_S)
 
 
+def run(script: str, folder: Path, *arguments: str, **options: Any) -> Finished:
+    """Run one of scripts/ in ``folder`` to its end; the options are those of :func:`running`."""
+    with running(folder, *arguments, script=SCRIPTS / script, **options) as process:
+        return process.finished()
+
+
 def train(folder: Path, *overrides: str, **options: Any) -> Finished:
-    """Run scripts/train.py in ``folder`` to its end; the options are those of :func:`running`."""
-    with running(folder, *overrides, **options) as run:
-        return run.finished()
+    """Run scripts/train.py in ``folder``."""
+    return run("train.py", folder, *overrides, **options)
 
 
 def sweep(folder: Path, *overrides: str, **options: Any) -> Finished:
-    """Run scripts/sweep.py in ``folder`` to its end."""
-    return train(folder, *overrides, script=SWEEP, **options)
+    """Run scripts/sweep.py in ``folder``."""
+    return run("sweep.py", folder, *overrides, **options)
 
 
 def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) -> Finished:

@@ -72,7 +72,7 @@ def test_bench_refusals_are_one_line(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_bench_names_the_rank_that_failed(tmp_path: Path) -> None:
+def test_bench_names_the_rank_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
@@ -80,31 +80,18 @@ def test_bench_names_the_rank_that_failed(tmp_path: Path) -> None:
         "if '-m' in sys.orig_argv and sys.orig_argv[-1].endswith('rank1.json'):\n"
         "    os.write(2, b'out of order')\n    os._exit(3)\n"
     )
-    environment = {"PYTHONPATH": os.pathsep.join([str(broken), str(REPOSITORY)])}
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, "bench/methods=buckets"],
-        cwd=tmp_path,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "rank 1 failed: out of order"
+    monkeypatch.setenv("PYTHONPATH", str(broken))  # of the ranks
+    monkeypatch.chdir(tmp_path)
+    done = run_here("bench.py", *TINY, "bench/methods=buckets")
+    assert done.status == 1
+    assert done.last_line == "rank 1 failed: out of order"
 
 
-def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), *TINY, *ONE_ROW, "bench.network=lab"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": str(tmp_path)},  # neither ip nor tc
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # neither ip nor tc
+    monkeypatch.chdir(tmp_path)
+    done = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab")
+    assert done.status == 0, done.stderr
     why = "network namespaces need root" if os.geteuid() != 0 else "ip and tc not found: install iproute2"
     assert f"no lab: {why}; the links are loopback, unshaped" in done.stderr
     assert f"- no lab: {why}" in done.stdout

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
-from running import TIMEOUT_S, run_here
+from running import run, run_here
 
-SCRIPT = str(REPOSITORY / "scripts" / "probe.py")
 TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1")
-
-
-def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
-    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path: Path) -> None:
     output = tmp_path / "probe.json"
-    done = probe(SCRIPT, *TINY, f"--world-size={world_size}", f"--output={output}", "--bucket-cap-mb=0.01")
-    assert done.returncode == 0, done.stderr
+    options = (f"--world-size={world_size}", f"--output={output}", "--bucket-cap-mb=0.01")
+    done = run("probe.py", tmp_path, *TINY, *options, fresh=world_size == 2)
+    assert done.status == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"Measured on {world_size} rank")
     assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: "))
@@ -42,9 +31,9 @@ def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path
     assert ("complete" in {row["method"] for row in content["predictions"]}) == (world_size > 1)
 
 
-def test_probe_joins_torchrun_and_prints_once() -> None:
-    done = probe("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, *TINY)
-    assert done.returncode == 0, done.stderr
+def test_probe_joins_torchrun_and_prints_once(tmp_path: Path) -> None:
+    done = run("probe.py", tmp_path, *TINY, torchrun=2)
+    assert done.status == 0, done.stderr
     assert done.stdout.count("Measured on 2 ranks, 1 node") == 1
 
 
