@@ -8,6 +8,7 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 import functools
+import gc
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -43,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and starts_processes(item.module):
             item.add_marker(pytest.mark.processes)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # xdist puts large groups before all
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there for good out of every later garbage collection: several tests ask for many."""
+    gc.freeze()
 
 
 @functools.cache

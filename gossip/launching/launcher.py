@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import pickle
@@ -348,6 +349,7 @@ def _work(
     """A worker's whole life: join the group, run, report, wait for all the others, leave."""
     global _is_worker
     _is_worker = True
+    gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it too, and ends the workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the fork server has it blocked
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost if the process is ended

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from messages import received, start
 
 import topologies
@@ -41,9 +43,18 @@ SIZES = (1, 7, 100_003)
 NUM_STEPS = 3
 
 
+@functools.cache
+def random_numbers() -> torch.Tensor:
+    return torch.randn(2 * max(SIZES), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 def message_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank + 100 * step + 10_000 * bucket)
-    return torch.randn(SIZES[bucket], generator=generator, dtype=torch.float64).to(dtype)
+    """The same numbers from another place on: to draw as many anew would take most of the time."""
+    start = 1 + 1009 * (rank + WORLD_SIZE * step + WORLD_SIZE * NUM_STEPS * bucket)
+    return random_numbers()[start : start + SIZES[bucket]].to(dtype, copy=True)
+
+
+CASES = covering(itertools.product(TRANSPORTS, TOPOLOGIES, DTYPES))
 
 
 def exchange_everything(name: str) -> list[str]:
@@ -52,7 +63,8 @@ def exchange_everything(name: str) -> list[str]:
     for label, topology in TOPOLOGIES.items():
         world = World(timedelta(seconds=60))
         transport: Transport = TRANSPORTS[name](world, topology)
-        for dtype, tolerance in DTYPES.items():
+        for dtype in [dtype for dtype in DTYPES if (name, label, dtype) in CASES]:
+            tolerance = DTYPES[dtype]
             for step in range(NUM_STEPS):
                 round_ = topology.round(step)
                 messages = [message_of(world.rank, step, bucket, dtype) for bucket in range(len(SIZES))]

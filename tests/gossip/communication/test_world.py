@@ -139,7 +139,7 @@ def native_threads() -> int:
 def wrap_and_close_often(transport: str) -> list[tuple[int, int, int, int]]:
     """Threads of Python, threads, open files and registered groups after each model."""
     left = []
-    for turn in range(20):
+    for turn in range(6):
         model = GossipDataParallel(nn.Linear(3, 1), SGD, "one_peer_exponential", transport=transport)
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
