@@ -29,6 +29,7 @@ STARTERS = frozenset(
         "multiprocessing",
         "preloaded",
         "programs",
+        "ranks",
         "running",
         "slurm_cluster",
         "subprocess",

@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -104,7 +105,7 @@ def edit_between_steps(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_way_to_write_values_survives(algorithm: str) -> None:
-    launch(edit_between_steps, algorithm, world_size=2)
+    run_ranks(edit_between_steps, algorithm, world_size=2)
 
 
 def test_parametrization_that_writes_is_kept() -> None:
@@ -195,7 +196,7 @@ def copy_and_go_on(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_copies_are_detached_and_the_model_trains_on(algorithm: str) -> None:
-    launch(copy_and_go_on, algorithm, world_size=2)
+    run_ranks(copy_and_go_on, algorithm, world_size=2)
 
 
 def test_averaged_model_of_torch_follows_the_training() -> None:

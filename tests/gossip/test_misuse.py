@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from loguru import logger
+from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -279,7 +280,7 @@ def load_under_adapt_then_combine() -> None:
 
 
 def test_values_loaded_or_clamped_under_adapt_then_combine_are_kept() -> None:
-    launch(load_under_adapt_then_combine, world_size=2)
+    run_ranks(load_under_adapt_then_combine, world_size=2)
 
 
 def usual_loop_under_adapt_then_combine() -> int:
@@ -314,7 +315,7 @@ def usual_loop_under_adapt_then_combine() -> int:
 
 
 def test_usual_loop_works_under_adapt_then_combine() -> None:
-    assert launch(usual_loop_under_adapt_then_combine, world_size=3) == [5, 5, 5]
+    assert run_ranks(usual_loop_under_adapt_then_combine, world_size=3) == [5, 5, 5]
 
 
 def average_at_bad_moments() -> tuple[str, str]:
@@ -333,7 +334,7 @@ def average_at_bad_moments() -> tuple[str, str]:
 
 
 def test_averages_wait_for_the_end_of_a_step_and_of_join() -> None:
-    for half, joined in launch(average_at_bad_moments, world_size=2):
+    for half, joined in run_ranks(average_at_bad_moments, world_size=2):
         assert "step 0 is half made: 1 of 2 optimizers were stepped" in half
         assert "inside join() the ranks are at different steps" in joined
 
@@ -352,7 +353,7 @@ def recalibrate_badly() -> str:
 
 
 def test_recalibration_that_fails_on_one_rank_is_told_on_all() -> None:
-    for text in launch(recalibrate_badly, world_size=2):
+    for text in run_ranks(recalibrate_badly, world_size=2):
         assert "recalibrate failed on rank 1: TypeError" in text
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from replicas import (
     SGD,
     TINY_BUCKETS,
@@ -29,7 +30,6 @@ from gossip import (
     GossipDataParallel,
     GossipError,
     Transport,
-    launch,
 )
 from topologies import Round, Topology, build
 
@@ -43,7 +43,7 @@ def check_start() -> None:
 
 
 def test_construction_copies_rank_0_parameters_and_buffers() -> None:
-    launch(check_start, world_size=3)
+    run_ranks(check_start, world_size=3)
 
 
 def test_construction_keeps_strides_and_ties() -> None:
@@ -115,7 +115,7 @@ def check_biased_weights_are_refused() -> None:
 
 
 def test_construction_refuses_weights_that_bias_the_mean() -> None:
-    launch(check_biased_weights_are_refused, world_size=3)
+    run_ranks(check_biased_weights_are_refused, world_size=3)
 
 
 def average_follows_all_reduce(name: str) -> np.ndarray:
@@ -145,7 +145,7 @@ def average_follows_all_reduce(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["ring", "directed_ring", "star", "one_peer_exponential", "random_matching"])
 def test_average_of_replicas_follows_all_reduce_exactly(name: str) -> None:
-    launch(average_follows_all_reduce, name, world_size=4)
+    run_ranks(average_follows_all_reduce, name, world_size=4)
 
 
 @dataclass
@@ -181,7 +181,7 @@ def rounds_used() -> list[tuple[int, int, int]]:
 
 
 def test_rounds_count_from_0_without_a_skip_in_every_bucket() -> None:
-    for used in launch(rounds_used, world_size=4):
+    for used in run_ranks(rounds_used, world_size=4):
         num_buckets = 1 + max(bucket for _, bucket in used)
         assert used == [(step, bucket) for step in range(5) for bucket in range(num_buckets)]
 
@@ -197,7 +197,7 @@ def half_precision_mixing() -> np.ndarray:
 
 
 def test_half_precision_is_mixed_in_float32() -> None:
-    for weight in launch(half_precision_mixing, world_size=4):
+    for weight in run_ranks(half_precision_mixing, world_size=4):
         assert np.all(weight == float(torch.tensor(1 + 2**-7 * 1.5).bfloat16()))
 
 
@@ -214,7 +214,7 @@ def edit_between_steps() -> list[float]:
 
 def test_edits_between_launch_and_mix_survive() -> None:
     # 10 + rank was loaded over rank, whose mix moves it by mean - rank = 0.5 - rank.
-    assert launch(edit_between_steps, world_size=2) == [[10.5] * 3, [10.5] * 3]
+    assert run_ranks(edit_between_steps, world_size=2) == [[10.5] * 3, [10.5] * 3]
 
 
 def test_world_of_one_trains_as_plain_torch() -> None:

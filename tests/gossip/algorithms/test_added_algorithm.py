@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from examples import example
+from ranks import run_ranks
 from torch import nn
 
 import gossip
 import topologies
-from gossip import Algorithm, GossipDataParallel, VirtualWorkers, launch
+from gossip import Algorithm, GossipDataParallel, VirtualWorkers
 
 NUM_STEPS = 7
 make_sgd = partial(torch.optim.SGD, lr=0.1)
@@ -81,4 +82,4 @@ def train_one_rank() -> list[float]:
 
 
 def test_added_algorithm_trains_processes() -> None:
-    np.testing.assert_allclose(launch(train_one_rank, world_size=4), dense(4), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(run_ranks(train_one_rank, world_size=4), dense(4), rtol=0, atol=1e-13)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import start
+from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
@@ -100,7 +101,7 @@ def exchange_steps(topology_name: str, fault: Callable[..., Any] | str) -> str:
 
 
 def told(topology_name: str, fault: Callable[..., Any] | str) -> list[str]:
-    return launch(exchange_steps, topology_name, fault, world_size=4)
+    return run_ranks(exchange_steps, topology_name, fault, world_size=4)
 
 
 @pytest.mark.parametrize(("topology", "rank"), [("complete", 0), ("directed_ring", 2)])
@@ -179,7 +180,9 @@ def train_with(transport: str, topology: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("topology", ["star", "directed_ring", "one_peer_exponential"])
 def test_debugged_training_is_the_same(topology: str) -> None:
-    plain, debugged = (launch(train_with, transport, topology, world_size=4) for transport in ("distributed", "debug"))
+    plain, debugged = (
+        run_ranks(train_with, transport, topology, world_size=4) for transport in ("distributed", "debug")
+    )
     for ours, wanted in zip(itertools.chain(*debugged), itertools.chain(*plain), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 

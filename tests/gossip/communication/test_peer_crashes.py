@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from small_runs import (
     MODES,
     assert_rows,
@@ -53,7 +54,7 @@ def one_rank_per_node() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_alternating_exp_ring_with_one_rank_per_node(world_size: int) -> None:
     """One rank per node leaves a group of one, for which there is no communicator: a crash."""
-    launch(one_rank_per_node, world_size=world_size)
+    run_ranks(one_rank_per_node, world_size=world_size)
 
 
 def every_feature() -> None:
@@ -75,7 +76,7 @@ def every_feature() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_one_rank_and_odd_numbers_of_ranks_have_every_feature(world_size: int) -> None:
     """A world of one, and odd sizes, crash or hang."""
-    launch(every_feature, world_size=world_size)
+    run_ranks(every_feature, world_size=world_size)
 
 
 # ------------------------------------------------------------------ what a loop may do
@@ -98,7 +99,7 @@ def train_in_eval_mode() -> None:
 
 def test_model_in_eval_mode_trains() -> None:
     """Training in eval mode, as with a frozen batch norm, crashes or is no training."""
-    launch(train_in_eval_mode, world_size=2)
+    run_ranks(train_in_eval_mode, world_size=2)
 
 
 def forward_twice(model: GossipDataParallel) -> None:
@@ -132,7 +133,7 @@ def start_in_every_way() -> None:
 
 def test_unusual_forwards_do_not_lose_what_the_next_forward_must_await() -> None:
     """A forward that no backward follows takes or leaves messages that the next one needs: nothing is trained."""
-    launch(start_in_every_way, world_size=3)
+    run_ranks(start_in_every_way, world_size=3)
 
 
 def first_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -167,7 +168,7 @@ def two_backwards() -> None:
 
 def test_two_backwards_per_step_are_one_step_under_no_sync_and_refused_without() -> None:
     """Two backwards per step crash or hang, or the second one takes its gradients at other values."""
-    launch(two_backwards, world_size=2)
+    run_ranks(two_backwards, world_size=2)
 
 
 def more_parameters_on_one_rank(rank: int) -> str:
@@ -185,7 +186,7 @@ def more_parameters_on_one_rank(rank: int) -> str:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_rank_with_more_parameters_than_the_others_is_named(rank: int) -> None:
     """A comparison that zips and truncates lets a rank with more parameters through; then the process aborts."""
-    messages = launch(more_parameters_on_one_rank, rank, world_size=3)
+    messages = run_ranks(more_parameters_on_one_rank, rank, world_size=3)
     assert len(set(messages)) == 1
     assert "'3.weight' float64 [2, 2]" in messages[0]
     assert "nothing on rank" in messages[0] if rank else "but nothing" in messages[0]

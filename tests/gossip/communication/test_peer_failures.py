@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from replicas import gathered
 from repository import REPOSITORY
 from small_runs import (
@@ -30,7 +31,7 @@ from small_runs import (
 )
 from torch import nn
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 
 HELD_ELSEWHERE = {
     "groups are inverted: biases and norms decay instead of weights":
@@ -133,7 +134,7 @@ def forward_twice_first() -> None:
 
 def test_two_forwards_before_the_first_backward() -> None:
     """After two forwards before the first backward nothing is ever trained, without an error."""
-    launch(forward_twice_first, world_size=3)
+    run_ranks(forward_twice_first, world_size=3)
 
 
 def forward_without_gradients_first() -> None:
@@ -149,7 +150,7 @@ def forward_without_gradients_first() -> None:
 
 def test_forward_without_gradients_in_train_mode_first() -> None:
     """After a no_grad or inference_mode forward in train mode nothing is ever trained, without an error."""
-    launch(forward_without_gradients_first, world_size=2)
+    run_ranks(forward_without_gradients_first, world_size=2)
 
 
 def zero_grad_first() -> None:
@@ -166,7 +167,7 @@ def zero_grad_first() -> None:
 
 def test_zero_grad_before_forward_and_before_backward_loses_no_update() -> None:
     """zero_grad() before the forward loses the first update."""
-    launch(zero_grad_first, world_size=2)
+    run_ranks(zero_grad_first, world_size=2)
 
 
 def accumulate_as_documented() -> None:
@@ -192,7 +193,7 @@ def accumulate_as_documented() -> None:
 
 def test_documented_accumulation_loop_updates_and_mixes() -> None:
     """The documented accumulation loop never updates."""
-    launch(accumulate_as_documented, world_size=3)
+    run_ranks(accumulate_as_documented, world_size=3)
 
 
 # ------------------------------------------------------------------ averages and edits between steps
@@ -214,7 +215,7 @@ def average_at_every_place() -> None:
 
 def test_global_average_before_any_forward_and_twice_in_a_row_is_trained_on() -> None:
     """global_avg crashes before the second forward; training after it goes on from the values before it."""
-    launch(average_at_every_place, world_size=4)
+    run_ranks(average_at_every_place, world_size=4)
 
 
 def look_twice_in_a_row() -> None:
@@ -238,7 +239,7 @@ def look_twice_in_a_row() -> None:
 
 def test_looking_at_the_average_twice_in_a_row_puts_all_back() -> None:
     """A global average twice in a row breaks the revert; buffers are not reverted."""
-    launch(look_twice_in_a_row, world_size=2)
+    run_ranks(look_twice_in_a_row, world_size=2)
 
 
 def edited(rank: int, step: int, x: np.ndarray) -> np.ndarray:
@@ -262,7 +263,7 @@ def edit_between_steps() -> None:
 
 def test_clamping_and_loading_between_steps_are_mixed_in_not_overwritten() -> None:
     """What load_state_dict and clamping wrote between steps is overwritten at the next mix."""
-    launch(edit_between_steps, world_size=3)
+    run_ranks(edit_between_steps, world_size=3)
 
 
 def swap_between_steps() -> None:
@@ -280,7 +281,7 @@ def swap_between_steps() -> None:
 
 def test_values_swapped_in_for_an_evaluation_and_out_again_leave_no_trace() -> None:
     """What an EMA swap put back is overwritten at the next mix, or what it put in is mixed."""
-    launch(swap_between_steps, world_size=2)
+    run_ranks(swap_between_steps, world_size=2)
 
 
 def mix_three_dtypes() -> None:
@@ -314,7 +315,7 @@ def mix_three_dtypes() -> None:
 
 def test_every_dtype_is_mixed_and_averaged_in_its_own_precision() -> None:
     """Parameters of mixed dtypes are cast to the first one's."""
-    launch(mix_three_dtypes, world_size=2)
+    run_ranks(mix_three_dtypes, world_size=2)
 
 
 def average_without_gradients() -> None:
@@ -333,7 +334,7 @@ def average_without_gradients() -> None:
 
 def test_parameters_without_gradients_are_mixed_and_averaged() -> None:
     """An averager that selects parameters by their gradients silently does nothing after a step in backward."""
-    launch(average_without_gradients, world_size=2)
+    run_ranks(average_without_gradients, world_size=2)
 
 
 # ------------------------------------------------------------------ parts that are not always used
@@ -377,7 +378,7 @@ def train_branches() -> None:
 
 def test_parts_unused_at_first_or_used_in_another_order_are_trained_and_mixed() -> None:
     """Parameters unused in the first iteration never train nor average; a dynamic graph leaks gradients."""
-    launch(train_branches, world_size=3)
+    run_ranks(train_branches, world_size=3)
 
 
 # ------------------------------------------------------------------ optimizers and scalers
@@ -430,4 +431,4 @@ def overflow_in_one_bucket(outside: bool) -> None:
 @pytest.mark.parametrize("outside", [False, True])
 def test_overflow_in_any_one_bucket_skips_the_update_of_all(outside: bool) -> None:
     """An overflow skips the bucket in which it was found and updates the others."""
-    launch(overflow_in_one_bucket, outside, world_size=2)
+    run_ranks(overflow_in_one_bucket, outside, world_size=2)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import received
+from ranks import run_ranks
 
 import topologies
 from gossip import (
@@ -97,7 +98,7 @@ def exchange_both_ways(cases: list[tuple[str, str]]) -> None:
 
 def test_what_is_read_is_what_a_network_would_have_brought() -> None:
     cases = [*((name, "float32") for name in NAMES), *(("ring", kind) for kind in KINDS if kind != "float32")]
-    launch(exchange_both_ways, cases, world_size=WORLD_SIZE)
+    run_ranks(exchange_both_ways, cases, world_size=WORLD_SIZE)
 
 
 def hand_out_to_nobody() -> str:
@@ -144,7 +145,7 @@ def description() -> str:
 
 
 def test_description_says_it() -> None:
-    for line in launch(description, world_size=2):
+    for line in run_ranks(description, world_size=2):
         assert line.endswith("; with 1 rank on this machine values from 64 KiB on are read in memory")
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from covering import covering
 from messages import received, start
+from ranks import run_ranks
 
 import topologies
 from gossip import (
@@ -88,7 +89,7 @@ def exchange_everything(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
-    assert launch(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
+    assert run_ranks(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
 
 
 def describe_transports() -> dict[str, str]:
@@ -104,7 +105,7 @@ def describe_transports() -> dict[str, str]:
 
 
 def test_description_says_which_rounds_go_which_way() -> None:
-    lines = launch(describe_transports, world_size=WORLD_SIZE)[0]
+    lines = run_ranks(describe_transports, world_size=WORLD_SIZE)[0]
     by_size = " (messages below 64 KiB point-to-point)"
     assert lines["complete"] == "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups" + by_size
     assert lines["star"] == "backend gloo, 1 communicator on rank 0; rounds point-to-point"
@@ -128,7 +129,7 @@ def bytes_of_each_topology() -> dict[str, int]:
 
 
 def test_bytes_sent_are_those_of_the_ring_all_reduce_or_of_the_messages() -> None:
-    rank_0 = launch(bytes_of_each_topology, world_size=WORLD_SIZE)[0]
+    rank_0 = run_ranks(bytes_of_each_topology, world_size=WORLD_SIZE)[0]
     assert rank_0["complete 100000"] == 2 * 400_000 * 3 // 4
     for numel in (100, 100_000):
         message = 4 * numel
@@ -260,7 +261,7 @@ def bytes_of_each_step() -> dict[str, list[int]]:
 
 def test_identity_rounds_send_nothing() -> None:
     block = 32  # bytes of the only bucket
-    for sent in launch(bytes_of_each_step, world_size=WORLD_SIZE):
+    for sent in run_ranks(bytes_of_each_step, world_size=WORLD_SIZE):
         assert sent["every"] == [0, 0, 2 * block, 0, 0, 2 * block]
         assert sent["then"] == [*[3 * block] * 3, 0, block, 0]
 

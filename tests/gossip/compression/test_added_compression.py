@@ -6,10 +6,11 @@ import pytest
 import torch
 from examples import example
 from exchanging import Ranks
+from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, rank_module, snapshot, train
 
 import topologies
-from gossip import COMPRESSIONS, Compression, GossipDataParallel, launch
+from gossip import COMPRESSIONS, Compression, GossipDataParallel
 
 
 def linear() -> Compression:
@@ -49,7 +50,7 @@ def train_with_it(name: str) -> list[torch.Tensor]:
 
 
 def test_added_compression_trains() -> None:
-    compressed, plain = (launch(train_with_it, name, world_size=3)[0] for name in ("linear", "none"))
+    compressed, plain = (run_ranks(train_with_it, name, world_size=3)[0] for name in ("linear", "none"))
     for one, other in zip(compressed, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
     assert not all(torch.equal(one, other) for one, other in zip(compressed, plain, strict=True))

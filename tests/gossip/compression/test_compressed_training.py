@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressions import COMPRESSIONS
 from loguru import logger
+from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
@@ -57,7 +58,7 @@ def resume(name: str, folder: str) -> None:
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_training_resumes_bit_for_bit_and_is_the_same_under_debug(name: str, tmp_path: Path) -> None:
-    launch(resume, name, str(tmp_path), world_size=WORLD_SIZE)
+    run_ranks(resume, name, str(tmp_path), world_size=WORLD_SIZE)
 
 
 def spoil(name: str) -> tuple[int, str]:
@@ -101,7 +102,7 @@ def bytes_and_lines(compression: str | None) -> tuple[int, list[str]]:
     ("compression", "share"), [(None, 1), ("bf16", 0.5), ("fp16", 0.5), ("int8", 0.27), ("int4", 0.14)]
 )
 def test_bytes_are_counted_as_they_are_sent(compression: str | None, share: float) -> None:
-    for sent, lines in launch(bytes_and_lines, compression, world_size=2):
+    for sent, lines in run_ranks(bytes_and_lines, compression, world_size=2):
         assert 0.9 * share * 400_400 <= sent <= share * 400_400 * 1.01
         if lines:
             assert f"compression {compression or 'none'}" in lines[0]

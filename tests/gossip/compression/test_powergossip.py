@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from exchanging import Ranks
+from ranks import run_ranks
 from training import losses_with
 
 import topologies
-from gossip import BucketShape, Delivery, PowerGossip, launch
+from gossip import BucketShape, Delivery, PowerGossip
 from gossip.compression.powergossip import PowerCodec, _orthonormal
 
 #: A matrix, a vector, a convolution's weight in channels_last, a transposed matrix, and one too narrow to gain.
@@ -137,6 +138,6 @@ def test_directed_topologies_are_refused() -> None:
 
 
 def test_training_over_processes_ends_near_where_the_values_themselves_end() -> None:
-    for losses in launch(losses_with, [None, PowerGossip(), PowerGossip(2)], world_size=4):
+    for losses in run_ranks(losses_with, [None, PowerGossip(), PowerGossip(2)], world_size=4):
         plain, *compressed = losses
         assert max(compressed) <= 1.2 * plain  # without exchanges it is twice as much

@@ -179,41 +179,26 @@ from gossip import launch
 def ranks():
     return dist.get_rank(), dist.get_world_size()
 
-if __name__ == "__main__":
-    os.write(1, f"result {launch(ranks, world_size=2)}\\n".encode())  # one write: lines must not mingle
-"""
-
-
-def test_launch_joins_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert sorted(line for line in run.stdout.splitlines() if line.startswith("result")) == [
-        "result [(0, 2)]",
-        "result [(1, 2)]",
-    ]
-
-
-FAILING_TORCHRUN_SCRIPT = """
-import torch.distributed as dist
-from gossip import launch
-
 def fail():
     if dist.get_rank() == 1:
         raise ValueError("boom")
     dist.barrier()
 
 if __name__ == "__main__":
+    os.write(1, f"result {launch(ranks, world_size=2)}\\n".encode())  # one write: lines must not mingle
     launch(fail, world_size=2)
 """
 
 
-def test_launch_under_torchrun_ends_with_the_traceback(tmp_path: Path) -> None:
+def test_launch_joins_torchrun_and_ends_with_the_traceback(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(FAILING_TORCHRUN_SCRIPT)
+    script.write_text(TORCHRUN_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert sorted(line for line in run.stdout.splitlines() if line.startswith("result")) == [
+        "result [(0, 2)]",
+        "result [(1, 2)]",
+    ]
     assert run.returncode == 1
     assert "ValueError: boom" in run.stderr
 

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from loguru import logger
+from ranks import run_ranks
 from replicas import gathered
 from small_runs import MODES, finish, flat, loss_of, train, wrap
 from torch import nn
@@ -91,7 +92,7 @@ def check_all(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_step_is_counted_whatever_the_mode_algorithm_and_topology(mode: str) -> None:
-    launch(check_all, mode, world_size=WORLD_SIZE)
+    run_ranks(check_all, mode, world_size=WORLD_SIZE)
 
 
 def test_silent_rounds_are_among_those_counted() -> None:
@@ -167,7 +168,7 @@ def estimate_distance() -> None:
 
 
 def test_consensus_distance_is_estimated_from_the_messages_alone() -> None:
-    launch(estimate_distance, world_size=WORLD_SIZE)
+    run_ranks(estimate_distance, world_size=WORLD_SIZE)
 
 
 # ------------------------------------------------------------------ records
@@ -185,7 +186,7 @@ def records_of(mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 def test_record_is_plain_data(mode: str) -> None:
     names = {field.name for field in dataclasses.fields(StepStats)}
-    for rank, lines in enumerate(launch(records_of, mode, world_size=WORLD_SIZE)):
+    for rank, lines in enumerate(run_ranks(records_of, mode, world_size=WORLD_SIZE)):
         for step, line in enumerate(lines):
             record = json.loads(line)
             assert set(record) == names
@@ -287,7 +288,7 @@ def test_many_buckets_are_listed_in_one_short_line() -> None:
 
 
 def test_every_phase_has_a_range_in_the_profiler() -> None:
-    for names in launch(profiled_ranges, world_size=2):
+    for names in run_ranks(profiled_ranges, world_size=2):
         assert names == {f"gossip::{phase}": 3 for phase in ("forward", "backward", "update", "send")} | {
             "gossip::wait": 2,
             "gossip::mix": 2,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 NUM_STEPS = 4
 TINY_BUCKETS = 71 / 2**20
@@ -99,7 +100,7 @@ def train_with_and_without_closure(factory: str) -> None:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_closure_makes_the_steps_of_the_loop_without_one(factory: str) -> None:
-    launch(train_with_and_without_closure, factory, world_size=2)
+    run_ranks(train_with_and_without_closure, factory, world_size=2)
 
 
 def test_gradients_of_a_closure_that_are_not_finite_are_not_applied() -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gossip import GossipDataParallel, GossipError, UsesExchange, launch
+from gossip import GossipDataParallel, GossipError, UsesExchange
 from topologies import Round, build
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -338,7 +339,7 @@ def watch(algorithm: str) -> list[tuple[int, list[torch.Tensor], list[torch.Tens
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
 def test_pre_average_hook_sees_every_exchange_with_its_own_round(algorithm: str) -> None:
-    seen = launch(watch, algorithm, world_size=4)
+    seen = run_ranks(watch, algorithm, world_size=4)
     topology = build("one_peer_exponential", 4)
     num_rounds = 4 if algorithm == "adapt_then_combine" else 3  # the last one is combined by close(), or dropped
     for mine in seen:
@@ -361,6 +362,6 @@ def watch_changes(compression: str) -> str:
 
 @pytest.mark.parametrize("compression", ["choco", "powergossip"])
 def test_pre_average_hook_is_refused_where_messages_are_changes(compression: str) -> None:
-    for text in launch(watch_changes, compression, world_size=2):
+    for text in run_ranks(watch_changes, compression, world_size=2):
         assert "cannot serve Watching" in text
         assert "choose none, bf16, fp16, int8 or int4" in text

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from gossip import GossipDataParallel, GossipError, VirtualWorkers, launch
+from gossip import GossipDataParallel, GossipError, VirtualWorkers
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -149,7 +150,7 @@ def added_on_one_rank() -> str:
 
 
 def test_every_rank_names_the_added_parameter() -> None:
-    for text in launch(added_on_one_rank, world_size=2):
+    for text in run_ranks(added_on_one_rank, world_size=2):
         assert "'layers.3.weight' was added" in text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from replicas import (
     SGD,
     TINY_BUCKETS,
@@ -15,7 +16,7 @@ from replicas import (
     train,
 )
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 
 def check_global_average() -> None:
@@ -47,7 +48,7 @@ def check_global_average() -> None:
 
 
 def test_global_avg_makes_all_ranks_equal_and_drops_what_was_in_flight() -> None:
-    launch(check_global_average, world_size=4)
+    run_ranks(check_global_average, world_size=4)
 
 
 def train_and_look(look: bool) -> dict[str, np.ndarray]:
@@ -73,7 +74,7 @@ def train_and_look(look: bool) -> dict[str, np.ndarray]:
 
 
 def test_averaged_restores_everything_and_training_goes_on_bit_for_bit() -> None:
-    looked, unseen = launch(train_and_look, True, world_size=5), launch(train_and_look, False, world_size=5)
+    looked, unseen = run_ranks(train_and_look, True, world_size=5), run_ranks(train_and_look, False, world_size=5)
     for with_look, without in zip(looked, unseen, strict=True):
         for name in without:
             assert np.array_equal(with_look[name], without[name]), name
@@ -90,7 +91,7 @@ def check_no_training_inside_averaged() -> None:
 
 
 def test_averaged_refuses_training_inside() -> None:
-    launch(check_no_training_inside_averaged, world_size=2)
+    run_ranks(check_no_training_inside_averaged, world_size=2)
 
 
 def check_consensus_distance() -> None:
@@ -105,4 +106,4 @@ def check_consensus_distance() -> None:
 
 
 def test_consensus_distance_is_its_definition() -> None:
-    launch(check_consensus_distance, world_size=3)
+    run_ranks(check_consensus_distance, world_size=3)

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from replicas import gathered
 from torch import nn
 
@@ -56,7 +57,7 @@ def mix_buffers(algorithm: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
 def test_buffers_are_mixed_in_every_step_if_so_wished(algorithm: str) -> None:
-    by_rank = launch(mix_buffers, algorithm, world_size=4)
+    by_rank = run_ranks(mix_buffers, algorithm, world_size=4)
     matrix = torch.from_numpy(build("ring", 4).round(0).matrix())
     x = torch.zeros(4, dtype=torch.float64)
     added = torch.arange(4, dtype=torch.float64)
@@ -89,7 +90,7 @@ def local_then_average() -> None:
 
 
 def test_buffers_stay_local_until_the_average() -> None:
-    launch(local_then_average, world_size=4)
+    run_ranks(local_then_average, world_size=4)
 
 
 def lose_a_buffer(how: str) -> str:
@@ -154,4 +155,4 @@ def recalibrate() -> None:
 
 
 def test_statistics_are_estimated_for_the_average_from_all_ranks_batches() -> None:
-    launch(recalibrate, world_size=3)
+    run_ranks(recalibrate, world_size=3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import assert_same, everything, log_of
+from ranks import run_ranks
 from replicas import gathered
 from separate import Separate, mean_square
 from small_runs import MODES, finish
@@ -71,7 +72,7 @@ def bytes_per_step(compression: str | None) -> tuple[list[int], list[int], list[
 def test_bytes_per_step_are_those_of_trainable_parameters(compression: str | None, divisor: int) -> None:
     trained = (4 * 2 + 2) * 8
     unfrozen = trained + 8 * 4 * 8
-    for sent, sizes, stayed in launch(bytes_per_step, compression, world_size=2):
+    for sent, sizes, stayed in run_ranks(bytes_per_step, compression, world_size=2):
         assert sent == [trained // divisor] * 3 + [unfrozen // divisor] * 2
         assert sizes == [trained] * 3 + [unfrozen] * 2
         assert stayed == [True, True, False, True]  # frozen ones lie where they lay: there is no second copy
@@ -90,7 +91,7 @@ def starts() -> list[torch.Tensor]:
 
 
 def test_frozen_parameters_start_with_rank_0s_values() -> None:
-    first, second, third = launch(starts, world_size=3)
+    first, second, third = run_ranks(starts, world_size=3)
     torch.manual_seed(0)
     assert torch.equal(first[0], torch.randn(3))
     for one, other, another in zip(first, second, third, strict=True):
@@ -123,7 +124,7 @@ def unfreezing(mode: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], 
 @pytest.mark.parametrize("mode", MODES)
 def test_unfreezing_in_mid_run_equals_the_dense_recursion(mode: str, algorithm: str, world_size: int) -> None:
     options = {"algorithm": algorithm, "topology": "ring" if world_size == 3 else "one_peer_exponential"}
-    found = launch(unfreezing, mode, options, world_size=world_size)
+    found = run_ranks(unfreezing, mode, options, world_size=world_size)
     dense = Separate(
         make_module(), world_size, SGD, options["topology"], combines_first=algorithm == "adapt_then_combine"
     )
@@ -155,7 +156,7 @@ def unfreezing_what_the_others_do_not() -> str:
 
 
 def test_ranks_that_unfreeze_different_parameters_are_refused_everywhere() -> None:
-    for text in launch(unfreezing_what_the_others_do_not, world_size=2):
+    for text in run_ranks(unfreezing_what_the_others_do_not, world_size=2):
         assert "unfrozen is '2.weight' on rank 0, but '2.weight', '2.bias' on rank 1" in text
         assert "unfreeze the same parameters on every rank before the same step" in text
 
@@ -184,7 +185,7 @@ def unfreezing_inside_join() -> None:
 
 
 def test_unfreezing_inside_join_is_refused() -> None:
-    launch(unfreezing_inside_join, world_size=2)
+    run_ranks(unfreezing_inside_join, world_size=2)
 
 
 def unfreezing_on_idle_ranks() -> torch.Tensor:
@@ -203,7 +204,7 @@ def unfreezing_on_idle_ranks() -> torch.Tensor:
 
 
 def test_an_idle_rank_takes_part_in_unfreezing() -> None:
-    first, second = launch(unfreezing_on_idle_ranks, world_size=2)
+    first, second = run_ranks(unfreezing_on_idle_ranks, world_size=2)
     torch.testing.assert_close(first, second, rtol=0, atol=1e-15)
     assert not torch.equal(first, make_module()[2].weight)
 
@@ -298,7 +299,7 @@ def editing_alike() -> None:
 
 
 def test_the_same_edit_on_all_ranks_leaves_a_parameter_equal() -> None:
-    launch(editing_alike, world_size=2)
+    run_ranks(editing_alike, world_size=2)
 
 
 def editing_one_after_the_other() -> None:
@@ -316,7 +317,7 @@ def editing_one_after_the_other() -> None:
 
 
 def test_a_parameter_that_differs_does_so_whatever_is_written_next() -> None:
-    launch(editing_one_after_the_other, world_size=2)
+    run_ranks(editing_one_after_the_other, world_size=2)
 
 
 def converting_on_one_rank() -> str:
@@ -329,7 +330,7 @@ def converting_on_one_rank() -> str:
 
 
 def test_a_frozen_parameter_of_another_dtype_on_one_rank_is_named() -> None:
-    for text in launch(converting_on_one_rank, world_size=2):
+    for text in run_ranks(converting_on_one_rank, world_size=2):
         assert "frozen parameter '2.weight' is float64 [4, 8]" in text
         assert "but float32 [4, 8]" in text
         assert "on rank 1" in text
@@ -371,7 +372,7 @@ def interrupted(folder: str, options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_a_run_that_unfroze_resumes_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    launch(interrupted, str(tmp_path), options, world_size=3)
+    run_ranks(interrupted, str(tmp_path), options, world_size=3)
 
 
 # ---------------------------------------------------------------- virtual workers
@@ -397,7 +398,7 @@ def unfreezing_real(compression: str | None) -> tuple[list[torch.Tensor], list[i
 
 @pytest.mark.parametrize("compression", [None, "int8", "choco"])
 def test_virtual_workers_unfreeze_as_processes_do(compression: str | None) -> None:
-    found = launch(unfreezing_real, compression, world_size=4)
+    found = run_ranks(unfreezing_real, compression, world_size=4)
     options = {"compression": compression, "bucket_cap_mb": 1e-4, "devices": ["cpu", "cpu"]}
     workers = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)
     resumed = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)

@@ -7,10 +7,11 @@ import functools
 
 import pytest
 import torch
+from ranks import run_ranks
 from replicas import gathered
 from torch import nn
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -86,7 +87,7 @@ def mix_layouts(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
 def test_every_layout_is_mixed(algorithm: str) -> None:
-    launch(mix_layouts, algorithm, world_size=3)
+    run_ranks(mix_layouts, algorithm, world_size=3)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from replicas import (
     SGD,
 )
@@ -74,7 +75,7 @@ def odd_one_out(what: str) -> str:
     ],
 )
 def test_manifest_difference_is_named_on_every_rank(what: str, texts: list[str]) -> None:
-    messages = launch(odd_one_out, what, world_size=3)
+    messages = run_ranks(odd_one_out, what, world_size=3)
     assert len(set(messages)) == 1
     assert "rank 2" in messages[0]
     for text in texts:
@@ -82,7 +83,7 @@ def test_manifest_difference_is_named_on_every_rank(what: str, texts: list[str])
 
 
 def test_manifest_tells_the_others_what_one_rank_refused() -> None:
-    first, second, odd = launch(odd_one_out, "refused", world_size=3)
+    first, second, odd = run_ranks(odd_one_out, "refused", world_size=3)
     assert first == second
     assert "on rank 2" in first
     assert "hypercube" in first
@@ -97,7 +98,7 @@ def gather_words() -> tuple[list[bytes], list[bytes]]:
 
 
 def test_bytes_of_any_length_are_gathered() -> None:
-    assert launch(gather_words, world_size=3) == [([b"", b"xx", b"xxxx"], [b"", b"", b""])] * 3
+    assert run_ranks(gather_words, world_size=3) == [([b"", b"xx", b"xxxx"], [b"", b"", b""])] * 3
 
 
 def stop_early(topology: str) -> str:

@@ -16,10 +16,11 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from loguru import logger
+from ranks import run_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gossip import GossipDataParallel, VirtualWorkers, launch
+from gossip import GossipDataParallel, VirtualWorkers
 from gossip.parameters.buckets import Bucket, make_buckets
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
@@ -254,4 +255,4 @@ def _assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("when", ["wrapped", "bare", "after close"])
 def test_files_hold_every_tensor_and_nothing_else(when: str, world_size: int, tmp_path: Path) -> None:
-    launch(check_files, when, str(tmp_path), world_size=world_size)
+    run_ranks(check_files, when, str(tmp_path), world_size=world_size)

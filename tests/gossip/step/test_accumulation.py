@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from loguru import logger
+from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -214,7 +215,7 @@ def unfreeze_with_peers() -> list[list[float]]:
 
 
 def test_every_parameter_is_mixed_whatever_is_frozen() -> None:
-    first, second = launch(unfreeze_with_peers, world_size=2)
+    first, second = run_ranks(unfreeze_with_peers, world_size=2)
     assert first == second
     start = [parameter.flatten().tolist() for parameter in make_module().parameters()]
     assert first[0] != start[0]  # 0.weight

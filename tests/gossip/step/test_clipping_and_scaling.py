@@ -8,10 +8,11 @@ import math
 
 import pytest
 import torch
+from ranks import run_ranks
 from replicas import gathered
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -179,7 +180,7 @@ def overflow_on_one_rank(outside: bool) -> list[tuple[float, list[float]]]:
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_overflow_on_one_rank_keeps_scales_equal_and_nobody_waiting(outside: bool) -> None:
-    first, second = launch(overflow_on_one_rank, outside, world_size=2)
+    first, second = run_ranks(overflow_on_one_rank, outside, world_size=2)
     scales = [scale for scale, _ in first]
     assert scales == [scale for scale, _ in second]
     assert scales == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
@@ -255,7 +256,7 @@ def spoil_one_gradient(mode: dict) -> tuple[list[int], bool]:
 
 @pytest.mark.parametrize("mode", [{}, {"clip_grad_norm": 1.0}, {"step_in_backward": False}])
 def test_gradient_that_is_not_finite_stays_on_its_rank(mode: dict) -> None:
-    (spoilt, finite), *others = launch(spoil_one_gradient, mode, world_size=4)
+    (spoilt, finite), *others = run_ranks(spoil_one_gradient, mode, world_size=4)
     assert finite
     assert [bool(count) for count in spoilt] == [True, False, False, True, False]
     assert others == [([0] * 5, True)] * 3
@@ -279,7 +280,7 @@ def spoil_parameters() -> str:
 
 
 def test_message_that_is_not_finite_is_refused_by_its_peers() -> None:
-    found = launch(spoil_parameters, world_size=3)
+    found = run_ranks(spoil_parameters, world_size=3)
     assert found[0] == found[2] == "refused"
     assert "what this rank sent in round 1 is not finite" in found[1]
 

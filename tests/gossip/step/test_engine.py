@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -139,7 +140,7 @@ def steps_with_control_flow_that_differs() -> int:
 
 
 def test_control_flow_may_differ_by_rank_and_step() -> None:
-    assert launch(steps_with_control_flow_that_differs, world_size=3) == [6, 6, 6]
+    assert run_ranks(steps_with_control_flow_that_differs, world_size=3) == [6, 6, 6]
 
 
 # ------------------------------------------------------------------ what goes wrong
@@ -336,7 +337,7 @@ def idle_steps_in_half_precision(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_mixing_equal_replicas_changes_nothing(dtype: torch.dtype, world_size: int) -> None:
-    assert all(launch(idle_steps_in_half_precision, dtype, world_size=world_size))
+    assert all(run_ranks(idle_steps_in_half_precision, dtype, world_size=world_size))
 
 
 BUFFER_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.int64)
@@ -357,7 +358,7 @@ def broadcast_buffers() -> list[list[float]]:
 
 
 def test_buffers_of_every_dtype_come_from_rank_0() -> None:
-    for values in launch(broadcast_buffers, world_size=2):
+    for values in run_ranks(broadcast_buffers, world_size=2):
         assert values == [[1.0] * 6] * len(BUFFER_DTYPES) + [[5.0]]
 
 
@@ -371,7 +372,7 @@ def average_buffers_that_differ() -> str:
 
 
 def test_buffers_that_came_to_differ_are_named_on_every_rank() -> None:
-    for text in launch(average_buffers_that_differ, world_size=2):
+    for text in run_ranks(average_buffers_that_differ, world_size=2):
         assert "buffer 'cache' is torch.float32 [4] on rank 0, but torch.float32 [5] on rank 1" in text
 
 

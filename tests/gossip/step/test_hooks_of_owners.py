@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from replicas import NormalisedNet
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CAPS = (1 / 2**20, 100 / 2**20, 200 / 2**20, 25)  # MiB, from a bucket for each parameter to one for all
@@ -109,7 +110,7 @@ def train_with_and_without_hooks() -> None:
 
 
 def test_hooks_that_only_look_change_no_bit() -> None:
-    launch(train_with_and_without_hooks, world_size=2)
+    run_ranks(train_with_and_without_hooks, world_size=2)
 
 
 def test_accumulated_gradients_are_found_too() -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from recursion import dense_recursion
 from replicas import gathered
 from torch import nn
@@ -78,7 +79,7 @@ def test_ranks_that_ended_exchange_until_all_have(mode: str) -> None:
     torch.manual_seed(0)
     start = nn.Linear(3, 1, bias=False, dtype=torch.float64).weight.detach().flatten().numpy()
     wanted = dense_recursion(build("ring", 4), start, gradient, lambda x, g: x - LR * g, num_steps=9)
-    for steps, values in launch(join_twice, mode, world_size=4):
+    for steps, values in run_ranks(join_twice, mode, world_size=4):
         assert steps == 9
         torch.testing.assert_close(values.view(4, 3), torch.from_numpy(wanted), rtol=0, atol=1e-12)
 

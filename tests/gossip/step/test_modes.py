@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import topology_cases
 from covering import covering
+from ranks import run_ranks
 from torch import nn
 from torch.nn.utils import vector_to_parameters
 
@@ -102,7 +103,7 @@ def train_cases(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
 
 @functools.cache
 def results_of(world_size: int) -> list[dict[tuple[str, str, str], np.ndarray]]:
-    return launch(train_cases, world_size, world_size=world_size)
+    return run_ranks(train_cases, world_size, world_size=world_size)
 
 
 @functools.cache
@@ -162,7 +163,7 @@ def follow_all_reduce() -> None:
 
 
 def test_adapt_then_combine_on_the_complete_graph_is_all_reduce() -> None:
-    launch(follow_all_reduce, world_size=3)
+    run_ranks(follow_all_reduce, world_size=3)
 
 
 def await_points() -> dict[str, list[int]]:
@@ -186,7 +187,7 @@ def await_points() -> dict[str, list[int]]:
 
 
 def test_buckets_are_awaited_by_the_lowest_module_that_holds_every_user() -> None:
-    for awaited in launch(await_points, world_size=2):
+    for awaited in run_ranks(await_points, world_size=2):
         assert awaited["attention.out_proj.weight"] == ["attention", "attention.out_proj"]
         assert awaited["norm.weight"] == ["norm"]
         assert awaited["embed.weight"] == ["embed"]

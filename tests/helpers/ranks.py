@@ -1,0 +1,175 @@
+"""Ranks that stand ready: processes that run one function after the other, each time in a new process group.
+
+To start processes, and what torch does first in each, costs more than most tests do with them. Where the start, the end
+or the state of a process is what is tested, :func:`gossip.launch` starts them anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gossip.communication import membership
+from gossip.launching import fork_server
+
+TIMEOUT = timedelta(seconds=240)
+_GRACE_S = 2.0  # between the first failure and the one that was its cause
+
+
+class RankError(AssertionError):
+    """A function failed on some rank; all ranks have been ended by then."""
+
+
+class _Standing(NamedTuple):
+    process: ForkServerProcess
+    channel: Connection
+
+
+class _Call(NamedTuple):
+    """What a rank is to do: ``work`` is a pickled function with its arguments."""
+
+    work: bytes
+    number: int
+    rank: int
+    world_size: int
+    port: int
+
+
+class _Failure(NamedTuple):
+    """A rank's exception, as text."""
+
+    summary: str
+    traceback: str
+
+
+_ranks: list[_Standing] = []
+_stores: list[dist.TCPStore] = []  # at most one, for all calls
+_numbers = itertools.count()
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
+    """What ``function(*args)`` returns on every rank, in order; ``torch.distributed`` is initialised around it.
+
+    The function may leave models and process groups behind, but nothing else: no patched module, no logger's sink.
+
+    Raises
+    ------
+    RankError
+        It failed on some rank, or did not end within ``TIMEOUT``.
+    """
+    work, number = pickle.dumps((function, args)), next(_numbers)
+    ranks, port = _stand_ready(world_size), _store().port
+    try:
+        for rank, standing in enumerate(ranks):
+            standing.channel.send(_Call(work, number, rank, world_size, port))
+        return _collect([standing.channel for standing in ranks])
+    except BaseException:
+        _end_all()
+        raise
+
+
+def _stand_ready(world_size: int) -> Sequence[_Standing]:
+    fork_server.start(("gossip",))
+    context = multiprocessing.get_context("forkserver")
+    while len(_ranks) < world_size:
+        channel, theirs = context.Pipe()
+        process = context.Process(target=_stand, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _ranks.append(_Standing(process, channel))
+    return _ranks[:world_size]
+
+
+def _store() -> dist.TCPStore:
+    if not _stores:
+        _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return _stores[0]
+
+
+def _collect(channels: Sequence[Connection]) -> list[Any]:
+    reports: dict[int, Any] = {}
+    waiting: dict[Any, int] = {channel: rank for rank, channel in enumerate(channels)}
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for channel in ready:
+            rank = waiting.pop(channel)
+            try:
+                reports[rank] = pickle.loads(channels[rank].recv_bytes())
+            except EOFError:
+                reports[rank] = _Failure("its process ended without a word", "")
+            if isinstance(reports[rank], _Failure):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    failures = {rank: report for rank, report in reports.items() if isinstance(report, _Failure)}
+    if failures or waiting:
+        raise RankError(_describe(failures, sorted(waiting.values())))
+    return [reports[rank] for rank in range(len(channels))]
+
+
+def _describe(failures: Mapping[int, _Failure], silent: Sequence[int]) -> str:
+    """Who failed first: what others say of a rank that is gone comes after it."""
+    lines = [f"ranks {silent} had not ended"] if silent else []
+    for rank, failure in sorted(failures.items(), key=lambda item: "ExchangeError" in item[1].summary):
+        lines.append(f"rank {rank} failed: {failure.summary}\n{failure.traceback}")
+    return "\n".join(lines)
+
+
+@atexit.register
+def _end_all() -> None:
+    for standing in _ranks:
+        standing.process.kill()
+        standing.channel.close()
+    for standing in _ranks:
+        standing.process.join()
+        standing.process.close()
+    _ranks.clear()
+
+
+def _stand(channel: Connection) -> None:
+    """A rank's whole life."""
+    gc.freeze()
+    torch.set_num_threads(1)
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        while True:
+            call = channel.recv()
+            _leave()  # not before: a rank that closed its sockets at once could take a peer's last message with it
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(0)
+            channel.send_bytes(_report(call))
+    except (EOFError, OSError):
+        os._exit(0)  # the test session is over
+
+
+def _leave() -> None:
+    gc.collect()  # models that were dropped
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    membership._num_worlds.clear()  # the next group has keys of its own
+
+
+def _report(call: _Call) -> bytes:
+    try:
+        store = dist.PrefixStore(f"call{call.number}", dist.TCPStore("127.0.0.1", call.port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=TIMEOUT)
+        function, args = pickle.loads(call.work)
+        return pickle.dumps(function(*args))
+    except BaseException as error:
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return pickle.dumps(_Failure(summary, traceback.format_exc()))
