@@ -397,7 +397,7 @@ def unfreezing_real(compression: str | None) -> tuple[list[torch.Tensor], list[i
 
 
 @pytest.mark.parametrize("compression", [None, "int8", "choco"])
-def test_virtual_workers_unfreeze_as_processes_do(compression: str | None) -> None:
+def test_virtual_workers_unfreeze_as_processes_do(compression: str | None, tmp_path: Path) -> None:
     found = run_ranks(unfreezing_real, compression, world_size=4)
     options = {"compression": compression, "bucket_cap_mb": 1e-4, "devices": ["cpu", "cpu"]}
     workers = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)
@@ -408,7 +408,8 @@ def test_virtual_workers_unfreeze_as_processes_do(compression: str | None) -> No
         if compression is None:  # else some of a step's bytes follow in the next one
             assert workers.stats().bytes_sent == sum(sent[step] for _, sent in found) / 4  # type: ignore[union-attr]
         if step == THAW_STEP + 1:
-            resumed.load_state_dict(workers.state_dict())
+            gossip.save(workers, tmp_path)
+            gossip.load(resumed, tmp_path)
         if step > THAW_STEP + 1:
             thaw_stacks(resumed, step)
             mean_square(resumed, batch(step)).backward()
