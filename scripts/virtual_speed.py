@@ -25,6 +25,7 @@ from torch.nn import functional
 
 import topologies
 from gossip import VirtualWorkers
+from gossip.launching import fork_server
 from gossip.virtual.mixing_products import KnownRows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
@@ -122,7 +123,8 @@ def _work(pipe: Connection, *arguments: Any) -> None:
 def measure(world_size: int, arguments: argparse.Namespace) -> tuple[float, float | None]:
     """Median seconds of a step: of the virtual workers, and of the loop unless it is left out."""
     kinds: list[type[Virtual] | type[Loop]] = [Virtual, Loop] if world_size <= arguments.loop_up_to else [Virtual]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    fork_server.start(("gossip",))
     pipes = []
     for kind in kinds:
         ours, theirs = context.Pipe()

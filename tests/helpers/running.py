@@ -98,7 +98,7 @@ def running(
 
 
 def run(script: str, folder: Path, *arguments: str, **options: Any) -> Finished:
-    """Run one of scripts/ in ``folder`` to its end; the options are those of :func:`running`."""
+    """Run one of scripts/, or a path, in ``folder`` to its end; the options are those of :func:`running`."""
     with running(folder, *arguments, script=SCRIPTS / script, **options) as process:
         return process.finished()
 

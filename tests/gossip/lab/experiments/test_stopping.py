@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from running import run
 
 from gossip.lab.experiments.stopping import Stopping
 
@@ -99,16 +99,18 @@ STUCK = "dist.HashStore().wait(['never'])"
     ],
 )
 def test_stopping_gives_up_where_the_ranks_do_not_get_there(
-    world_size: int, saves: bool, name: str, then: str, text: str
+    world_size: int, saves: bool, name: str, then: str, text: str, tmp_path: Path
 ) -> None:
-    source = GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then)
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 128 + signal.Signals[name]
+    program = tmp_path / "program.py"
+    program.write_text(GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then))
+    ended = run(str(program), tmp_path)
+    assert ended.status == 128 + signal.Signals[name]
     why = f"0.3 s after {name}: {text}; nothing is saved"
-    assert run.stderr.splitlines() == [f"rank 0: {why}", f"so: {why}"]
+    assert ended.stderr.splitlines() == [f"rank 0: {why}", f"so: {why}"]
 
 
-def test_stopping_leaves_signals_to_the_program_where_nothing_is_saved() -> None:
-    source = GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then="threading.Event().wait(60)")
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
-    assert (run.returncode, run.stderr) == (143, "")
+def test_stopping_leaves_signals_to_the_program_where_nothing_is_saved(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then="threading.Event().wait(60)"))
+    ended = run(str(program), tmp_path, fresh=True)
+    assert (ended.status, ended.stderr) == (143, "")
