@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gossip
-from gossip.lab.benchmarks import bench_methods, bench_worker
+from gossip.lab.benchmarks import bench_methods, bench_worker, goodput
 from gossip.lab.benchmarks.bench_models import WORKLOADS
 from gossip.lab.benchmarks.bench_specification import MethodSpecification, WorkerSpecification
 from gossip.lab.benchmarks.counters import InterfaceBytes, PeakMemory
@@ -51,6 +51,7 @@ def specification(folder: Path, rank: int) -> WorkerSpecification:
 
 
 def measure_everything(folder: str) -> None:
+    goodput._WARM_UP_S, goodput._WINDOW_S = 0.05, 0.1  # both directions of all links are busy meanwhile, and the cores
     bench_worker.run(specification(Path(folder), dist.get_rank()))
 
 

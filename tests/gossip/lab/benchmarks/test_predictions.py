@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import why_no_hosts
 from repository import REPOSITORY
+from running import run_here
 
 from gossip.lab.benchmarks.bench_predictions import Case, measure_case
 from gossip.lab.benchmarks.networks import Loopback
@@ -61,7 +62,6 @@ def test_script_measures_in_the_lab(tmp_path: Path) -> None:
 
 
 def test_script_refuses_a_bad_rate_in_one_line() -> None:
-    done = predicted_steps("--rates=fast")
-    assert done.returncode == 2
-    words = "rate must be a number with kbit, mbit or gbit, such as 200mbit, got 'fast'"
-    assert done.stderr.splitlines()[-1].endswith(words)
+    done = run_here("predicted_steps.py", "--rates=fast")
+    assert done.status == 2
+    assert done.last_line.endswith("rate must be a number with kbit, mbit or gbit, such as 200mbit, got 'fast'")
