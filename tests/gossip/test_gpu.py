@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from compressions import COMPRESSIONS
 from exchanging import Ranks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet
+from separate import stacked
 
+import gossip
 import topologies
 from gossip import (
     BucketShape,
@@ -74,7 +77,7 @@ def train_on(kind: str, topology: str, transport: str, in_group: bool = False) -
     ],
 )
 def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, topology: str, transport: str) -> None:
-    wanted = launch(train_on, "cpu", topology, None, world_size=WORLD_SIZE)
+    wanted = launch(train_on, "cpu", topology, "distributed", world_size=WORLD_SIZE)
     found = launch(train_on, "cuda", topology, transport, in_group, world_size=WORLD_SIZE, backend=backend)
     for (state, distance), (expected, expected_distance) in zip(found, wanted, strict=True):
         assert distance == pytest.approx(expected_distance, rel=1e-6)
@@ -242,8 +245,10 @@ def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str) -> None:
         for step in range(4):
             inputs = torch.randn(31, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
             workers(inputs.to(devices[0])).square().mean().backward()
-        state = workers.state_dict()
-        found.append({**state["parameters"], **state["buffers"]})
+        buffers: dict[str, list[torch.Tensor]] = {}
+        for name, stack in workers.named_buffers():
+            buffers.setdefault(name, []).append(stack.cpu())
+        found.append(stacked(workers) | {name: torch.cat(stacks) for name, stacks in buffers.items()})
         assert workers.is_vectorised
     for other in found[1:]:
         for name, values in found[0].items():
@@ -251,7 +256,7 @@ def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str) -> None:
 
 
 @needs_a_gpu
-def test_virtual_workers_on_a_gpu_resume_with_their_random_numbers() -> None:
+def test_virtual_workers_on_a_gpu_resume_with_their_random_numbers(tmp_path: Path) -> None:
     def make() -> VirtualWorkers:
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
@@ -260,12 +265,12 @@ def test_virtual_workers_on_a_gpu_resume_with_their_random_numbers() -> None:
     def train_for(workers: VirtualWorkers, steps: int) -> dict[str, torch.Tensor]:
         for _ in range(steps):
             workers(torch.ones(6, 4, device="cuda:0")).square().mean().backward()
-        return workers.state_dict()["parameters"]  # type: ignore[no-any-return]
+        return stacked(workers)
 
     workers, resumed = make(), make()
     train_for(workers, 2)
-    state = workers.state_dict()
+    gossip.save(workers, tmp_path)
     wanted = train_for(workers, 2)
-    resumed.load_state_dict(state)
+    gossip.load(resumed, tmp_path)
     for name, values in train_for(resumed, 2).items():
         torch.testing.assert_close(values, wanted[name], rtol=1e-6, atol=1e-6)
