@@ -87,7 +87,8 @@ class VirtualReplicas(Replicas):
 
     @torch.no_grad()
     def states(self) -> Iterator[dict[str, Any]]:
-        exchanges, algorithm = list(self._exchanges.rank_states()), algorithm_state(self._exchanges)
+        exchanges, algorithm = self._exchanges.rank_states(), algorithm_state(self._exchanges)
+        differing = self._workers._frozen.differing()
         for number, shard in enumerate(self._shards):
             for row, rank in enumerate(shard.ranks):
                 yield {
@@ -97,13 +98,13 @@ class VirtualReplicas(Replicas):
                     "optimizers": [optimizer.state_of(number, row) for optimizer in self._optimizers],
                     "engine": {
                         "step": self.step,
-                        "exchanges": exchanges[rank],
+                        "exchanges": next(exchanges),
                         "algorithm": {
                             **algorithm,
                             "kept": {state: _rows(by_name, rank) for state, by_name in algorithm["kept"].items()},
                             "numbers": _rows(algorithm["numbers"], rank),
                         },
-                        "frozen": {"differing": self._workers._frozen.differing()},
+                        "frozen": {"differing": list(differing)},
                         "num_bad_steps": int(self._updater.num_bad_steps[rank]),
                         "gradient_scale": float(self._updater.scales[rank]),
                     },
@@ -157,6 +158,8 @@ class VirtualReplicas(Replicas):
 
     def _restore_gradients(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._updater.drop_gradients()
+        scales = [state["engine"].get("gradient_scale", float(bool(state["gradients"]))) for state in states]
+        self._updater.scales = torch.tensor(scales, dtype=torch.float64)
         for name in dict.fromkeys(name for state in states for name in state["gradients"]):
             gradients = [state["gradients"].get(name) for state in states]
             for shard in self._shards:
@@ -165,9 +168,11 @@ class VirtualReplicas(Replicas):
                 for row, rank in enumerate(shard.ranks):
                     if (gradient := gradients[rank]) is not None:
                         stack.grad[row].copy_(gradient)
-            self._updater.reached[name] = torch.tensor([gradient is not None for gradient in gradients])
-        scales = [state["engine"].get("gradient_scale", float(bool(state["gradients"]))) for state in states]
-        self._updater.scales = torch.tensor(scales, dtype=torch.float64)
+            reached = torch.tensor([gradient is not None for gradient in gradients])
+            if self._workers.is_vectorised:
+                reached |= self._updater.scales == 0  # a rank without any gradient: the next one reaches everything
+            if not bool(reached.all()):
+                self._updater.reached[name] = reached
 
     def averages(self, path: Path) -> dict[str, torch.Tensor]:
         if not path.parent.is_dir():

@@ -67,7 +67,7 @@ def test_mean_is_exact_in_float64(name: str, topology: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_no_drift_over_two_thousand_rounds(name: str) -> None:
+def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
     row = COMPRESSIONS[name]
     # Three ranks: what two give each other cancels whatever its rounding; and in one direction, where it may be.
     name_of_ring = "directed_ring" if "directed_ring" in row.topologies else "ring"
@@ -75,7 +75,7 @@ def test_no_drift_over_two_thousand_rounds(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     mean = ranks.mean
     distances = []
-    for step in range(2_000):
+    for step in range(10_000):
         for values in ranks.values:
             update = 0.01 * torch.randn(len(values), generator=generator)
             before = values.double()
@@ -83,9 +83,9 @@ def test_no_drift_over_two_thousand_rounds(name: str) -> None:
             mean += (values.double() - before) / len(ranks.values)
         ranks.mix(step)
         distances.append(ranks.distance)
-    # 2,000 roundings of 1e-7 each, one way, would be 2e-4. Where much the same is mixed in again, rounding repeats.
-    assert (ranks.mean - mean).abs().max() <= 1e-5
-    assert max(distances[-600:]) <= 1.5 * max(distances[400:1000])
+    # 10,000 roundings of 1e-7 each, one way, would be 1e-3. Where much the same is mixed in again, rounding repeats.
+    assert (ranks.mean - mean).abs().max() <= 3e-5
+    assert max(distances[-1000:]) <= 2 * max(distances[1000:2000])
 
 
 @pytest.mark.parametrize(("name", "topology"), SERVED)
