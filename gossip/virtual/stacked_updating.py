@@ -95,6 +95,11 @@ class StackedUpdater:
             self.reached[name] = (self.scales != 0) if has_gradient else torch.zeros_like(self.scales, dtype=torch.bool)
         self.reached[name][rank] = True
 
+    def note_all_reached(self, name: str, ranks: range) -> None:
+        """Note that a backward pass has reached a parameter of several replicas that were run at once."""
+        if name in self.reached:
+            self.reached[name][ranks.start : ranks.stop] = True
+
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         for shard in self._shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -285,7 +285,7 @@ class VirtualWorkers(OwnAttributes):
         }
         buffers = {name: stack[rows] for name, stack in shard.buffers.items()}
         if torch.is_grad_enabled():
-            self._watch(parameters.values(), ranks, scale)
+            self._watch(parameters, ranks, scale)
         output = self._calls(ranks, parameters, buffers, inputs, is_split)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -299,7 +299,7 @@ class VirtualWorkers(OwnAttributes):
             self._updater.drop_gradients()
             logger.warning("step {}: the backward pass was ended by an exception; its gradients are dropped", self.step)
 
-    def _watch(self, rows: Iterable[torch.Tensor], ranks: range, scale: float) -> None:
+    def _watch(self, rows: Mapping[str, torch.Tensor], ranks: range, scale: float) -> None:
         """Note that there are gradients in rows of parameters, and what makes them those of each replica's own mean.
 
         They are scaled when the step is made, in place: here each would take memory for another one.
@@ -307,17 +307,19 @@ class VirtualWorkers(OwnAttributes):
         noted: torch.Tensor | None = None
         ratios: torch.Tensor | None = None
 
-        def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        def on_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
             nonlocal noted, ratios
             self._on_backward()
             self._has_gradients = self._has_gradients or self._synchronise
             if noted is not self._updater.scales:  # once in a step
                 noted, ratios = self._updater.scales, self._updater.note_scale(ranks, scale)
+            if self.is_vectorised:
+                self._updater.note_all_reached(name, ranks)
             return gradient if ratios is None else gradient * along_rows(ratios, gradient)
 
-        for stack in rows:
+        for name, stack in rows.items():
             if stack.requires_grad:
-                stack.register_hook(on_gradient)
+                stack.register_hook(partial(on_gradient, name))
 
     def _on_backward(self, _: torch.Tensor | None = None) -> None:
         if self._synchronise and not self._callback_is_queued:

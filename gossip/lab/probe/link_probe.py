@@ -150,7 +150,8 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     start = time.perf_counter()
     # Not an executor's thread: a program that ends would wait for it without end.
     thread = daemon_threads.start("gossip-probe", exchange_beside, end=lambda: None)
-    num_steps = 0
+    make_step()
+    num_steps = 1
     while not sending.done():
         make_step()
         num_steps += 1

@@ -116,6 +116,36 @@ def test_gradients_that_were_accumulated_are_saved(num_samples: int, goes_on_wit
     assert_equal_states(everything(resumed), everything(workers))
 
 
+class Selective(nn.Sequential):
+    """Leaves its first layer out for negative inputs, where it ``looks`` at them; that cannot be vectorised."""
+
+    looks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.looks and bool((x < 0).all()):
+            return self[1](x)  # type: ignore[no-any-return]
+        return self[1](self[0](x))  # type: ignore[no-any-return]
+
+
+def test_parameter_whose_saved_gradient_one_rank_lacks_gets_the_next_one(tmp_path: Path) -> None:
+    def make_selective() -> VirtualWorkers:
+        torch.manual_seed(0)
+        return make_workers(Selective(nn.Linear(3, 3), nn.Linear(3, 2)).double(), 3)
+
+    workers, resumed = make_selective(), make_selective()
+    workers.module.looks = True  # type: ignore[assignment]
+    with workers.no_sync():
+        train(workers, batch(6).abs() * torch.tensor([-1.0, -1, 1, 1, 1, 1]).view(-1, 1))
+    assert not workers.is_vectorised
+    gossip.save(workers, tmp_path)
+    gossip.load(resumed, tmp_path)
+    for each in (workers, resumed):
+        train(each, batch(6, seed=1).abs())
+    assert resumed.is_vectorised
+    for name, values in stacked(workers).items():
+        torch.testing.assert_close(stacked(resumed)[name], values, rtol=0, atol=1e-12)
+
+
 def test_parameters_that_were_unfrozen_keep_their_buckets(tmp_path: Path) -> None:
     workers, resumed = make(), make()
     for name, stack in workers.named_parameters():

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from ranks import run_ranks
 
+from gossip.lab.probe import link_probe
 from gossip.lab.probe.cluster_measuring import cluster_of, local_size_of, workload_of
 from gossip.lab.probe.compute_probe import StepTimes
-from gossip.lab.probe.link_probe import Link, matchings
+from gossip.lab.probe.link_probe import Link, matchings, measure_contention
 from gossip.simulation import SlowRank
 
 
@@ -33,6 +42,23 @@ def test_matchings_of_many_ranks_hold_a_ring_and_each_rank_once_at_a_time(n: int
     ring = {frozenset(pair) for pairs in found[:2] for pair in pairs}
     neighbours = {frozenset((rank, (rank + 1) % n)) for rank in range(n)}
     assert neighbours - ring == (set() if n % 2 == 0 else {frozenset((n - 1, 0))})
+
+
+def contention_beside_a_thread_that_is_done_at_once() -> float:
+    def start(name: str, run: Callable[[], None], **_: Any) -> threading.Thread:
+        run()
+        thread = threading.Thread(name=name)
+        thread.start()
+        return thread
+
+    with mock.patch.object(link_probe, "daemon_threads", SimpleNamespace(start=start)):
+        return measure_contention(lambda: time.sleep(0.01), 0.01, 1000, torch.device("cpu"))
+
+
+def test_messages_that_are_there_before_a_step_begins_were_taken_nothing_from() -> None:
+    first, second = run_ranks(contention_beside_a_thread_that_is_done_at_once, world_size=2)
+    assert first == second
+    assert 0 <= first <= 1
 
 
 def test_cluster_adds_up_what_the_ranks_of_a_node_send_at_once() -> None:
