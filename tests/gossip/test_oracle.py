@@ -1,8 +1,10 @@
-"""Real processes on gloo against the dense recursion, for every topology family, dtype and optimizer."""
+"""Real processes on gloo against the dense recursion and against virtual workers, for every topology family."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import topologies
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel, VirtualWorkers, launch
 
 NUM_STEPS = 10
+ALGORITHMS = ("adapt_while_communicating", "adapt_then_combine")
 DTYPES = {"float32": (torch.float32, 1e-5), "float64": (torch.float64, 1e-11)}
 OPTIMIZERS = {
     "momentum": (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01), Momentum),
@@ -25,19 +28,42 @@ OPTIMIZERS = {
 # 71 bytes: most parameters alone, larger than the bucket; 200: some share one unevenly.
 BUCKET_BYTES = {"float32": 71, "float64": 200}
 
-Case = tuple[int, str, str, str]
-"""World size, and names of topology, dtype and optimizer."""
+
+class Case(NamedTuple):
+    """A run, by its world size and the names of its parts."""
+
+    world_size: int
+    topology: str
+    algorithm: str
+    dtype: str
+    optimizer: str
+
+    @property
+    def tolerance(self) -> float:
+        return DTYPES[self.dtype][1]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype][0]
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the wrapper, and of virtual workers."""
+        return {
+            "module": make_module(self.torch_dtype),
+            "optimizer": OPTIMIZERS[self.optimizer][0],
+            "topology": topology_cases(self.world_size)[self.topology],
+            "algorithm": self.algorithm,
+            "bucket_cap_mb": BUCKET_BYTES[self.dtype] / 2**20,
+        }
 
 
-# Every topology at every size that it serves, in some dtype with some optimizer: all pairs of the four.
-CASES: list[Case] = covering(
-    (world_size, label, dtype_name, optimizer_name)
+# Every topology at every size that it serves, in some dtype, with some algorithm and optimizer: all pairs of the five.
+CASES = covering(
+    Case(world_size, *others)
     for world_size in WORLD_SIZES
-    for label in topology_cases(world_size)
-    for dtype_name in DTYPES
-    for optimizer_name in OPTIMIZERS
+    for others in itertools.product(topology_cases(world_size), ALGORITHMS, DTYPES, OPTIMIZERS)
 )
-GROUPED = [pytest.param(case, marks=pytest.mark.xdist_group(f"oracle{case[0]}")) for case in CASES]
+GROUPED = [pytest.param(case, marks=pytest.mark.xdist_group(f"oracle{case.world_size}")) for case in CASES]
 
 
 def make_module(dtype: torch.dtype) -> nn.Module:
@@ -47,38 +73,29 @@ def make_module(dtype: torch.dtype) -> nn.Module:
     )
 
 
-def make_batch(rank: int, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+@functools.cache
+def batch(rank: int, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     targets = torch.randint(3, (6,), generator=generator)
     return inputs.to(dtype), targets
 
 
-def loss_of(module: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    inputs, targets = make_batch(rank, step, dtype)
-    return nn.functional.cross_entropy(module(inputs), targets)
-
-
-def cases_of(world_size: int) -> list[Case]:
-    return [case for case in CASES if case[0] == world_size]
+def loss_of(module: Any, ranks: range, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mean over the samples of some ranks."""
+    inputs, targets = zip(*(batch(rank, step, dtype) for rank in ranks), strict=True)
+    return nn.functional.cross_entropy(module(torch.cat(inputs)), torch.cat(targets))
 
 
 def train_cases(world_size: int) -> dict[Case, np.ndarray]:
     """Runs on every rank: this rank's parameters, flat, after every case."""
     results = {}
-    for case in cases_of(world_size):
-        _, label, dtype_name, optimizer_name = case
-        dtype = DTYPES[dtype_name][0]
-        model = GossipDataParallel(
-            make_module(dtype),
-            OPTIMIZERS[optimizer_name][0],
-            topology_cases(world_size)[label],
-            bucket_cap_mb=BUCKET_BYTES[dtype_name] / 2**20,
-        )
-        for step in range(NUM_STEPS):
-            loss_of(model, model.rank, step, dtype).backward()
-        results[case] = parameters_to_vector(model.parameters()).detach().numpy()
-        model.close()
+    for case in CASES:
+        if case.world_size == world_size:
+            with GossipDataParallel(**case.arguments()) as model:
+                for step in range(NUM_STEPS):
+                    loss_of(model, range(model.rank, model.rank + 1), step, case.torch_dtype).backward()
+                results[case] = parameters_to_vector(model.parameters()).detach().numpy()
     return results
 
 
@@ -91,34 +108,56 @@ def distributed_results(world_size: int) -> dict[Case, np.ndarray]:
 
 def dense_results(case: Case) -> np.ndarray:
     """The same, by the recursion."""
-    world_size, label, dtype_name, optimizer_name = case
-    module = make_module(DTYPES[dtype_name][0]).double()
+    module = make_module(case.torch_dtype).double()
 
     def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
         vector_to_parameters(torch.from_numpy(x), module.parameters())
         module.zero_grad()
-        loss_of(module, rank, step, torch.float64).backward()
+        loss_of(module, range(rank, rank + 1), step, torch.float64).backward()
         return torch.cat([parameter.grad.flatten() for parameter in module.parameters()]).numpy()
 
-    start = parameters_to_vector(module.parameters()).detach().numpy().copy()
-    topology = topology_cases(world_size)[label]
-    return dense_recursion(topology, start, gradient, OPTIMIZERS[optimizer_name][1](), NUM_STEPS)
+    return dense_recursion(
+        topology_cases(case.world_size)[case.topology],
+        parameters_to_vector(module.parameters()).detach().numpy().copy(),
+        gradient,
+        OPTIMIZERS[case.optimizer][1](),
+        NUM_STEPS,
+        combines_first=case.algorithm == "adapt_then_combine",
+    )
+
+
+def virtual_results(case: Case) -> np.ndarray:
+    """The same, by virtual workers."""
+    workers = VirtualWorkers(world_size=case.world_size, devices=["cpu"], **case.arguments())
+    for step in range(NUM_STEPS):
+        loss_of(workers, range(case.world_size), step, case.torch_dtype).backward()
+    assert workers.is_vectorised
+    return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
+
+
+def assert_close(actual: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
+    """Each parameter's largest error is within the tolerance of its largest value."""
+    sizes = [parameter.numel() for parameter in make_module(torch.float64).parameters()]
+    for values, right in zip(
+        *(np.split(rows, np.cumsum(sizes)[:-1], axis=1) for rows in (actual, wanted)), strict=True
+    ):
+        assert np.abs(values - right).max() / np.abs(right).max() <= tolerance
 
 
 @pytest.mark.parametrize("case", GROUPED, ids=lambda case: "-".join(map(str, case)))
 def test_parameters_equal_dense_recursion(case: Case) -> None:
-    actual, wanted = distributed_results(case[0])[case], dense_results(case)
-    tolerance = DTYPES[case[2]][1]
-    sizes = [parameter.numel() for parameter in make_module(torch.float64).parameters()]
-    ends = np.cumsum(sizes)
-    for begin, end in zip(ends - sizes, ends, strict=True):
-        error = np.abs(actual[:, begin:end] - wanted[:, begin:end]).max() / np.abs(wanted[:, begin:end]).max()
-        assert error <= tolerance
+    actual, wanted = distributed_results(case.world_size)[case], dense_results(case)
+    assert_close(actual, wanted, case.tolerance)
     # Doubly stochastic mixing does not move the mean over ranks.
-    np.testing.assert_allclose(actual.mean(0), wanted.mean(0), rtol=0, atol=tolerance * np.abs(wanted).max())
+    np.testing.assert_allclose(actual.mean(0), wanted.mean(0), rtol=0, atol=case.tolerance * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: "-".join(map(str, case)))
+def test_virtual_workers_equal_processes(case: Case) -> None:
+    assert_close(virtual_results(case), distributed_results(case.world_size)[case], case.tolerance)
 
 
 def test_cases_cover_every_family() -> None:
-    chosen = [topology_cases(world_size)[label] for world_size, label, _, _ in CASES]
+    chosen = [topology_cases(case.world_size)[case.topology] for case in CASES]
     assert {topology.name for topology in chosen if topology.registered} == set(topologies.available())
     assert {len(topology.phases) for topology in chosen} == {1, 2, 3}

@@ -13,15 +13,27 @@ Gradient = Callable[[int, int, np.ndarray], np.ndarray]
 
 
 def dense_recursion(
-    topology: Topology, start: np.ndarray, gradient: Gradient, update: Callable[..., np.ndarray], num_steps: int
+    topology: Topology,
+    start: np.ndarray,
+    gradient: Gradient,
+    update: Callable[..., np.ndarray],
+    num_steps: int,
+    *,
+    combines_first: bool = False,
 ) -> np.ndarray:
-    """Adapt while communicating: x(t+1) = update of W_(t-1) x(t) by the gradients at x(t). Returns x, [n, numel]."""
+    """x after some steps, [n, numel].
+
+    Adapt while communicating: x(t+1) = update of W_(t-1) x(t) by the gradients at x(t); with ``combines_first`` adapt
+    then combine: x(t+1) = W_t times the update of x(t).
+    """
     ranks = range(topology.world_size)
     x = np.tile(start, (topology.world_size, 1))
     for step in range(num_steps):
         gradients = np.stack([gradient(rank, step, x[rank]) for rank in ranks])
-        mixed = x if step == 0 else topology.round(step - 1).matrix() @ x
+        mixed = x if combines_first or step == 0 else topology.round(step - 1).matrix() @ x
         x = update(mixed, gradients)
+        if combines_first:
+            x = topology.round(step).matrix() @ x
     return x
 
 
