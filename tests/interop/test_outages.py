@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import socket
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import unsupervised
+from torch import nn
 
+from gossip import GossipDataParallel
 from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.shaped_hosts import Lab
 
-TIMEOUT_S = 10
+TIMEOUT = timedelta(seconds=10)
 NUM_STEPS, CUT_AFTER = 30, 10
 PATIENCE_S = 120
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
 CASES = [(3.0, 2, "one_peer_exponential"), (7.0, 3, "one_peer_exponential"), (9.0, 3, "complete")]
-
-WORKER = """
-import os, sys
-from datetime import timedelta
-from functools import partial
-import torch
-import torch.distributed as dist
-import gossip
-
-rank, world_size, host, port, timeout_s, topology, num_steps = sys.argv[1:]
-os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-torch.set_num_threads(1)
-patience = timedelta(seconds=60)
-store = dist.TCPStore(host, int(port), is_master=False, timeout=patience)
-dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world_size), timeout=patience)
-torch.manual_seed(0)
-module = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-optimizer = partial(torch.optim.SGD, lr=0.01)
-timeout = timedelta(seconds=float(timeout_s))
-inputs = torch.randn(8, 300, generator=torch.Generator().manual_seed(int(rank)))
-with gossip.GossipDataParallel(module, optimizer, topology, timeout=timeout, bucket_cap_mb=0.1) as model:
-    for step in range(int(num_steps)):
-        model(inputs).square().mean().backward()
-        print("step", step, flush=True)
-    model.global_avg()
-    print("ended with", module[0].weight.double().sum().item().hex(), flush=True)
-dist.destroy_process_group()
-"""
 
 
 def why_not() -> str | None:
@@ -82,64 +58,61 @@ def know_each_other(network: Lab, num_hosts: int) -> None:
                     command("ip", "neighbor", "replace", address, "lladdr", link, "dev", "eth0", "nud", "permanent")
 
 
-@contextlib.contextmanager
-def workers(network: Lab, num_hosts: int, topology: str) -> Iterator[list[subprocess.Popen[str]]]:
-    store = network.start_store(timedelta(seconds=60))
-    with contextlib.ExitStack() as running:
-        started = []
-        for rank in range(num_hosts):
-            told = [rank, num_hosts, store.host, store.port, TIMEOUT_S, topology, NUM_STEPS]
-            with network.entered(rank):
-                process = subprocess.Popen(
-                    [sys.executable, "-c", WORKER, *map(str, told)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            started.append(running.enter_context(process))
-            running.callback(process.kill)
-        yield started
+def train(topology: str, reached: Path) -> str:
+    """Runs on every rank: the bits that it ends with. Rank 0 says when it is time to cut one off."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    inputs = torch.randn(8, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with GossipDataParallel(module, SGD, topology, timeout=TIMEOUT, bucket_cap_mb=0.1) as model:
+        for step in range(NUM_STEPS):
+            model(inputs).square().mean().backward()
+            if step == CUT_AFTER and model.rank == 0:
+                reached.touch()
+        model.global_avg()
+        return float(module[0].weight.double().sum()).hex()
 
 
-def train(outage_s: float, num_hosts: int, topology: str) -> list[tuple[int, str, str]]:
-    """Status, last line and last words of every rank; rank 1 is cut off after a step of rank 0."""
+def cut_off(network: Lab, outage_s: float, reached: Path) -> None:
+    """Rank 1, after a step of rank 0."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached.exists():
+        assert time.monotonic() < deadline, "rank 0 did not come to the step"
+        time.sleep(0.001)
+    for words in (("nomaster",), ("master", "bridge")):
+        with network._bridge.entered():  # type: ignore[union-attr]
+            command("ip", "link", "set", "port1", *words)
+        if words == ("nomaster",):
+            time.sleep(outage_s)  # the length of the outage is what is tested
+
+
+def train_on_hosts(outage_s: float, num_hosts: int, topology: str, reached: Path) -> list[str | None]:
+    """What every rank ends with; None if it does not come to its end."""
     network = Lab(num_hosts)
     try:
         network.shape(100_000_000)
         know_each_other(network, num_hosts)
-        with workers(network, num_hosts, topology) as processes:
-            reached = threading.Event()
-            if outage_s:
-                first = processes[0].stdout
-                assert first is not None
-                for line in first:
-                    if line == f"step {CUT_AFTER}\n":
-                        reached.set()
-                        break
-                assert reached.is_set()
-                with network._bridge.entered():  # type: ignore[union-attr]
-                    command("ip", "link", "set", "port1", "nomaster")
-                time.sleep(outage_s)  # the length of the outage is what is tested
-                with network._bridge.entered():  # type: ignore[union-attr]
-                    command("ip", "link", "set", "port1", "master", "bridge")
-            said = [process.communicate(timeout=PATIENCE_S) for process in processes]
-            return [
-                (process.returncode, (out.splitlines() or [""])[-1], err[-500:])
-                for process, (out, err) in zip(processes, said, strict=True)
-            ]
+        with ThreadPoolExecutor(1) as pool:
+            cut = pool.submit(cut_off, network, outage_s, reached) if outage_s else None
+            ended = unsupervised.run(train, topology, reached, world_size=num_hosts, hosts=network)
+            if cut is not None:
+                cut.result()
+        return ended
     finally:
         network.close()
 
 
 @pytest.mark.root
-def test_an_outage_shorter_than_the_timeout_is_no_failure() -> None:
+def test_an_outage_shorter_than_the_timeout_is_no_failure(tmp_path: Path) -> None:
     missing = why_not()
     if missing is not None:
         pytest.skip(missing)
-    with ThreadPoolExecutor(len(CASES)) as pool:  # a namespace is a thread's: labs do not meet
-        cut = list(pool.map(lambda case: train(*case), CASES))
-        undisturbed = list(pool.map(lambda case: train(0.0, *case[1:]), CASES))
-    for case, found, expected in zip(CASES, cut, undisturbed, strict=True):
-        assert [status for status, *_ in found] == [0] * case[1], (case, found)
-        assert found[0][1].startswith("ended with "), (case, found)
-        assert {last for _, last, _ in found} == {last for _, last, _ in expected}, case
+    with ThreadPoolExecutor(2 * len(CASES)) as pool:  # a namespace is a thread's: labs do not meet
+        runs = {
+            (outage_s, *others): pool.submit(train_on_hosts, outage_s, *others, tmp_path / f"{outage_s} {others}")
+            for length, *others in CASES
+            for outage_s in (length, 0.0)
+        }
+    for length, num_hosts, topology in CASES:
+        found, undisturbed = (runs[outage_s, num_hosts, topology].result() for outage_s in (length, 0.0))
+        assert None not in found, (length, num_hosts, topology)
+        assert found == undisturbed
