@@ -4,6 +4,7 @@
 # less than two minutes. With other arguments, pytest runs once, with these.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters would compile the same files
 
 failed=()
 check() {

@@ -10,7 +10,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 import functools
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from unittest import mock
 
@@ -62,11 +62,17 @@ def starts_processes(module: ModuleType) -> bool:
     return any(origin in STARTERS for origin in origins)
 
 
+@pytest.fixture(scope="session")
+def preloaded_modules() -> Sequence[str]:
+    """What any of the ranks needs."""
+    return PRELOAD
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _one_fork_server() -> Iterator[None]:
-    """Ranks of all tests are forked from one process, which has imported what any of them needs."""
+def _one_fork_server(preloaded_modules: Sequence[str]) -> Iterator[None]:
+    """Ranks of all tests are forked from one process."""
     start = fork_server.start
-    with mock.patch.multiple(fork_server, start=lambda _: start(PRELOAD), stop=lambda: None):
+    with mock.patch.multiple(fork_server, start=lambda _: start(preloaded_modules), stop=lambda: None):
         yield
 
 
