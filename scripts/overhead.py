@@ -17,6 +17,7 @@ bound is parameters + gradients of the buckets that had any at that moment + opt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import statistics
@@ -26,11 +27,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
@@ -52,6 +55,7 @@ OPTIMIZERS: dict[str, Optimize] = {
 }
 NUM_WARM_UP_STEPS = 3
 CONTROL = "control"
+_GRADIENT = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -166,18 +170,21 @@ class LiveBytes(TorchDispatchMode):
     Counted are the storages that it is told to follow, those that gossip's or torch.optim's code allocates without
     grad mode while it is active, and the gradients.
 
-    ``now`` are the bytes of what is followed. ``peak`` is the worst so far: the bytes of all, those of the gradients,
-    and the indices of the parameters that had one.
+    ``now`` are the bytes of what is followed. ``peak`` is the worst since ``looks`` was set: the bytes of all, those of
+    the gradients, and the indices of the parameters that had one.
     """
 
     _folders = tuple(str(Path(module.__file__ or "").parent) for module in (gossip, torch.optim))
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.looks = False
         self.peak: tuple[int, int, list[int]] = (0, 0, [])
         self._parameters = list(parameters)
         self._within_blocks = {parameter.untyped_storage()._cdata for parameter in self._parameters}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._numbers: list[int] = []  # the gradients at the newest look,
+        self._sizes: dict[int, int] = {}  # and their storages
         self.now = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,12 +193,21 @@ class LiveBytes(TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._within_blocks:
                     self.follow(tensor)
-        live = [(index, p.grad.untyped_storage()) for index, p in enumerate(self._parameters) if p.grad is not None]
-        gradients = {storage._cdata: storage.nbytes() for _, storage in live}
-        total = self.now + sum(size for key, size in gradients.items() if key not in self._alive)
-        if total > self.peak[0]:
-            self.peak = total, sum(gradients.values()), [index for index, _ in live]
+        if self.looks:
+            self._look()
         return result
+
+    def _look(self) -> None:
+        gradients = list(map(_GRADIENT, self._parameters))
+        numbers = list(map(id, gradients))
+        if numbers != self._numbers:  # a gradient's object is the same for as long as there is that gradient
+            self._numbers = numbers
+            storages = [gradient.untyped_storage() for gradient in gradients if gradient is not None]
+            self._sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        total = self.now + sum([size for key, size in self._sizes.items() if key not in self._alive])
+        if total > self.peak[0]:
+            indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+            self.peak = total, sum(self._sizes.values()), indices
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage until it is freed."""
@@ -216,7 +232,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_cap_mb: float) -> dict[str, Any]:
-    """Runs on every rank: the bytes at the worst moment, by kind, and the bound."""
+    """Runs on every rank: on rank 0 the bytes at the worst moment, by kind, and the bound."""
     logger.remove()
     torch.manual_seed(0)
     module, inputs = MODELS[model_name]()
@@ -239,9 +255,9 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
     meter = LiveBytes(parameters)
     for tensor in followed:
         meter.follow(tensor)
-    with meter:
+    with contextlib.nullcontext() if dist.get_rank() else meter:  # a peer only has to take part
         step()  # makes the optimizer's state and the transport's buffers
-        meter.peak = (0, 0, [])
+        meter.looks = True
         step()
     state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
     kept = scratch_bytes()  # for the mixing of one part, whatever the size of the model
