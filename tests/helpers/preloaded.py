@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, process, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def _run(arguments: list[str], environment: dict[str, str], folder: Path, output
         os.dup2(output.fileno(), number)
         output.close()
     os.chdir(folder)
+    process.ORIGINAL_DIR = str(folder)  # where workers look for modules, as they do where their launcher began
     os.environ.clear()
     os.environ.update(environment)
     script, *_ = sys.argv = arguments
