@@ -6,6 +6,9 @@ import os
 
 # For torch and numpy, here and in what tests start: tensors are small, and the cores are shared with other processes.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+# torch asks what the loopback address is called with every connection to a store: a name server that does not answer
+# holds each up for 5 s, longer than most time-outs of tests.
+os.environ["RES_OPTIONS"] = "attempts:0"
 
 import functools
 import gc
