@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -269,24 +269,40 @@ Explicit = UniformGroups | SparseRows
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """Rows and readers by a formula for one rank; everything else by writing all of them down when it is needed."""
+    """Rows and readers by a formula for one rank; everything else by writing all of them down when it is needed.
+
+    The newest rank's are kept: a process that trains asks for its own, again for every bucket.
+    """
 
     world_size: int
     formula: Callable[[int], Mapping[int, float]]
     #: ``None``: W is symmetric, a rank is read by those it reads.
     read_by: Callable[[int], tuple[int, ...]] | None
     write_down: Callable[[], Explicit]
+    _newest_row: dict[int, Row] = field(default_factory=dict, init=False, repr=False)
+    _newest_readers: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def row(self, rank: int) -> Row:
-        return complete_row(rank, self.formula(rank))
+        row = self._newest_row.get(rank)
+        if row is None:
+            row = complete_row(rank, self.formula(rank))
+            self._newest_row.clear()
+            self._newest_row[rank] = row
+        return row.copy()
 
     def self_weight(self, rank: int) -> float:
         return self.row(rank)[rank]
 
     def readers(self, rank: int) -> tuple[int, ...]:
-        if self.read_by is not None:
-            return self.read_by(rank)
-        return tuple(sorted(other for other in self.formula(rank) if other != rank))
+        readers = self._newest_readers.get(rank)
+        if readers is None:
+            if self.read_by is not None:
+                readers = self.read_by(rank)
+            else:
+                readers = tuple(sorted(other for other in self.row(rank) if other != rank))
+            self._newest_readers.clear()
+            self._newest_readers[rank] = readers
+        return readers
 
     @cached_property
     def explicit(self) -> Explicit:
