@@ -11,12 +11,13 @@ import pytest
 import torch
 from cases import WORLD_SIZES, topology_cases
 from covering import covering
+from ranks import run_ranks
 from recursion import AdamW, Momentum, dense_recursion
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import topologies
-from gossip import GossipDataParallel, VirtualWorkers, launch
+from gossip import GossipDataParallel, VirtualWorkers
 
 NUM_STEPS = 10
 ALGORITHMS = ("adapt_while_communicating", "adapt_then_combine")
@@ -102,7 +103,7 @@ def train_cases(world_size: int) -> dict[Case, np.ndarray]:
 @functools.cache
 def distributed_results(world_size: int) -> dict[Case, np.ndarray]:
     """Parameters after every case, [n, numel]; one set of processes for all cases of a world size."""
-    by_rank = launch(train_cases, world_size, world_size=world_size)
+    by_rank = run_ranks(train_cases, world_size, world_size=world_size)
     return {case: np.stack([results[case] for results in by_rank]) for case in by_rank[0]}
 
 

@@ -22,10 +22,11 @@ from algorithm_table import (
     halved_at_four,
     make_topology,
 )
+from ranks import run_ranks
 from torch import nn
 
 import gossip
-from gossip import GossipDataParallel, VirtualWorkers, launch
+from gossip import GossipDataParallel, VirtualWorkers
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView, resolve_algorithm
 
 WORLD_SIZE = 5
@@ -308,7 +309,7 @@ def of_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[d
         workers = make_workers(case)
         train_virtually(workers, case, range(4))
         gossip.save(workers, folder / "virtual" / name)
-    return folder, launch(train_processes, str(folder), world_size=WORLD_SIZE)
+    return folder, run_ranks(train_processes, str(folder), world_size=WORLD_SIZE)
 
 
 pytestmark = pytest.mark.xdist_group("algorithm_contract")  # one set of processes makes all cases
@@ -345,7 +346,7 @@ def test_run_goes_on_virtually_that_began_as_processes(
 
 def test_other_numbers_of_processes_start_from_the_mean(of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
     folder, by_rank = of_processes
-    for found in launch(resume_with_other_ranks, str(folder), world_size=4):
+    for found in run_ranks(resume_with_other_ranks, str(folder), world_size=4):
         for name, values in found.items():
             np.testing.assert_allclose(values, by_rank[0][f"restored {name}"][1], rtol=0, atol=1e-13)
 

@@ -11,9 +11,10 @@ import torch
 from cases import topology_cases
 from compressions import COMPRESSIONS
 from covering import covering
+from ranks import run_ranks
 from torch import nn
 
-from gossip import Compression, GossipDataParallel, VirtualWorkers, launch
+from gossip import Compression, GossipDataParallel, VirtualWorkers
 from topologies import Topology
 
 NUM_STEPS = 20
@@ -86,7 +87,7 @@ def train_processes(world_size: int) -> dict[Case, dict[str, np.ndarray]]:
 @functools.cache
 def of_processes(world_size: int) -> dict[Case, dict[str, np.ndarray]]:
     """Parameters after every case, [n, *shape], and losses, [n, steps]; one set of processes for a world size."""
-    by_rank = launch(train_processes, world_size, world_size=world_size)
+    by_rank = run_ranks(train_processes, world_size, world_size=world_size)
     return {
         case: {name: np.stack([results[case][name] for results in by_rank]) for name in by_rank[0][case]}
         for case in by_rank[0]
