@@ -33,6 +33,8 @@ class Ranks:
 
     Attributes
     ----------
+    stacked : Tensor, [n, numel]
+        The replicas; ``values`` are its rows.
     num_bytes : int
         What all of them sent in the newest round.
     are_finite : dict
@@ -47,7 +49,8 @@ class Ranks:
         views: Sequence[View] | None = None,
     ) -> None:
         self.topology = topology
-        self.values = [each.clone() for each in values]
+        self.stacked = torch.stack(tuple(values))
+        self.values = list(self.stacked.unbind())
         self.codecs: list[Codec] = [
             compression.codec(BucketShape(0, each, views), rank) for rank, each in enumerate(self.values)
         ]
@@ -68,16 +71,16 @@ class Ranks:
         ]
 
     def _whole(self, rank: int, parts: Parts) -> torch.Tensor:
-        whole = torch.full_like(self.values[rank], torch.nan, dtype=self._accumulation_dtype)
+        taken: list[torch.Tensor] = []
         end = 0
         for place, part in parts:
             assert place.start == end
             end = place.stop
-            assert part.dtype == whole.dtype
-            whole[place] = part
+            assert (part.dtype, part.shape) == (self._accumulation_dtype, (end - place.start,))
+            taken.append(part.clone())
             part.fill_(torch.nan)  # it is the caller's
-        assert end == whole.numel()
-        return whole
+        assert end == len(self.values[rank])
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def mix(self, step: int) -> None:
         """One round, mixed in."""
@@ -88,10 +91,10 @@ class Ranks:
     @property
     def mean(self) -> torch.Tensor:
         """Of the replicas, [numel], float64."""
-        return torch.stack([each.double() for each in self.values]).mean(0)
+        return self.stacked.double().mean(0)
 
     @property
     def distance(self) -> float:
         """The largest distance of a value from the mean over replicas."""
-        stacked = torch.stack([each.double() for each in self.values])
+        stacked = self.stacked.double()
         return float((stacked - stacked.mean(0)).abs().max())
