@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,11 @@ CommandLine = Callable[..., tuple[int, str]]
 
 def composed(*overrides: str) -> dict[str, Any]:
     """The resolved, plain configuration."""
+    return copy.deepcopy(_composed(overrides))
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = OmegaConf.to_container(compose("train", list(overrides)), resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from composing import CommandLine
+from hydra._internal.hydra import Hydra
 from repository import CONFIGS
 
 from gossip.lab.experiments import train_command
@@ -23,6 +24,8 @@ def command(
     monkeypatch.setenv(train_command.NAME_VARIABLE, "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fork_server, "start", lambda _: None)
+    # Hydra composes once more only to see whether the configuration itself chooses a sweep, which train.yaml does not.
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> tuple[int, str]:
