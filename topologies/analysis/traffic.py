@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from dataclasses import dataclass
@@ -192,11 +193,13 @@ def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
         amount = np.ones(len(senders))
         steps = np.ones(len(senders))
     else:
-        groups = [np.array(group) for group in round_.uniform_groups if len(group) > 1]
-        none = np.empty(0, dtype=np.int64)
-        senders = np.concatenate([none, *groups])
-        receivers = np.concatenate([none, *(np.roll(group, -1) for group in groups)])
-        sizes = np.repeat([len(group) for group in groups], [len(group) for group in groups]).astype(np.float64)
+        groups = [group for group in round_.uniform_groups if len(group) > 1]
+        lengths = np.fromiter(map(len, groups), np.int64, len(groups))
+        senders = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(lengths.sum()))
+        ends = np.cumsum(lengths)
+        receivers = np.roll(senders, -1)  # each sends to the next of its group, the last one to the first
+        receivers[ends - 1] = senders[ends - lengths]
+        sizes = np.repeat(lengths, lengths).astype(np.float64)
         amount = 2.0 * (sizes - 1.0) / np.maximum(sizes, 1.0)
         steps = np.where(sizes > 2, 2.0 * (sizes - 1.0), 1.0)
     from_node, to_node = senders // local_size, receivers // local_size

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 import sys
-from html import escape, unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
+import browser
 import pytest
 
 import topologies
@@ -25,39 +22,28 @@ WORLD_SIZE = 12
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (1280, 400)
 
-#: Two frames of the page; what stands where is written into the document, which --dump-dom prints.
-FRAMES = """<!DOCTYPE html><html><body>
-{frames}
-<pre id="found"></pre>
-<script>
-window.addEventListener("load", () => {{
-  const box = element => {{
-    const {{left, top, right, bottom}} = element.getBoundingClientRect();
+#: What stands where in the page.
+LAYOUT = """(() => {
+  const box = element => {
+    const {left, top, right, bottom} = element.getBoundingClientRect();
     return [left, top, right, bottom];
-  }};
-  const found = [...document.querySelectorAll("iframe")].map(frame => {{
-    const page = frame.contentDocument;
-    return {{
-      width: page.documentElement.clientWidth,
-      content: page.documentElement.scrollWidth,
-      cards: [...page.querySelectorAll(".card")].map(card => ({{
-        id: card.id,
-        box: box(card),
-        scroll: card.scrollWidth - card.clientWidth,
-        parts: [...card.querySelectorAll("figure, h2, p, dl, dt, dd, ul, li, code")].map(box),
-        rows: [...card.children].map(box),
-        svg: box(card.querySelector("svg")),
-        texts: [...card.querySelectorAll("svg text")].map(text => [text.textContent, box(text)]),
-      }})),
-    }};
-  }});
-  document.getElementById("found").textContent = JSON.stringify(found);
-}});
-</script></body></html>
-"""
+  };
+  return {
+    width: document.documentElement.clientWidth,
+    content: document.documentElement.scrollWidth,
+    cards: [...document.querySelectorAll(".card")].map(card => ({
+      id: card.id,
+      box: box(card),
+      scroll: card.scrollWidth - card.clientWidth,
+      parts: [...card.querySelectorAll("figure, h2, p, dl, dt, dd, ul, li, code")].map(box),
+      rows: [...card.children].map(box),
+      svg: box(card.querySelector("svg")),
+      texts: [...card.querySelectorAll("svg text")].map(text => [text.textContent, box(text)]),
+    })),
+  };
+})()"""
 
 Box = tuple[float, float, float, float]
 
@@ -170,23 +156,20 @@ def test_the_command_writes_the_page(
 
 
 @pytest.fixture(scope="module")
-def layouts(page: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    if CHROMIUM is None:
+def layouts(page: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """By the width of the page."""
+    if browser.executable() is None:
         pytest.skip("no Chromium on this machine")
     folder = tmp_path_factory.mktemp("browser")
-    frames = "\n".join(
-        f'<iframe style="border:0;width:{width}px;height:800px" srcdoc="{escape(page)}"></iframe>' for width in WIDTHS
-    )
-    (folder / "frames.html").write_text(FRAMES.format(frames=frames), encoding="utf-8")
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1400,1000",
-        f"--user-data-dir={folder / 'profile'}", "--dump-dom", (folder / "frames.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr[-2000:]
-    return json.loads(unescape(found[1]))
+    path = folder / "gallery.html"
+    path.write_text(page, encoding="utf-8")
+    found = {}
+    with browser.chromium(folder / "profile") as chromium:
+        chromium.call("Emulation.setScrollbarsHidden", hidden=True)
+        for width in WIDTHS:
+            chromium.open(path, width=width)
+            found[width] = chromium.evaluate(LAYOUT)
+    return found
 
 
 def overlap(one: Box, other: Box) -> float:
@@ -199,18 +182,18 @@ def inside(inner: Box, outer: Box, *, by: float) -> bool:
     return left - by <= inner[0] and top - by <= inner[1] and inner[2] <= right + by and inner[3] <= bottom + by
 
 
-@pytest.mark.parametrize("number", range(len(WIDTHS)), ids=map(str, WIDTHS))
-def test_in_a_browser_nothing_overflows_or_overlaps(number: int, layouts: list[dict]) -> None:
-    layout = layouts[number]
-    assert layout["width"] == WIDTHS[number]
-    assert layout["content"] == WIDTHS[number], "the page scrolls sideways"
+@pytest.mark.parametrize("width", WIDTHS)
+def test_in_a_browser_nothing_overflows_or_overlaps(width: int, layouts: dict[int, dict]) -> None:
+    layout = layouts[width]
+    assert layout["width"] == width
+    assert layout["content"] == width, "the page scrolls sideways"
     cards = layout["cards"]
     assert len(cards) == len(topologies.available())
     columns = {round(card["box"][0]) for card in cards}
-    assert len(columns) == (1 if WIDTHS[number] == 400 else 3)
+    assert len(columns) == (1 if width == 400 else 3)
     for place, card in enumerate(cards):
         assert card["scroll"] == 0, card["id"]
-        assert card["box"][2] <= WIDTHS[number]
+        assert card["box"][2] <= width
         for other in cards[place + 1 :]:
             assert overlap(card["box"], other["box"]) <= 0, (card["id"], other["id"])
         for part in card["parts"]:
@@ -220,9 +203,9 @@ def test_in_a_browser_nothing_overflows_or_overlaps(number: int, layouts: list[d
                 assert overlap(box, other) <= 0.5, card["id"]
 
 
-@pytest.mark.parametrize("number", range(len(WIDTHS)), ids=map(str, WIDTHS))
-def test_in_a_browser_the_text_of_pictures_fits(number: int, layouts: list[dict]) -> None:
-    for card in layouts[number]["cards"]:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_in_a_browser_the_text_of_pictures_fits(width: int, layouts: dict[int, dict]) -> None:
+    for card in layouts[width]["cards"]:
         texts = [(text, box) for text, box in card["texts"] if text.strip()]
         assert len(texts) > 10
         for place, (text, box) in enumerate(texts):

@@ -4,7 +4,6 @@ import itertools
 import math
 from typing import Any
 
-import cvxpy
 import networkx as nx
 import numpy as np
 import pytest
@@ -63,6 +62,8 @@ CASES = [pytest.param(graph, budget, id=f"{name}-{budget}") for name, graph in G
 @pytest.mark.parametrize(("graph", "budget"), CASES)
 def test_probabilities_are_optimal(graph: nx.Graph, budget: float) -> None:
     """Against the semidefinite program, solved by CLARABEL."""
+    import cvxpy
+
     found = activated(graph, budget)
     n, parts = len(graph), laplacians(len(graph), found.matchings)
     p, t = cvxpy.Variable(len(parts)), cvxpy.Variable()
