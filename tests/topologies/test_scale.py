@@ -106,7 +106,7 @@ def test_an_edge_between_many_makes_no_large_array() -> None:
     round_ = Round.from_edges(1024, *np.nonzero(~np.eye(1024, dtype=bool)), 1 / 1025)  # not quite uniform
     topology = Topology.from_rounds([round_])
     found = []
-    # One set of 256 bytes per edge would be 256 MiB.
+    # One set of 128 bytes per edge would be 128 MiB.
     assert peak_bytes(lambda: found.append(analysis.diameter(topology))) < 60 * 1024**2
     assert found == [1]
 
