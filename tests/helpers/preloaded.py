@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, process, util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,14 +54,21 @@ class Program:
         To run in.
     outputs : pair of int
         The file descriptors of its standard output and standard error.
+    before : callable, optional
+        Is called in its process before all else; what it holds of descriptors it holds as ``Connection``.
     """
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, outputs: tuple[int, int]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        outputs: tuple[int, int],
+        before: Callable[[], None] | None = None,
     ) -> None:
         files = [Connection(os.dup(output), readable=False) for output in outputs]  # is sent as its descriptor
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(list(arguments), dict(environment), folder, files)
+            target=_run, args=(list(arguments), dict(environment), folder, files, before)
         )
         fork_server.start(PRELOAD)
         self._process.start()
@@ -81,8 +88,16 @@ class Program:
         return self.returncode
 
 
-def _run(arguments: list[str], environment: dict[str, str], folder: Path, outputs: list[Connection]) -> None:
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    outputs: list[Connection],
+    before: Callable[[], None] | None,
+) -> None:
     """The program's whole life."""
+    if before is not None:
+        before()
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has some blocked
     for number, output in enumerate(outputs, 1):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,18 @@ class Running:
 
     def __init__(self, process: Program | subprocess.Popen[bytes], outputs: Sequence[IO[str]]) -> None:
         self.process, self._outputs = process, outputs
+
+    def first_line(self) -> str:
+        """The first line of its standard output, as soon as that is there."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            # Not by seeking: the script writes at the same place.
+            line, end, _ = os.pread(self._outputs[0].fileno(), 1 << 16, 0).decode().partition("\n")
+            if end:
+                return line
+            assert self.process.poll() is None, self.finished()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
     def finished(self) -> Finished:
         """Wait for its end."""

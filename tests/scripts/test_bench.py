@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_workers import forked_workers
 from repository import REPOSITORY
 from running import TIMEOUT_S, run_here
 
-TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=2", "bench.warmup_steps=2", "bench.steps=2")
+TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=1", "bench.warmup_steps=2", "bench.steps=2")
 ONE_ROW = ("bench/methods=buckets", "bench.methods.gossip.bucket_cap_mb=25", "bench.methods.gossip.compression=none")
 
 
@@ -90,7 +91,8 @@ def test_bench_names_the_rank_that_failed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # neither ip nor tc
     monkeypatch.chdir(tmp_path)
-    done = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab")
+    with forked_workers():
+        done = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab")
     assert done.status == 0, done.stderr
     why = "network namespaces need root" if os.geteuid() != 0 else "ip and tc not found: install iproute2"
     assert f"no lab: {why}; the links are loopback, unshaped" in done.stderr

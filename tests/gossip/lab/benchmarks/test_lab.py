@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from lab_hosts import why_no_hosts
+from running import Running, running
 
 from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.counters import InterfaceBytes
@@ -81,6 +80,7 @@ def test_lab_namespace_is_left_after_an_error(two_hosts: Lab) -> None:
 CONTROLLER = """
 import signal, sys
 from pathlib import Path
+from forked_workers import ForkedWorker, forked_workers
 from gossip.lab.benchmarks import bench_workers
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.lab.benchmarks.bench_settings import Settings
@@ -89,62 +89,59 @@ from gossip.lab.benchmarks.bench_specification import MethodSpecification
 def terminate(number, frame):
     raise SystemExit(128 + number)
 
-signal.signal(signal.SIGTERM, terminate)
-settings = Settings(
-    model="mlp", world_size=2, network="lab", rates=("200mbit",), straggler="none", repetitions=1, warmup_steps=2,
-    steps=100_000, num_threads=1, seed=0, timeout_s=60.0, methods=(MethodSpecification("local", "local", {}),),
-)
-lab = Lab(2)
-lab.shape(200_000_000)
-bench_workers.measure(settings, lab, Path(sys.argv[1]), lambda record: print("measuring", lab._bridge.file, flush=True))
+def tell(record):
+    print("measuring", lab._bridge.file, *ForkedWorker.pids, flush=True)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, terminate)
+    settings = Settings(
+        model="mlp", world_size=2, network="lab", rates=("200mbit",), straggler="none", repetitions=1, warmup_steps=2,
+        steps=100_000, num_threads=1, seed=0, timeout_s=60.0, methods=(MethodSpecification("local", "local", {}),),
+    )
+    lab = Lab(2)
+    lab.shape(200_000_000)
+    with forked_workers():
+        bench_workers.measure(settings, lab, Path.cwd(), tell)
 """
+ENDINGS = {"term": (signal.SIGTERM, 143), "kill": (signal.SIGKILL, -9), "int": (signal.SIGINT, 1)}
+
+
+@pytest.fixture(scope="module")
+def controllers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+    """One for each way to end it, all started at the same time."""
+    if missing := why_no_hosts():
+        pytest.skip(missing)
+    script = tmp_path_factory.mktemp("controller") / "controller.py"
+    script.write_text(CONTROLLER)
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(running(tmp_path_factory.mktemp(name), script=script)) for name in ENDINGS}
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGKILL, -9), (signal.SIGINT, -2)],
-    ids=["term", "kill", "int"],
-)
-def test_lab_ends_with_its_controller(number: signal.Signals, status: int, tmp_path: Path) -> None:
-    if missing := why_no_hosts():
-        pytest.skip(missing)
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CONTROLLER), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as controller:
-        assert controller.stdout is not None
-        said = controller.stdout.readline().split()
-        assert said[:1] == ["measuring"]
-        workers = children(controller.pid)
-        assert len(workers) == 2
-        namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}
-        assert len(namespaces | {here()}) == 3
-        bridge = os.open(f"/proc/{controller.pid}/fd/{said[1]}", os.O_RDONLY)
-        try:
-            assert ports(bridge) == ["port0", "port1"]
-            controller.send_signal(number)
-            assert controller.wait(PATIENCE_S) == status
-            deadline = time.monotonic() + PATIENCE_S
-            # A port goes with the interface at its other end, that with the host's namespace, that with its processes.
-            while (ports(bridge) or any(map(is_alive, workers))) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert ports(bridge) == []
-            assert not any(map(is_alive, workers))
-        finally:
-            os.close(bridge)
-
-
-def children(parent: int) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(status.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(status.parent.name))
-    return found
+@pytest.mark.xdist_group("lab_controllers")
+@pytest.mark.parametrize("name", ENDINGS)
+def test_lab_ends_with_its_controller(name: str, controllers: dict[str, Running]) -> None:
+    number, status = ENDINGS[name]
+    controller = controllers[name].process
+    measuring, file, *numbers = controllers[name].first_line().split()
+    assert measuring == "measuring"
+    workers = list(map(int, numbers))
+    assert len(workers) == 2
+    namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}
+    assert len(namespaces | {here()}) == 3
+    bridge = os.open(f"/proc/{controller.pid}/fd/{file}", os.O_RDONLY)
+    try:
+        assert ports(bridge) == ["port0", "port1"]
+        os.kill(controller.pid, number)
+        assert controller.wait(PATIENCE_S) == status
+        deadline = time.monotonic() + PATIENCE_S
+        # A port goes with the interface at its other end, that with the host's namespace, that with its processes.
+        while (ports(bridge) or any(map(is_alive, workers))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ports(bridge) == []
+        assert not any(map(is_alive, workers))
+    finally:
+        os.close(bridge)
 
 
 def is_alive(pid: int) -> bool:

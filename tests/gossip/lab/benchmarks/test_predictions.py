@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_workers import forked_workers
 from lab_hosts import why_no_hosts
 from repository import REPOSITORY
 from running import run_here
@@ -34,9 +35,10 @@ def predicted_steps(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None:
-    case = measure_case(
-        Loopback(), "1gbit", "one_slow", METHODS, world_size=2, num_steps=2, bucket_cap_mb=5.0, folder=tmp_path
-    )
+    with forked_workers():
+        case = measure_case(
+            Loopback(), "1gbit", "one_slow", METHODS, world_size=2, num_steps=2, bucket_cap_mb=5.0, folder=tmp_path
+        )
     assert tuple(case.step_s) == METHODS
     assert min(case.step_s.values()) > 0
     assert (case.cluster["num_nodes"], case.cluster["local_size"]) == (1, 2)
