@@ -5,62 +5,100 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from gossip.communication.process_states import is_suspended
 from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.networks import store_at
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.launching import fork_server
 
 _PATIENCE_S = 60
+_GLANCE_S = 0.02
 _TIMEOUT = timedelta(seconds=60)
 
 
-def run(
-    function: Callable[..., Any], *args: Any, world_size: int, silent: int | None = None, hosts: Lab | None = None
-) -> list[Any]:
-    """What ``function(*args)`` returns on each rank; None for one whose process ended, and for rank ``silent``."""
-    store = store_at("127.0.0.1", _TIMEOUT) if hosts is None else hosts.start_store(_TIMEOUT)
-    fork_server.start(("gossip",))
-    context = multiprocessing.get_context("forkserver")
-    processes, channels = [], []
-    try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            namespace = None if hosts is None else f"/proc/{os.getpid()}/fd/{hosts._hosts[rank].file}"
-            place = (rank, world_size, store.host, store.port, namespace)
-            process = context.Process(target=_work, args=(function, args, place, theirs))
-            process.start()
-            theirs.close()
-            processes.append(process)
-            channels.append(ours)
-        return [None if rank == silent else _receive(channel) for rank, channel in enumerate(channels)]
-    finally:
-        for process in processes:
+class _Place(NamedTuple):
+    """Where a rank is: ``namespace`` is the file of its host's."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    namespace: str | None
+
+
+class Ranks:
+    """Ranks that have been started; they have a minute, and are ended with the block of :func:`started`."""
+
+    def __init__(self) -> None:
+        self._processes: list[ForkServerProcess] = []
+        self._channels: list[Connection] = []
+        self._deadline = time.monotonic() + _PATIENCE_S
+
+    def wait_until_stopped(self, rank: int) -> None:
+        """Until its process has ended or is suspended."""
+        process = self._processes[rank]
+        assert process.pid is not None
+        while process.is_alive() and not is_suspended(process.pid) and time.monotonic() < self._deadline:
+            process.join(_GLANCE_S)
+
+    def results(self, *, silent: int | None = None) -> list[Any]:
+        """What the function returned on each rank; None for one whose process ended, and for rank ``silent``."""
+        return [None if rank == silent else self._receive(channel) for rank, channel in enumerate(self._channels)]
+
+    def _receive(self, channel: Connection) -> Any:
+        try:
+            return channel.recv() if channel.poll(max(0.0, self._deadline - time.monotonic())) else None
+        except EOFError:
+            return None
+
+    def _start(self, function: Callable[..., Any], args: tuple[Any, ...], place: _Place) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(function, args, place, theirs))
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._channels.append(ours)
+
+    def _end(self) -> None:
+        for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
             process.close()
-        for channel in channels:
+        for channel in self._channels:
             channel.close()
 
 
-def _receive(channel: Connection) -> Any:
+@contextlib.contextmanager
+def started(function: Callable[..., Any], *args: Any, world_size: int, hosts: Lab | None = None) -> Iterator[Ranks]:
+    """Within the block ``function(*args)`` runs on every rank of a new process group."""
+    store = store_at("127.0.0.1", _TIMEOUT) if hosts is None else hosts.start_store(_TIMEOUT)
+    fork_server.start(("gossip",))
+    ranks = Ranks()
     try:
-        return channel.recv() if channel.poll(_PATIENCE_S) else None
-    except EOFError:
-        return None
+        for rank in range(world_size):
+            namespace = None if hosts is None else f"/proc/{os.getpid()}/fd/{hosts._hosts[rank].file}"
+            ranks._start(function, args, _Place(rank, world_size, store.host, store.port, namespace))
+        yield ranks
+    finally:
+        ranks._end()
 
 
 def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    place: tuple[int, int, str, int, str | None],
+    place: _Place,
     channel: Connection,
 ) -> None:
     rank, world_size, host, port, namespace = place

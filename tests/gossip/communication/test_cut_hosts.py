@@ -5,15 +5,20 @@ Needs root.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import unsupervised
 from lab_hosts import why_no_hosts
 from test_deaths import (
+    PLACES,
+    TOPOLOGIES,
     VICTIM,
     assert_only_the_victim_is_blamed,
     construct_while_one_stops,
@@ -24,17 +29,9 @@ from test_deaths import (
 from gossip import ExchangeError
 from gossip.lab.benchmarks.shaped_hosts import Lab
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cut_hosts")]  # all worlds wait at the same time
+
 TIMEOUT = timedelta(seconds=4)
-
-
-@pytest.fixture
-def hosts() -> Iterator[Lab]:
-    """Skips where there can be none."""
-    if missing := why_no_hosts():
-        pytest.skip(missing)
-    made = Lab(4)
-    yield made
-    made.close()
 
 
 def train_until_one_is_cut_off(topology: str) -> tuple[str, tuple[int, ...]]:
@@ -47,10 +44,47 @@ def train_until_one_is_cut_off(topology: str) -> tuple[str, tuple[int, ...]]:
     return str(caught.value), caught.value.culprits
 
 
+def construct_on_machines_of_their_own_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
+    pretend_to_be_on_machines_of_their_own()
+    return construct_while_one_stops(where)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What each rank was told, by topology or by where it happened. Skips where there can be no hosts.
+
+    All worlds wait at the same time; but each trains by itself until its victim has stopped, or is on its own.
+    """
+    if missing := why_no_hosts():
+        pytest.skip(missing)
+    with contextlib.ExitStack() as stack:
+
+        def start(function: Callable[..., Any], case: str) -> unsupervised.Ranks:
+            hosts = stack.enter_context(contextlib.closing(Lab(4)))
+            ranks = stack.enter_context(unsupervised.started(function, case, world_size=4, hosts=hosts))
+            if function is train_until_one_is_cut_off:
+                wait_until_cut_off(hosts)
+            else:
+                ranks.wait_until_stopped(VICTIM)
+            return ranks
+
+        worlds = {topology: start(train_until_one_is_cut_off, topology) for topology in TOPOLOGIES}
+        worlds |= {where: start(construct_on_machines_of_their_own_while_one_stops, where) for where in PLACES}
+        return {case: ranks.results() for case, ranks in worlds.items()}
+
+
+def wait_until_cut_off(hosts: Lab) -> None:
+    """No longer than a test may take."""
+    deadline = time.monotonic() + 60
+    with hosts.entered(VICTIM):
+        while time.monotonic() < deadline and subprocess.check_output(["ip", "link", "show", Lab.interface, "up"]):
+            time.sleep(0.02)
+
+
 @pytest.mark.root
-@pytest.mark.parametrize("topology", ["ring", "one_peer_exponential"])
-def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(hosts: Lab, topology: str) -> None:
-    by_rank = unsupervised.run(train_until_one_is_cut_off, topology, world_size=4, hosts=hosts)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(found: dict[str, list[Any]], topology: str) -> None:
+    by_rank = list(found[topology])
     text, culprits = by_rank[VICTIM]
     by_rank[VICTIM] = None
     assert_only_the_victim_is_blamed(by_rank, "absent (dead, frozen, cut off or busy)")
@@ -58,15 +92,9 @@ def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(hosts: Lab, topol
     assert "the key-value store does not answer: this rank is cut off from it, or the process that holds it" in text
 
 
-def construct_on_machines_of_their_own_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
-    pretend_to_be_on_machines_of_their_own()
-    return construct_while_one_stops(where)
-
-
 @pytest.mark.root
-@pytest.mark.parametrize("where", ["connecting", "comparing manifests", "broadcasting"])
+@pytest.mark.parametrize("where", PLACES)
 def test_rank_that_dies_in_construction_on_another_machine_is_named_long_before_the_time_out(
-    hosts: Lab, where: str
+    found: dict[str, list[Any]], where: str
 ) -> None:
-    by_rank = unsupervised.run(construct_on_machines_of_their_own_while_one_stops, where, world_size=4, hosts=hosts)
-    assert_only_the_victim_is_blamed(by_rank, "gone: its process ")
+    assert_only_the_victim_is_blamed(found[where], "gone: its process ")

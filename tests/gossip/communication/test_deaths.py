@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
 import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +22,15 @@ from torch import nn
 import gossip.communication.world as worlds
 from gossip import ExchangeError, GossipDataParallel, LaunchError, World, launch
 from gossip.communication import roll_call
-from gossip.communication.process_states import Process
+from gossip.communication.process_states import Process, is_suspended
+from gossip.launching import launcher
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deaths")]  # all worlds wait at the same time
 
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+TIMEOUTS = {"killed": timedelta(minutes=5), "frozen": timedelta(seconds=4)}
 TOPOLOGIES = ("ring", "one_peer_exponential")
+PLACES = ("connecting", "comparing manifests", "broadcasting")
 VICTIM = 3
 
 
@@ -68,32 +78,6 @@ def assert_only_the_victim_is_blamed(by_rank: list[Any], why: str) -> None:
             assert text.count(" is absent") + text.count(" is gone") + text.count(" is frozen") == 1
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(("together", "why"), [(True, "gone: its process "), (False, "absent (dead, frozen,")])
-def test_killed_rank_is_named_by_all_long_before_the_time_out(topology: str, together: bool, why: str) -> None:
-    survivor = functools.partial(error_of_a_survivor, together=together)
-    by_rank = unsupervised.run(survivor, topology, "killed", timedelta(minutes=5), world_size=4)
-    assert_only_the_victim_is_blamed(by_rank, why)
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(("together", "why"), [(True, "frozen: its process "), (False, "absent (dead, frozen,")])
-def test_frozen_rank_is_named_by_all(topology: str, together: bool, why: str) -> None:
-    survivor = functools.partial(error_of_a_survivor, together=together)
-    by_rank = unsupervised.run(survivor, topology, "frozen", timedelta(seconds=4), world_size=4, silent=VICTIM)
-    assert_only_the_victim_is_blamed(by_rank, why)
-
-
-@pytest.mark.parametrize("how", SIGNALS)
-def test_launch_names_the_rank_that_stopped(how: str) -> None:
-    with pytest.raises(LaunchError, match=f"^rank {VICTIM} failed: ") as caught:
-        launch(train_until_one_stops, "ring", how, timedelta(seconds=4), world_size=4)
-    assert caught.value.rank == VICTIM
-    assert ("is suspended (SIGSTOP, or a debugger)" in str(caught.value)) == (how == "frozen")
-    assert ("with signal 9 (SIGKILL)" in str(caught.value)) == (how == "killed")
-    assert "gloo" not in str(caught.value)
-
-
 def construct_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
     if dist.get_rank() == VICTIM:
 
@@ -109,7 +93,73 @@ def construct_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
     return str(caught.value), caught.value.culprits
 
 
-@pytest.mark.parametrize("where", ["connecting", "comparing manifests", "broadcasting"])
-def test_rank_killed_in_construction_is_named_by_all_long_before_the_time_out(where: str) -> None:
-    by_rank = unsupervised.run(construct_while_one_stops, where, world_size=4)
-    assert_only_the_victim_is_blamed(by_rank, "gone: its process ")
+class Found(NamedTuple):
+    """What each rank was told, by (topology, how, together) or where in the construction; and what launch said."""
+
+    in_training: dict[tuple[str, str, bool], list[Any]]
+    in_construction: dict[str, list[Any]]
+    by_launch: BaseException | None
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """All worlds wait at the same time; but each trains by itself until its victim has stopped."""
+    cases = list(itertools.product(TOPOLOGIES, ("frozen", "killed"), (False, True)))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+
+        def start(function: Callable[..., Any], *args: Any) -> unsupervised.Ranks:
+            ranks = stack.enter_context(unsupervised.started(function, *args, world_size=4))
+            ranks.wait_until_stopped(VICTIM)
+            return ranks
+
+        launched = pool.submit(launch, train_until_one_stops, "ring", "frozen", TIMEOUTS["frozen"], world_size=4)
+        while not (launched.done() or list(map(is_suspended, launcher._worker_pids[VICTIM:])) == [True]):
+            time.sleep(0.02)
+        training = {}
+        for topology, how, together in cases:
+            survivor = functools.partial(error_of_a_survivor, together=together)
+            training[topology, how, together] = start(survivor, topology, how, TIMEOUTS[how])
+        constructing = {where: start(construct_while_one_stops, where) for where in PLACES}
+        return Found(
+            {case: ranks.results(silent=VICTIM if "frozen" in case else None) for case, ranks in training.items()},
+            {where: ranks.results() for where, ranks in constructing.items()},
+            launched.exception(),
+        )
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("together", "why"), [(True, "gone: its process "), (False, "absent (dead, frozen,")])
+def test_killed_rank_is_named_by_all_long_before_the_time_out(
+    found: Found, topology: str, together: bool, why: str
+) -> None:
+    assert_only_the_victim_is_blamed(found.in_training[topology, "killed", together], why)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("together", "why"), [(True, "frozen: its process "), (False, "absent (dead, frozen,")])
+def test_frozen_rank_is_named_by_all(found: Found, topology: str, together: bool, why: str) -> None:
+    assert_only_the_victim_is_blamed(found.in_training[topology, "frozen", together], why)
+
+
+def test_launch_names_the_rank_that_was_killed() -> None:
+    with pytest.raises(LaunchError, match=f"^rank {VICTIM} failed: ") as caught:
+        launch(train_until_one_stops, "ring", "killed", TIMEOUTS["killed"], world_size=4)
+    assert caught.value.rank == VICTIM
+    assert "is suspended" not in str(caught.value)
+    assert "with signal 9 (SIGKILL)" in str(caught.value)
+    assert "gloo" not in str(caught.value)
+
+
+def test_launch_names_the_rank_that_was_frozen(found: Found) -> None:
+    assert isinstance(found.by_launch, LaunchError)
+    text = str(found.by_launch)
+    assert text.startswith(f"rank {VICTIM} failed: ")
+    assert found.by_launch.rank == VICTIM
+    assert "is suspended (SIGSTOP, or a debugger)" in text
+    assert "with signal 9 (SIGKILL)" not in text
+    assert "gloo" not in text
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_rank_killed_in_construction_is_named_by_all_long_before_the_time_out(found: Found, where: str) -> None:
+    assert_only_the_victim_is_blamed(found.in_construction[where], "gone: its process ")
