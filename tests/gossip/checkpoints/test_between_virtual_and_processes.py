@@ -156,8 +156,10 @@ def test_run_that_began_virtually_goes_on_as_processes(name: str, of_processes: 
 @pytest.mark.parametrize("name", CASES)
 def test_run_that_began_as_processes_goes_on_virtually(name: str, of_processes: Any) -> None:
     workers = virtual(CASES[name])
+    numbers = torch.manual_seed(1).get_state()
     with log_of() as lines:
         go_on(workers, CASES[name], range(WORLD_SIZE), of_processes[0] / "processes" / name)
+    assert torch.equal(torch.get_rng_state(), numbers), "those of one of several processes were taken over"
     for key, stack in workers.named_parameters():
         wanted = uninterrupted(name)[key]
         np.testing.assert_allclose(stack.detach().numpy(), wanted, rtol=0, atol=CASES[name].tolerance, err_msg=key)
