@@ -154,7 +154,8 @@ def test_training_over_other_backends(backend: str, in_group: bool, topology: st
 def test_backend_that_was_not_built_is_one_line(backend: str) -> None:
     if getattr(dist, f"is_{backend}_available")():
         pytest.skip(f"this torch has {backend}")
-    with pytest.raises(ValueError, match=rf"^backend '{backend}' is not built into this torch .*; it has gloo(, \w+)*$"):
+    refusal = rf"^backend '{backend}' is not built into this torch .*; it has gloo(, \w+)*$"
+    with pytest.raises(ValueError, match=refusal):
         launch(trained_state, world_size=2, backend=backend)
 
 
