@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
 EXPECTED = ["[array([[1.", CHECKPOINTS, "1024 replicas", "ms a step", "exact after"]
+NAMES = ["processes", "checkpoints", "virtual workers", "simulated time", "a topology"]
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 EXTRAS = SETUP["options.extras_require"]
@@ -28,29 +29,65 @@ def names(requirements: str) -> set[str]:
     return {re.split(r"[<>=]", line)[0] for line in requirements.split() if line}
 
 
-@pytest.fixture
-def without_extras(tmp_path: Path) -> dict[str, str]:
+DRIVER = """
+import runpy, sys, traceback
+
+for block in sys.argv[1:]:
+    print("begins:", flush=True)
+    try:
+        runpy.run_path(block, run_name="__main__")
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        print("fails", flush=True)
+"""
+"""Runs one block after the other."""
+
+
+@pytest.fixture(scope="module")
+def without_extras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which Python finds of the extras' packages none that a plain installation lacks."""
     absent = set().union(*(names(EXTRAS[extra]) for extra in EXTRAS)) - names(SETUP["options"]["install_requires"])
     installed = importlib.metadata.packages_distributions().items()
     hidden = sorted(module for module, owners in installed if absent.issuperset(owners))
     assert {"matplotlib", "rich", "sklearn", "cvxpy"} <= set(hidden)
-    folder = tmp_path / "without_extras"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("without_extras")
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n")
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)))
-def test_readme_block_runs(block: str, text: str, tmp_path: Path, without_extras: dict[str, str]) -> None:
-    script = tmp_path / "block.py"
-    script.write_text(block)
-    for _ in range(2 if text == CHECKPOINTS else 1):  # what the first run left must not pass for the second's result
-        run = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, env=without_extras, capture_output=True, text=True, timeout=100
-        )
-        assert run.returncode == 0, run.stderr
-        assert text in run.stdout
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory, without_extras: dict[str, str]) -> dict[str, list[str]]:
+    """What each block prints, every time that it is run; one interpreter runs them all, and its workers are forked."""
+    folder = tmp_path_factory.mktemp("readme")
+    blocks = [*BLOCKS, *[block for block, text in zip(BLOCKS, EXPECTED, strict=True) if text == CHECKPOINTS]]
+    scripts = [folder / f"block{number}.py" for number in range(len(blocks))]
+    for script, block in zip(scripts, blocks, strict=True):
+        script.write_text(block)
+    (folder / "driver.py").write_text(DRIVER)
+    run = subprocess.run(
+        [sys.executable, "driver.py", *map(str, scripts)],
+        cwd=folder,
+        env=without_extras,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    _, *texts = run.stdout.split("begins:\n")
+    assert (run.returncode, len(texts)) == (0, len(blocks)), run.stdout
+    return {block: [text for other, text in zip(blocks, texts, strict=True) if other == block] for block in blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("readme")  # the blocks are run once
+@pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)), ids=NAMES)
+def test_readme_block_runs(block: str, text: str, printed: dict[str, list[str]]) -> None:
+    assert len(printed[block]) == (
+        2 if text == CHECKPOINTS else 1
+    )  # what the first left must not pass for the second's
+    for each in printed[block]:
+        assert text in each
+        assert not each.endswith("fails\n")
 
 
 def test_readme_and_errors_name_extras_as_a_clone_has_them() -> None:
