@@ -77,7 +77,7 @@ def test_train_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_train_under_torchrun_shares_one_folder(tmp_path: Path) -> None:
-    run = train(tmp_path, "training.epochs=1", "topology=ring", torchrun=2, fresh=True)
+    run = train(tmp_path, "training.epochs=1", "topology=ring", torchrun=2)
     assert run.status == 0, run.stderr
     (folder,) = run_folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
