@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+from running import run, running
 
 from gossip import LaunchError, launch
 
@@ -147,27 +148,30 @@ def speak():
 """
 
 
-def test_launch_keeps_what_a_failing_worker_printed(tmp_path: Path) -> None:
+def test_launch_keeps_what_a_failing_worker_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(PRINTING_SCRIPT.format(guard="if __name__ == '__main__': "))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert run.stdout == "hello\n"
-    assert "rank 0 failed: ValueError: boom" in run.stderr
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    ended = run(str(script), tmp_path, fresh=True)
+    assert ended.stdout == "hello\n"
+    assert "rank 0 failed: ValueError: boom" in ended.stderr
 
 
 def test_launch_asks_for_the_guard_of_the_main_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PRINTING_SCRIPT.format(guard=""))
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert run.returncode != 0
-    assert "put the call under if __name__ ==" in run.stderr
+    ended = run(str(script), tmp_path)
+    assert ended.status != 0
+    assert "put the call under if __name__ ==" in ended.stderr
 
 
-def test_launch_from_standard_input_is_refused() -> None:
-    source = PRINTING_SCRIPT.format(guard="")
-    run = subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, timeout=120)
-    assert "was typed into an interpreter, where workers cannot import it" in run.stderr
+@pytest.mark.parametrize("place", [{}, {"__file__": "<stdin>"}])
+def test_launch_from_standard_input_is_refused(place: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    vars(main).update(place)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(TypeError, match="was typed into an interpreter, where workers cannot import it"):
+        exec(PRINTING_SCRIPT.format(guard=""), vars(main))
 
 
 TORCHRUN_SCRIPT = """
@@ -193,22 +197,25 @@ if __name__ == "__main__":
 def test_launch_joins_torchrun_and_ends_with_the_traceback(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert sorted(line for line in run.stdout.splitlines() if line.startswith("result")) == [
+    ended = run(str(script), tmp_path, torchrun=2)
+    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("result")) == [
         "result [(0, 2)]",
         "result [(1, 2)]",
     ]
-    assert run.returncode == 1
-    assert "ValueError: boom" in run.stderr
+    assert ended.status == 1
+    assert "ValueError: boom" in ended.stderr
 
 
 WAITING_SCRIPT = """
 import os, threading
+import torch.distributed as dist
 from gossip import launch
 
 def wait():
-    os.write(1, f"{os.getpid()}\\n".encode())  # one write: two ranks' lines must not mingle
+    process_ids = [None, None]
+    dist.all_gather_object(process_ids, os.getpid())
+    if dist.get_rank() == 0:
+        print(*process_ids)
     threading.Event().wait()
 
 if __name__ == "__main__":
@@ -220,24 +227,13 @@ if __name__ == "__main__":
 def test_workers_leave_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(WAITING_SCRIPT)
-    launcher = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert launcher.stdout is not None
-        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+    with running(tmp_path, script=script) as launcher:
+        workers = list(map(int, launcher.first_line().split()))
+        assert len(workers) == 2
         # Ctrl-C in a terminal reaches the whole process group.
-        (os.killpg if signal_number == signal.SIGINT else os.kill)(launcher.pid, signal_number)
-        assert launcher.wait(timeout=30) != 0
-        waiting = threading.Event()
+        (os.killpg if signal_number == signal.SIGINT else os.kill)(launcher.process.pid, signal_number)
+        assert launcher.process.wait(30) != 0
         deadline = time.monotonic() + 30
         while any(Path(f"/proc/{pid}").exists() for pid in workers):
             assert time.monotonic() < deadline, "a worker outlived its launcher"
-            waiting.wait(0.05)
-    finally:
-        launcher.kill()
-        launcher.communicate()
+            time.sleep(0.02)
