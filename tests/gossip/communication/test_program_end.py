@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-from pathlib import Path
 
-from programs import run_programs
+import pytest
+from programs import Ended, run_programs
 from repository import GOSSIP
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("program_end")]  # one run makes all cases
+
+FIRST = """
+import atexit, sys
+
+sys.last_of_all = []
+atexit.register(lambda: [call() for call in sys.last_of_all])
+"""
 
 RELEASED_TOO_LATE = """
 import threading
@@ -67,26 +74,17 @@ if case["end"] == "an exception":
 """
 
 
-def test_program_ends_with_its_own_status_when_a_message_comes_too_late(tmp_path: Path) -> None:
-    statuses = {"in a function": 0, "globally": 0, "sys.exit(3)": 3, "an exception": 1}
-    ended = run_programs(RELEASED_TOO_LATE, tmp_path, cases=[{"end": end} for end in statuses], at_once=4)
-    assert ended.output.count("it has come") == len(statuses), ended.output
-    assert {end: each[0] for end, each in zip(statuses, ended.statuses, strict=True)} == statuses, ended.output
-
-
-LAST_OF_ALL_HANDLERS = """
-import atexit, os, sys, threading, time
-from datetime import timedelta
-
-
-@atexit.register
-def last_of_all():
-    os.write(1, f"left: {[each.name for each in threading.enumerate() if each.name.startswith('gossip')]}".encode())
-
+RELEASED_AT_THE_END = """
+import threading, time
 
 from gossip.communication.worker_threads import WorkerThreads, Operation
 
 is_awaited = threading.Event()
+
+
+def tell_what_is_left():
+    left = [each.name for each in threading.enumerate() if each.name.startswith("gossip")]
+    os.write(1, f"left: {left}\\n".encode())
 
 
 def is_in_join(frame):
@@ -107,19 +105,12 @@ class Message:
 worker_threads = WorkerThreads("gossip-test", timedelta(seconds=60))
 worker_threads.submit(iter([(Operation("a peer", Message()),)]))
 threading.Thread(target=release_what_is_awaited, daemon=True).start()
+sys.last_of_all.append(tell_what_is_left)
 """
 
-
-def test_exit_waits_for_what_is_under_way() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", LAST_OF_ALL_HANDLERS], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert run.stdout == "left: []", run.stderr
-
-
 RELEASED_BY_WHAT_IS_SAID = """
-import sys, threading
-from datetime import timedelta
+import threading
+
 from gossip.communication.worker_threads import WorkerThreads, Operation
 
 is_awaited = threading.Event()
@@ -146,20 +137,6 @@ worker_threads.submit(iter([(Operation("a peer", Message()),)]))
 """
 
 
-def test_exit_says_what_it_waits_for() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", RELEASED_BY_WHAT_IS_SAID], capture_output=True, text=True, timeout=50, check=True
-    )
-    assert "messages are under way that a peer has not sent or taken yet (gossip-test-wait)" in run.stderr
-
-
-LATE_EXCHANGE = """
-import atexit, sys
-
-sys.last_of_all = []
-atexit.register(lambda: sys.last_of_all[0]())
-"""
-
 EXCHANGES_AT_THE_VERY_END = """
 model = build()
 train(model, 2)
@@ -176,9 +153,45 @@ sys.last_of_all.append(exchange)
 """
 
 
-def test_exchange_after_the_end_of_communication_is_refused_at_once(tmp_path: Path) -> None:
-    ended = run_programs(EXCHANGES_AT_THE_VERY_END, tmp_path, first=LATE_EXCHANGE)
-    assert ended.statuses == [{0: 0, 1: 0}], ended.output
+STATUSES = {"in a function": 0, "globally": 0, "sys.exit(3)": 3, "an exception": 1}
+CASES: list[dict[str, object]] = [
+    *({"program": RELEASED_TOO_LATE, "end": end} for end in STATUSES),
+    {"program": RELEASED_AT_THE_END},
+    {"program": RELEASED_BY_WHAT_IS_SAID},
+    {"program": EXCHANGES_AT_THE_VERY_END},
+]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """One interpreter imports for all programs, and they wait at the same time."""
+    body = 'exec(case["program"], globals())'
+    return run_programs(body, tmp_path_factory.mktemp("ends"), first=FIRST, cases=CASES, at_once=len(CASES))
+
+
+def test_program_ends_with_its_own_status_when_a_message_comes_too_late(ended: Ended) -> None:
+    assert ended.output.count("it has come") == len(STATUSES), ended.output
+    found = {case["end"]: each[0] for case, each in zip(CASES, ended.statuses, strict=True) if "end" in case}
+    assert found == STATUSES, ended.output
+
+
+def statuses_of(program: str, ended: Ended) -> dict[int, int]:
+    return ended.statuses[CASES.index({"program": program})]
+
+
+def test_exit_waits_for_what_is_under_way(ended: Ended) -> None:
+    assert statuses_of(RELEASED_AT_THE_END, ended) == {0: 0, 1: 0}, ended.output
+    assert ended.output.count("left: ") == ended.output.count("left: []") == 2, ended.output
+
+
+def test_exit_says_what_it_waits_for(ended: Ended) -> None:
+    assert statuses_of(RELEASED_BY_WHAT_IS_SAID, ended) == {0: 0, 1: 0}, ended.output
+    said = "messages are under way that a peer has not sent or taken yet (gossip-test-wait)"
+    assert ended.output.count(said) == 2, ended.output
+
+
+def test_exchange_after_the_end_of_communication_is_refused_at_once(ended: Ended) -> None:
+    assert statuses_of(EXCHANGES_AT_THE_VERY_END, ended) == {0: 0, 1: 0}, ended.output
     assert ended.output.count("communication has ended with the program: in an exit handler") == 2, ended.output
 
 
