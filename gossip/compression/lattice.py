@@ -29,12 +29,12 @@ _MAX_SHIFT = 20  # between the lattices of two peers; further apart they are as 
 
 def exponents(levels: torch.Tensor) -> torch.Tensor:
     """Binary logarithm of the lattice constants, int32: the levels rounded up to whole octaves."""
-    return -((-levels.to(torch.int32)) >> int(math.log2(LEVELS_PER_OCTAVE)))
+    return (levels.to(torch.int32) + (LEVELS_PER_OCTAVE - 1)) >> int(math.log2(LEVELS_PER_OCTAVE))
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     """Exactly, in float32, of int32 between -126 and 127."""
-    return ((exponents + 127) << 23).view(torch.float32)
+    return ((exponents + 127) * 2**23).view(torch.float32)
 
 
 class LatticeKernels:
@@ -62,8 +62,8 @@ class LatticeKernels:
         """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         found = torch.empty(num_blocks, dtype=wide, device=self.device)
-        for blocks, part in _parts(values, block_numel):
-            torch.maximum(part.amax(1), -part.amin(1), out=found[blocks])
+        for blocks, part in _parts(values, block_numel, fill_up=False):
+            torch.maximum(part.amax(1), part.amin(1).neg_(), out=found[blocks])
         return found
 
     def encode(
@@ -94,12 +94,13 @@ class LatticeKernels:
         is_raw = levels == RAW
         steps = exponents(levels).masked_fill_(is_raw, 0)
         sizes = power_of_two(steps).to(points.dtype)[:, None]
-        inverses = power_of_two(-steps).to(points.dtype)[:, None]
+        inverses = sizes.reciprocal()  # exactly
         weights = self._weights[:block_numel]
         for blocks, part in _parts(values, block_numel):
             noise = self._noise_of(offsets, blocks, block_numel)
-            out = points[blocks], codes[blocks], checksums[blocks]
-            self._encode(part, noise, inverses[blocks], sizes[blocks], weights, self.bits, *out)
+            some = (_some(each, blocks) for each in (inverses, sizes))
+            out = (_some(each, blocks) for each in (points, codes, checksums))
+            self._encode(part, noise, *some, weights, self.bits, *out)
         if self.device.type != "cpu" or bool(is_raw.any()):
             for blocks, part in _parts(values, block_numel):
                 points[blocks] = torch.where(is_raw[blocks, None], part, points[blocks])
@@ -155,15 +156,17 @@ class LatticeKernels:
             is_shifted = (own_shifts + peer_shifts).ne(0).tolist()
             own_checksums, peer_checksums = own_checksums << own_shifts, peer_checksums << peer_shifts
         for blocks in _block_ranges(len(own_codes), differences.shape[1], self.device):
-            left, right = own_codes[blocks], peer_codes[blocks]
+            left, right = _some(own_codes, blocks), _some(peer_codes, blocks)
             if shifts is not None and any(is_shifted[blocks]):
                 left = (left.to(torch.int32) << own_shifts[blocks, None]).to(torch.uint8)
                 right = (right.to(torch.int32) << peer_shifts[blocks, None]).to(torch.uint8)
-            out = differences[blocks], digests[blocks], largest[blocks], smallest[blocks]
+            out = (_some(each, blocks) for each in (differences, digests, largest, smallest))
             _subtract_codes(left, right, weights, self.bits, *out)
         unit = self.unit
         fits = digests == (peer_checksums - own_checksums) * unit
-        peaks = torch.maximum(largest.to(torch.int32), -smallest.to(torch.int32)) // unit
+        peaks = torch.maximum(largest.to(torch.int32), smallest.to(torch.int32).neg_())
+        if unit > 1:
+            peaks //= unit
         return fits if near is None else fits & near, peaks
 
     @property
@@ -178,10 +181,11 @@ class LatticeKernels:
             shape = (blocks.stop - blocks.start, block_numel)
             total = scratch(shape, dtype, self.device)
             for number, (differences, scales) in enumerate(reads):
+                some = _some(differences, blocks), _some(scales, blocks)[:, None]
                 if number == 0:
-                    self._scale(differences[blocks], scales[blocks, None], total)
+                    self._scale(*some, total)
                 else:
-                    total.add_(differences[blocks] * scales[blocks, None])
+                    total.add_(some[0] * some[1])
             yield blocks, total
 
 
@@ -244,24 +248,30 @@ def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor)
     total.copy_(differences).mul_(scales)
 
 
-def _parts(values: torch.Tensor, block_numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def _parts(values: torch.Tensor, block_numel: int, *, fill_up: bool = True) -> Iterator[tuple[slice, torch.Tensor]]:
     """Some blocks of flat values at a time, in the dtype of accumulation; the last block filled up with zeros."""
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    num_whole = values.numel() // block_numel
+    numel = values.numel()
+    num_whole = numel // block_numel
     for blocks in _block_ranges(num_whole, block_numel, values.device):
         part = values[blocks.start * block_numel : blocks.stop * block_numel]
         yield blocks, part.to(wide).view(-1, block_numel)
-    rest = values[num_whole * block_numel :]
-    if rest.numel():
-        padded = rest.new_zeros((1, block_numel), dtype=wide)
-        padded[0, : rest.numel()] = rest
-        yield slice(num_whole, num_whole + 1), padded
+    if missing := -numel % block_numel:
+        rest = (values[num_whole * block_numel :] if num_whole else values).to(wide)
+        if fill_up:
+            rest = torch.constant_pad_nd(rest, (0, missing))
+        yield slice(num_whole, num_whole + 1), rest.view(1, -1)
 
 
 def _block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> Iterator[slice]:
     size = max(1, CHUNK_NUMEL // block_numel) if device.type == "cpu" else max(num_blocks, 1)
     for start in range(0, num_blocks, size):
         yield slice(start, min(start + size, num_blocks))
+
+
+def _some(rows: torch.Tensor, blocks: slice) -> torch.Tensor:
+    """These rows; often all, and then it takes no view."""
+    return rows if blocks.start == 0 and blocks.stop == rows.shape[0] else rows[blocks]
 
 
 def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,21 @@ class ModuloQuantization(Compression):
         return f"int{self.bits}(headroom={self.headroom:g}, seed={self.seed})"
 
 
+class Fields(NamedTuple):
+    """The parts of one message.
+
+    Attributes
+    ----------
+    checksums : Tensor, [num_blocks], int32
+    levels : Tensor, [num_blocks], int16
+    codes : Tensor, [num_blocks, code_bytes], uint8
+    """
+
+    checksums: torch.Tensor
+    levels: torch.Tensor
+    codes: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where things stand in a message: checksums, levels, codes.
@@ -111,19 +126,18 @@ class Layout:
     @property
     def num_bytes(self) -> int:
         """Of the whole message."""
-        return self.num_blocks * (4 + 2 + self.code_bytes)
+        return self.num_blocks * (4 + 2) + self._all_code_bytes
 
-    def checksums(self, message: torch.Tensor) -> torch.Tensor:
-        """[num_blocks], int32; a view."""
-        return message[: 4 * self.num_blocks].view(torch.int32)
+    def fields(self, message: torch.Tensor) -> Fields:
+        """The parts of a message; views."""
+        checksums, levels, codes = message.split((4 * self.num_blocks, 2 * self.num_blocks, self._all_code_bytes))
+        return Fields(
+            checksums.view(torch.int32), levels.view(torch.int16), codes.view(self.num_blocks, self.code_bytes)
+        )
 
-    def levels(self, message: torch.Tensor) -> torch.Tensor:
-        """[num_blocks], int16; a view."""
-        return message[4 * self.num_blocks : 6 * self.num_blocks].view(torch.int16)
-
-    def codes(self, message: torch.Tensor) -> torch.Tensor:
-        """[num_blocks, code_bytes], uint8; a view."""
-        return message[6 * self.num_blocks :].view(self.num_blocks, self.code_bytes)
+    @property
+    def _all_code_bytes(self) -> int:
+        return self.num_blocks * self.code_bytes
 
 
 @dataclass
@@ -131,7 +145,7 @@ class _Read:
     """What has become of the message of one source."""
 
     differences: torch.Tensor
-    exponents: torch.Tensor
+    sizes: torch.Tensor
     resent: torch.Tensor
     rows: torch.Tensor
 
@@ -154,7 +168,9 @@ class ModuloCodec(Codec):
         self._rank, self._bucket, self._numel, self._device = rank, bucket.index, bucket.numel, bucket.device
         self._kernels: LatticeKernels = kernels(compression.bits, bucket.device)
         self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
+        self._blocks = self._points.view(layout.num_blocks, layout.block_numel)
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
+        self._fields = layout.fields(self._payload)
         self._receive_buffers: dict[int, torch.Tensor] = {}
         self._unpacked: list[torch.Tensor] = []
         self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
@@ -171,9 +187,10 @@ class ModuloCodec(Codec):
         delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
         sent, received = delivery.on_host
         payload = next(iter(sent.values())) if sent else self._payload.cpu()
+        own = self._fields if payload is self._payload else self._layout.fields(payload)
         wanted: list[torch.Tensor] = []
         reads = {
-            source: self._check(payload, message, number, wanted)
+            source: self._check(own, self._layout.fields(message), number, wanted)
             for number, (source, message) in enumerate(received.items())
         }
         # Backwards along every edge: which blocks are asked for again.
@@ -191,16 +208,13 @@ class ModuloCodec(Codec):
 
     def _encode(self, values: torch.Tensor, step: int) -> None:
         layout = self._layout
-        points = self._points.view(layout.num_blocks, layout.block_numel)
         peaks = self._kernels.peaks(values, layout.num_blocks, layout.block_numel)
         levels = self._levels_on_lattice(self.levels.to(self._device), peaks)
-        layout.levels(self._payload).copy_(levels)
+        self._fields.levels.copy_(levels)
         source = generator(self._compression.seed, step, self._bucket)
         num_offsets = self._kernels.num_offsets(layout.num_blocks, layout.block_numel)
         offsets = torch.randint(NOISE_PERIOD, (num_offsets,), generator=source).to(self._device)
-        self._kernels.encode(
-            values, levels, offsets, points, layout.codes(self._payload), layout.checksums(self._payload)
-        )
+        self._kernels.encode(values, levels, offsets, self._blocks, self._fields.codes, self._fields.checksums)
 
     def _levels_on_lattice(self, wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
         """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
@@ -216,37 +230,40 @@ class ModuloCodec(Codec):
             self._receive_buffers[place] = torch.empty_like(self._payload)
         return {source: self._receive_buffers[place] for place, source in enumerate(weights)}
 
-    def _check(self, payload: torch.Tensor, message: torch.Tensor, number: int, wanted: list[torch.Tensor]) -> _Read:
-        """Replace the codes of a message by the difference to our payload's; find the blocks where it does not fit."""
+    def _check(self, own: Fields, peers: Fields, number: int, wanted: list[torch.Tensor]) -> _Read:
+        """Replace the codes of a message by the difference to our own; find the blocks where it does not fit."""
         layout = self._layout
-        own_levels, levels = layout.levels(payload), layout.levels(message)
-        # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
-        coarser = torch.maximum(own_levels, levels)
-        wanted.append((coarser - _PATIENCE).clamp(min=FINEST).masked_fill_(coarser == RAW, RAW))
-        is_raw = torch.minimum(own_levels, levels) == RAW
-        finer = exponents(torch.minimum(own_levels, levels)).masked_fill_(is_raw, 0)
         shifts = None
-        if not torch.equal(own_levels, levels):
+        if torch.equal(own.levels, peers.levels):
+            coarser = finer = own.levels
+            is_raw = finer == RAW
+            steps = exponents(finer).masked_fill_(is_raw, 0)
+        else:
+            coarser, finer = torch.maximum(own.levels, peers.levels), torch.minimum(own.levels, peers.levels)
+            is_raw = finer == RAW
+            steps = exponents(finer).masked_fill_(is_raw, 0)
             own_coarser, peers_coarser = (
-                (exponents(side) - finer).masked_fill_(is_raw, 0) for side in (own_levels, levels)
+                (exponents(side) - steps).masked_fill_(is_raw, 0) for side in (own.levels, peers.levels)
             )
             shifts = own_coarser, peers_coarser
-        codes = layout.codes(message)
+        # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
+        wanted.append((coarser - _PATIENCE).clamp_(min=FINEST).masked_fill_(coarser == RAW, RAW))
         if self._compression.bits == 8:
-            differences = codes.view(torch.int8)
+            differences = peers.codes.view(torch.int8)
         else:
             if number == len(self._unpacked):
                 self._unpacked.append(torch.empty((layout.num_blocks, layout.block_numel), dtype=torch.int8))
             differences = self._unpacked[number]
         fits, peaks = self._host_kernels.check(
-            layout.codes(payload), layout.checksums(payload), codes, layout.checksums(message), shifts, differences
+            own.codes, own.checksums, peers.codes, peers.checksums, shifts, differences
         )
-        resent = ~fits | is_raw
-        wanted.append(self._levels_for(peaks * power_of_two(finer).double(), ~resent))
+        resent = fits.logical_not_().logical_or_(is_raw)
+        sizes = power_of_two(steps).double()
+        wanted.append(self._levels_for(peaks * sizes, resent))
         num_resent = int(resent.sum())
         self.num_resent += num_resent
         rows = torch.empty((num_resent, layout.block_numel), dtype=self._points.dtype)
-        return _Read(differences, finer, resent, rows)
+        return _Read(differences, sizes, resent, rows)
 
     @property
     def _host_kernels(self) -> LatticeKernels:
@@ -254,22 +271,21 @@ class ModuloCodec(Codec):
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
         """Our own points of some blocks, in full."""
-        points = self._points.view(self._layout.num_blocks, -1)
-        return points[blocks.to(self._device)].cpu()
+        return self._blocks[blocks.to(self._device)].cpu()
 
     def _learn_from_rows(self, read: _Read, wanted: list[torch.Tensor]) -> None:
         if len(read.rows):
             peaks = torch.zeros(self._layout.num_blocks, dtype=torch.float64)
             difference = read.rows - self._rows(read.resent)
             peaks[read.resent] = difference.abs().amax(1).double()
-            wanted.append(self._levels_for(peaks, read.resent & torch.isfinite(peaks)))
+            wanted.append(self._levels_for(peaks, ~(read.resent & torch.isfinite(peaks))))
 
-    def _levels_for(self, peaks: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    def _levels_for(self, peaks: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
         """The levels at which differences of ``headroom`` times ``peaks`` fit the code; RAW where nothing is known."""
         num_codes = 2**self._compression.bits
-        levels = (LEVELS_PER_OCTAVE * torch.log2(2 * self._compression.headroom / num_codes * peaks)).ceil()
-        levels = levels.nan_to_num(nan=0.0).clamp(FINEST, COARSEST).to(torch.int16)
-        return torch.where(known, levels, RAW)
+        levels = (2 * self._compression.headroom / num_codes * peaks).log2_().mul_(LEVELS_PER_OCTAVE).ceil_()
+        levels = levels.nan_to_num_(nan=0.0).clamp_(FINEST, COARSEST).to(torch.int16)
+        return levels.masked_fill_(unknown, RAW)
 
     def _is_finite(self, reads: Iterable[_Read]) -> bool:
         return all(
@@ -284,12 +300,11 @@ class ModuloCodec(Codec):
         if not weights:
             return
         block_numel = self._layout.block_numel
-        points = self._points.view(-1, block_numel)
+        points = self._blocks
         scaled = []
         for source, weight in weights.items():
             read = reads[source]
-            scales = weight / self._kernels.unit * power_of_two(read.exponents).double()
-            scales.masked_fill_(read.resent, 0.0)
+            scales = (weight / self._kernels.unit * read.sizes).masked_fill_(read.resent, 0.0)
             scaled.append((read.differences.to(self._device), scales.to(self._device, points.dtype)))
         for blocks, total in self._kernels.decode(scaled, points.dtype):
             for source, weight in weights.items():

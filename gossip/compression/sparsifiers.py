@@ -220,10 +220,11 @@ class Sign(Sparsifier):
             negative = (difference.view(integers) < 0).view(torch.uint8)  # several times as fast as signbit()
             # Bit p of a byte is a value of the p-th eighth of the part.
             bits = payload[place]
-            planes = torch.nn.functional.pad(negative.view(-1), (0, 8 * len(bits) - negative.numel())).view(8, -1)
-            bits.copy_(planes[0])
-            for number in range(1, 8):
-                bits.bitwise_or_(planes[number] << number)
+            planes = torch.constant_pad_nd(negative.view(-1), (0, 8 * bits.shape[0] - negative.numel())).view(8, -1)
+            planes = planes.bitwise_left_shift_(self._shifts)
+            for half in (4, 2):
+                planes = planes[:half].bitwise_or_(planes[half:])
+            torch.bitwise_or(planes[0], planes[1], out=bits)
             public.add_(torch.copysign(_finite(scales)[:, None], difference, out=difference))
 
     def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
