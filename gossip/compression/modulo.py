@@ -284,8 +284,8 @@ class ModuloCodec(Codec):
         """The levels at which differences of ``headroom`` times ``peaks`` fit the code; RAW where nothing is known."""
         num_codes = 2**self._compression.bits
         levels = (2 * self._compression.headroom / num_codes * peaks).log2_().mul_(LEVELS_PER_OCTAVE).ceil_()
-        levels = levels.nan_to_num_(nan=0.0).clamp_(FINEST, COARSEST).to(torch.int16)
-        return levels.masked_fill_(unknown, RAW)
+        rounded: torch.Tensor = levels.nan_to_num_(nan=0.0).clamp_(FINEST, COARSEST).to(torch.int16)
+        return rounded.masked_fill_(unknown, RAW)
 
     def _is_finite(self, reads: Iterable[_Read]) -> bool:
         return all(

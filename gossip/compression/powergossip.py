@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -142,8 +142,8 @@ class PowerCodec(WholeCodec):
         self._step = step
         for peer in weights:
             if peer not in self.directions:
-                fresh = self._draw(peer, self._sizes(of_products=False))
-                self.directions[peer] = [_orthonormal(vectors, vectors) for vectors in fresh]
+                draw = cache(partial(self._draw, peer, self._sizes(of_products=False)))
+                self.directions[peer] = [_orthonormal(vectors, draw, number) for number, vectors in enumerate(draw())]
         messages = self._messages_of(values, list(weights))
         del values
         delivery = yield Turn(messages, partial(self._make_buffers, messages))
@@ -182,7 +182,7 @@ class PowerCodec(WholeCodec):
             for peer, weight in weights.items():
                 total[segment].add_(apart[peer][place], alpha=weight)
         sizes = self._sizes(of_products=True)
-        fallbacks = {peer: self._draw(peer, sizes) for peer in weights}
+        fallbacks = {peer: cache(partial(self._draw, peer, sizes)) for peer in weights}
         for number, (matrix, place) in enumerate(zip(self._matrices, self._product_places(), strict=True)):
             found = {peer: apart[peer][place].view(-1, self._num_vectors) for peer in weights}
             weighted = torch.cat([found[peer] * weight for peer, weight in weights.items()], dim=1)
@@ -192,7 +192,7 @@ class PowerCodec(WholeCodec):
             for peer, difference in found.items():
                 # Seen from the lower rank: both ends find the same vectors.
                 upwards = difference if peer > self._rank else -difference
-                self.directions[peer][number] = _orthonormal(upwards, fallbacks[peer][number])
+                self.directions[peer][number] = _orthonormal(upwards, fallbacks[peer], number)
         self.num_exchanges += 1
 
     def _plain_places(self) -> list[tuple[slice, slice]]:
@@ -250,18 +250,23 @@ def _segments_outside(matrices: Sequence[Matrix], bucket: BucketShape) -> list[s
     return [slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True)]
 
 
-def _orthonormal(vectors: torch.Tensor, fallbacks: torch.Tensor) -> torch.Tensor:
-    """The columns made orthonormal one after the other; where nothing is left of one, its fallback.
+def _orthonormal(vectors: torch.Tensor, fallbacks: Callable[[], Sequence[torch.Tensor]], number: int) -> torch.Tensor:
+    """The columns made orthonormal one after the other; where nothing is left of one, that of ``fallbacks()[number]``.
 
     Twice is enough: what rounding leaves of the columns before it is gone after the second time.
     """
     roundings = 16 * torch.finfo(vectors.dtype).eps
     columns: list[torch.Tensor] = []
-    for column, fallback in zip(vectors.unbind(1), fallbacks.unbind(1), strict=True):
-        rest = _without(_scaled(column), columns)
-        # False too where something is not finite. No branch: a GPU's host does not wait to know.
-        chosen = torch.where(torch.linalg.vector_norm(rest) > roundings, rest, _without(_scaled(fallback), columns))
-        chosen = _without(chosen / torch.linalg.vector_norm(chosen), columns)
+    for place, column in enumerate(vectors.unbind(1)):
+        chosen = _without(_scaled(column), columns)
+        length = torch.linalg.vector_norm(chosen)
+        # False too where something is not finite. A GPU's host does not wait to know.
+        is_left = length > roundings
+        if not is_left.is_cpu or not bool(is_left):
+            fallback = _without(_scaled(fallbacks()[number][:, place]), columns)
+            chosen = torch.where(is_left, chosen, fallback)
+            length = torch.linalg.vector_norm(chosen)
+        chosen = _without(chosen / length, columns)
         columns.append(chosen / torch.linalg.vector_norm(chosen))
     return torch.stack(columns, dim=1)
 

@@ -121,7 +121,7 @@ def test_columns_that_say_nothing_are_replaced(dtype: torch.dtype) -> None:
     good, fallback = (torch.randn(9, 1, generator=generator, dtype=dtype) for _ in range(2))
     fallbacks = torch.cat([fallback, fallback + 1, fallback * good], dim=1)
     for bad in (torch.zeros_like(good), 3 * good, torch.full_like(good, torch.nan), torch.full_like(good, torch.inf)):
-        found = _orthonormal(torch.cat([good, bad, 1e-30 * (good + 1)], dim=1), fallbacks)
+        found = _orthonormal(torch.cat([good, bad, 1e-30 * (good + 1)], dim=1), lambda: [fallbacks], 0)
         torch.testing.assert_close(found.T @ found, torch.eye(3, dtype=dtype), rtol=0, atol=1e-5)
         torch.testing.assert_close(found[:, :1], good / good.norm())
 
