@@ -29,6 +29,7 @@ RUN = (
     "training.batch_size=30",
     "launch.world_size=2",
     "checkpoint.every=5",
+    "figures=false",
 )
 
 
@@ -50,9 +51,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return result(folder / "run")
 
 
-def stopped(folder: Path, how: str) -> Finished:
+def stopped(folder: Path, how: str, *overrides: str) -> Finished:
     """Stop a run in ``folder``/run at a step."""
-    run = train(folder, *RUN, f"+model.how={how}", f"+model.once={folder}/stopped", "hydra.run.dir=run")
+    options = (f"+model.how={how}", f"+model.once={folder}/stopped", "hydra.run.dir=run")
+    run = train(folder, *RUN, *options, *overrides)
     assert (folder / "stopped").exists()
     assert len(list((folder / "run" / "checkpoints").iterdir())) == 2
     return run
@@ -65,13 +67,14 @@ def newest_step(folder: Path) -> int:
 def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
     tmp_path: Path, whole: list[Any]
 ) -> None:
-    assert stopped(tmp_path, "kill_all").status == -signal.SIGKILL
+    assert stopped(tmp_path, "kill_all", "figures=true").status == -signal.SIGKILL
     newest = tmp_path / "run" / "checkpoints" / "step_0000000010" / "rank1.pt"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     run = train(tmp_path, "resume=run", TRUSTED, f"+model.once={tmp_path}/stopped", "training.epochs=1")
     assert run.status == 0, run.stderr
+    assert (tmp_path / "run" / "training.svg").exists()
     (warning,) = [line for line in run.stderr.splitlines() if " WARNING " in line]
     assert "checkpoint step_0000000010 is left out: rank 1: " in warning
     assert "SHA-256" in warning

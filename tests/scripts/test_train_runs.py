@@ -61,13 +61,13 @@ def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
 
 
 def test_train_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
-    run = train(tmp_path, "-m", "topology=hypercube,ring", "launch.world_size=3", "training.epochs=1")
+    run = train(tmp_path, "-m", "topology=hypercube,ring", "launch.world_size=3", "training.epochs=1", "figures=false")
     assert run.status == 1, run.stderr
     (folder,) = run_folders(tmp_path)
     with (folder / "sweep.csv").open() as file:
         failed, completed = csv.DictReader(file)
     assert (failed["status"], completed["status"]) == ("failed", "completed")
-    assert failed["overrides"] == "topology=hypercube launch.world_size=3 training.epochs=1"
+    assert failed["overrides"] == "topology=hypercube launch.world_size=3 training.epochs=1 figures=False"
     assert "power of two" in failed["reason"]
     assert "power of two" in run.stdout
     assert float(completed["averaged_test_accuracy"]) > 0.8
