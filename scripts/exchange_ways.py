@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -78,10 +78,11 @@ def ways(group: Any, size: int) -> dict[str, Exchange]:
     }
 
 
-def work(rank: int, world_size: int, address: str, port: int, interface: str, repetitions: int) -> None:
-    """Measure on one rank; rank 0 prints a line of JSON for each number."""
+def work(rank: int, world_size: int, places: Any, interface: str, repetitions: int, numbers: IO[str]) -> None:
+    """Measure on one rank; rank 0 writes a line of JSON for each number."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(1)
+    address, port = places.get()
     store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)
     for size in sorted({2, world_size}):
         group = None
@@ -99,28 +100,36 @@ def work(rank: int, world_size: int, address: str, port: int, interface: str, re
                         times.append(time.perf_counter() - start)
                     if rank == 0:
                         median = 1e3 * statistics.median(times[1:])
-                        print(json.dumps([size, num_bytes, way, median]), flush=True)
+                        print(json.dumps([size, num_bytes, way, median]), file=numbers, flush=True)
             group.barrier().wait()
         store.set(f"{size} ranks, rank {rank}", "done")
         store.wait([f"{size} ranks, rank {each}" for each in range(world_size)], TIMEOUT)
 
 
 def measure(network: Network, world_size: int, repetitions: int) -> list[list[Any]]:
-    """Start a process per rank; the numbers of rank 0."""
-    store = network.start_store(TIMEOUT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Fork a process per rank; the numbers of rank 0."""
+    context = multiprocessing.get_context("fork")
+    places = context.SimpleQueue()
     with contextlib.ExitStack() as stack:
+        numbers = stack.enter_context(tempfile.TemporaryFile("w+"))
         processes = []
         for rank in range(world_size):
-            arguments = [rank, world_size, store.host, store.port, network.interface, repetitions]
-            command = [sys.executable, __file__, "--worker", *map(str, arguments)]
+            told = rank, world_size, places, network.interface, repetitions, numbers
+            process = context.Process(target=work, args=told, daemon=True)
             with network.entered(rank):
-                process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+                process.start()
             stack.callback(process.kill)
             processes.append(process)
-        lines = processes[0].communicate()[0].splitlines()
-        statuses = [process.wait(TIMEOUT.total_seconds()) for process in processes]
-    if any(statuses):
+        store = network.start_store(TIMEOUT)  # not before: it has threads, which a fork would not have
+        for _ in processes:
+            places.put((store.host, store.port))
+        processes[0].join()
+        for process in processes:
+            process.join(TIMEOUT.total_seconds())
+        statuses = [process.exitcode for process in processes]
+        numbers.seek(0)
+        lines = numbers.readlines()
+    if any(status != 0 for status in statuses):
         raise SystemExit(f"a rank failed: exit statuses {statuses}")
     return [json.loads(line) for line in lines]
 
@@ -139,10 +148,6 @@ def table(numbers: list[list[Any]]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    if sys.argv[1:2] == ["--worker"]:
-        rank, world_size, address, port, interface, repetitions = sys.argv[2:]
-        work(int(rank), int(world_size), address, int(port), interface, int(repetitions))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--network", choices=["loopback", "lab"], default="loopback")

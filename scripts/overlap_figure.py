@@ -85,12 +85,12 @@ class Bar:
     stop_ms: float
 
 
-def work(training: Training, rank: int, store: tuple[str, int], interface: str, folder: str) -> None:
+def work(training: Training, rank: int, places: Any, interface: str, folder: str) -> None:
     """Runs on every host; rank 0 leaves a trace of each method in the folder."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
-    client = dist.TCPStore(*store, is_master=False, timeout=timeout)
+    client = dist.TCPStore(*places.get(), is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=client, rank=rank, world_size=training.world_size, timeout=timeout)
     for name, method in (("gossip", gossip_step), ("ddp", ddp_step)):
         step, close = method(training)
@@ -162,14 +162,17 @@ def run(training: Training, folder: Path) -> None:
     processes = []
     try:
         lab.shape(bits_per_second(training.rate))
-        store = lab.start_store(timedelta(seconds=TIMEOUT_S))
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
+        places = context.SimpleQueue()
         for rank in range(training.world_size):
-            told = training, rank, (store.host, store.port), lab.interface, str(folder)
+            told = training, rank, places, lab.interface, str(folder)
             process = context.Process(target=work, args=told, daemon=True)
             with lab.entered(rank):
                 process.start()
             processes.append(process)
+        store = lab.start_store(timedelta(seconds=TIMEOUT_S))  # not before: it has threads, which a fork would not have
+        for _ in processes:
+            places.put((store.host, store.port))
         for process in processes:
             process.join(2 * TIMEOUT_S)
         failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
