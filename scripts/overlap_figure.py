@@ -10,6 +10,7 @@ perceptron, a bucket per layer; every bar comes from torch.profiler's trace.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from gossip import GossipDataParallel
 from gossip.lab.benchmarks.networks import bits_per_second
 from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
+from gossip.private_torch import COMPILER
 
 NUM_STEPS = 3
 NUM_WARMUP_STEPS = 4
@@ -162,6 +164,7 @@ def run(training: Training, folder: Path) -> None:
     processes = []
     try:
         lab.shape(bits_per_second(training.rate))
+        importlib.import_module(COMPILER)  # or the first optimizer of every worker would import it
         context = multiprocessing.get_context("fork")
         places = context.SimpleQueue()
         for rank in range(training.world_size):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from repository import REPOSITORY
@@ -50,19 +52,30 @@ def test_program_whose_output_is_cut_ends_quietly(name: str, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", ["train.py", "sweep.py", "bench.py", "probe.py"])
-def test_help_that_is_cut_ends_quietly(script: str) -> None:
+@pytest.fixture
+def closed_pipe() -> Iterator[TextIO]:
+    """Is closed as at an interpreter's end: nothing may be left to write."""
     read, write = os.pipe()
     os.close(read)
-    with open(write, "w") as stdout:  # closed as at an interpreter's end: nothing may be left to write
-        help_ = run_here(script, "--help", stdout=stdout)
+    with open(write, "w") as stdout:
+        yield stdout
+
+
+@pytest.mark.parametrize("script", ["train.py", "sweep.py", "bench.py", "probe.py"])
+def test_help_that_is_cut_ends_quietly(script: str, closed_pipe: TextIO) -> None:
+    help_ = run_here(script, "--help", stdout=closed_pipe)
+    closed_pipe.close()
     assert help_.stderr == ""
     assert help_.status in (0, CUT)
 
 
-def test_refusal_is_told_where_the_output_is_cut(tmp_path: Path) -> None:
-    status, stderr = run_into_a_closed_pipe([str(TRAIN), "seed=x"], tmp_path)
-    assert (status, stderr) == (2, "error: seed must be an integer of at least 0, got 'x'\n")
+def test_refusal_is_told_where_the_output_is_cut(
+    closed_pipe: TextIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = run_here(TRAIN.name, "seed=x", stdout=closed_pipe)
+    closed_pipe.close()
+    assert (refused.status, refused.stderr) == (2, "error: seed must be an integer of at least 0, got 'x'\n")
 
 
 def test_another_broken_pipe_is_an_error() -> None:
