@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +17,11 @@ from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
-from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World, launch
+from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World
 from gossip.compression.conversation import Conversation
 from topologies import Round, Topology, build
+
+pytestmark = pytest.mark.xdist_group("debug_transport")  # all faults are made at the same time
 
 NUM_BUCKETS = 3
 FAULTY_RANK = 3
@@ -73,18 +77,8 @@ def send_another_dtype(step: int, bucket: int, round_: Round, message: torch.Ten
     return step, bucket, round_, message.view(torch.int32).to(torch.float64) if (step, bucket) == (2, 1) else message
 
 
-def exchange_steps(topology_name: str, fault: Callable[..., Any] | str) -> str:
+def exchange_steps(world: World, transport: Transport, topology: Topology) -> str:
     """Four steps of three buckets; what this rank is told in the end."""
-    world = World(timedelta(seconds=3))
-    topology = build(topology_name, 4)
-    is_faulty = world.rank == FAULTY_RANK
-    transport = (
-        FaultyTransport(world, topology, fault) if is_faulty and callable(fault) else DebugTransport(world, topology)
-    )
-    if is_faulty and fault == "flip a bit":
-        key = ("debug messages", tuple(range(4)))
-        world._communicators[key] = FlippingGroup(world._communicators[key])
-    text = "nothing"
     try:
         for step in range(4):
             round_ = topology.round(step)
@@ -95,23 +89,74 @@ def exchange_steps(topology_name: str, fault: Callable[..., Any] | str) -> str:
             for exchange in exchanges:
                 exchange.wait()
     except ExchangeError as error:
-        text = str(error)
+        return str(error)
+    return "nothing"
+
+
+def wait_for_one_that_is_ahead(world: World, transport: Transport, topology: Topology) -> str:
+    if world.rank == AWAITED:
+        world.roll_call.note_progress(5, 2)
+    if world.rank == 0:
+        exchange = start(transport, torch.ones(5), topology.round(0), world=world, step=0, bucket=0)
+        with pytest.raises(ExchangeError) as caught:
+            exchange.wait()
+        return str(caught.value)
+    return "nothing"
+
+
+AWAITED = next(iter(build("one_peer_exponential", 4).round(0).neighbours(0)))
+CASES: list[tuple[str, Callable[..., Any] | str]] = [
+    ("complete", swap_buckets),
+    ("directed_ring", swap_buckets),
+    ("complete", skip_a_step),
+    ("ring", use_other_weights),
+    ("directed_ring", send_another_shape),
+    ("directed_ring", send_another_dtype),
+    ("complete", "flip a bit"),
+    ("one_peer_exponential", "go on to others"),
+]
+
+
+def exchange_with_each_fault() -> list[str]:
+    """What this rank is told; in a world for each case, all at the same time, as most of it is waiting."""
+
+    def in_world(topology_name: str, fault: Callable[..., Any] | str) -> Callable[[], str]:
+        topology = build(topology_name, 4)
+        world = World(timedelta(seconds=30 if fault == "go on to others" else 3))
+        is_faulty = world.rank == FAULTY_RANK
+        transport = (
+            FaultyTransport(world, topology, fault)
+            if is_faulty and callable(fault)
+            else DebugTransport(world, topology)
+        )
+        if is_faulty and fault == "flip a bit":
+            key = ("debug messages", tuple(range(4)))
+            world._communicators[key] = FlippingGroup(world._communicators[key])
+        function = wait_for_one_that_is_ahead if fault == "go on to others" else exchange_steps
+        return functools.partial(function, world, transport, topology)
+
+    calls = [in_world(*case) for case in CASES]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        texts = list(pool.map(lambda call: call(), calls))
     dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return text
+    return texts
 
 
-def told(topology_name: str, fault: Callable[..., Any] | str) -> list[str]:
-    return run_ranks(exchange_steps, topology_name, fault, world_size=4)
+@pytest.fixture(scope="module")
+def told() -> Callable[..., list[str]]:
+    """By topology and fault, what each rank was told."""
+    by_rank = run_ranks(exchange_with_each_fault, world_size=4)
+    return lambda *case: [texts[CASES.index(case)] for texts in by_rank]
 
 
 @pytest.mark.parametrize(("topology", "rank"), [("complete", 0), ("directed_ring", 2)])
-def test_swapped_buckets_are_named(topology: str, rank: int) -> None:
+def test_swapped_buckets_are_named(told: Callable[..., list[str]], topology: str, rank: int) -> None:
     assert told(topology, swap_buckets)[rank] == (
         f"rank {rank}: step 2, bucket 1: rank 3 sent bucket 2 of step 2: one of the two is out of step"
     )
 
 
-def test_skipped_step_is_named() -> None:
+def test_skipped_step_is_named(told: Callable[..., list[str]]) -> None:
     by_rank = told("complete", skip_a_step)
     for rank in range(3):
         assert by_rank[rank] == (
@@ -120,7 +165,7 @@ def test_skipped_step_is_named() -> None:
     assert by_rank[3] == "rank 3: step 3, bucket 0: rank 0 sent bucket 0 of step 2: one of the two is out of step"
 
 
-def test_other_round_is_named() -> None:
+def test_other_round_is_named(told: Callable[..., list[str]]) -> None:
     assert told("ring", use_other_weights)[0] == (
         "rank 0: step 2, bucket 0: rank 3 mixes by another round: the topologies, their seeds or their versions differ"
     )
@@ -130,41 +175,22 @@ def test_other_round_is_named() -> None:
     ("fault", "what"),
     [(send_another_shape, "3 values of float32"), (send_another_dtype, "5 values of float64")],
 )
-def test_other_shape_or_dtype_is_named(fault: Callable[..., Any], what: str) -> None:
+def test_other_shape_or_dtype_is_named(told: Callable[..., list[str]], fault: Callable[..., Any], what: str) -> None:
     assert told("directed_ring", fault)[2] == (
         f"rank 2: step 2, bucket 1: rank 3 sent {what}, expected 5 values of float32: the modules differ"
     )
 
 
-def test_flipped_bit_is_corruption_on_the_way() -> None:
+def test_flipped_bit_is_corruption_on_the_way(told: Callable[..., list[str]]) -> None:
     for rank, text in enumerate(told("complete", "flip a bit")[:3]):
         assert text.startswith(f"rank {rank}: step 0, bucket 0: the message of rank 3 was corrupted on the way")
 
 
-def test_peer_that_went_on_to_others_is_named_before_the_time_out() -> None:
-    topology = build("one_peer_exponential", 4)
-    awaited = next(iter(topology.round(0).neighbours(0)))
-    by_rank = launch(wait_for_one_that_is_ahead, awaited, world_size=4)
-    assert by_rank[0] == (
-        f"rank 0: step 0, bucket 0: rank {awaited} has gone on to bucket 2 of step 5 without a message for it: one of "
+def test_peer_that_went_on_to_others_is_named_before_the_time_out(told: Callable[..., list[str]]) -> None:
+    assert told("one_peer_exponential", "go on to others")[0] == (
+        f"rank 0: step 0, bucket 0: rank {AWAITED} has gone on to bucket 2 of step 5 without a message for it: one of "
         "the two is out of step"
     )
-
-
-def wait_for_one_that_is_ahead(awaited: int) -> str:
-    world = World(timedelta(seconds=30))
-    topology = build("one_peer_exponential", 4)
-    transport = DebugTransport(world, topology)
-    text = "nothing"
-    if world.rank == awaited:
-        world.roll_call.note_progress(5, 2)
-    if world.rank == 0:
-        exchange = start(transport, torch.ones(5), topology.round(0), world=world, step=0, bucket=0)
-        with pytest.raises(ExchangeError) as caught:
-            exchange.wait()
-        text = str(caught.value)
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return text
 
 
 def train_with(transport: str, topology: str) -> list[torch.Tensor]:
