@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from composing import composed
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from gossip.communication.world import World
@@ -27,7 +28,7 @@ SMALL = ("training.epochs=1", "training.batch_size=60", "launch.world_size=3", "
 
 def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    summaries = launch(train, config, str(folder), world_size=config["launch"]["world_size"], preload=PRELOAD)
+    summaries = run_ranks(train, config, str(folder), world_size=config["launch"]["world_size"])
     assert all(summary == summaries[0] for summary in summaries)
     return dict(summaries[0])
 
@@ -119,13 +120,13 @@ def test_methods_name_the_rank_that_dies(tmp_path: Path, method: str, how: str, 
     config = composed("training.epochs=1", "launch.world_size=3", f"method={method}", "trusted_targets=[faulty_models]")
     config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": how}
     with pytest.raises(LaunchError) as caught:
-        run(config, tmp_path / "run")
+        launch(train, config, str(tmp_path), world_size=3, preload=PRELOAD)
     assert str(caught.value) == f"rank 1 failed: {reason}"
 
 
 @pytest.mark.parametrize("method", ["gossip", "ddp", "local"])
 def test_methods_serve_one_rank(tmp_path: Path, method: str) -> None:
-    config = composed("training.epochs=1", "launch.world_size=1", f"method={method}", "model.hidden=[8]")
+    config = composed("training.epochs=1", "launch.world_size=1", "launch.num_threads=1", f"method={method}", "model.hidden=[8]")
     summary = run_job(config, tmp_path / "run", ["some=override"])
     assert summary["local_test_accuracy_mean"] == summary["averaged_test_accuracy"]
     assert summary["consensus_distance_before"] == 0

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from composing import composed
 from loguru import logger
+from ranks import run_ranks
 
 import gossip
 from gossip.lab.experiments.experiment_build import build
-from gossip.lab.experiments.job import PRELOAD
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.experiments.training import train
 from gossip.lab.experiments.training_methods import _say_what_is_ignored
-from gossip.launching.launcher import launch
 
 SMALL = (
     "training.epochs=1",
@@ -35,7 +34,7 @@ Records = list[dict[str, Any]]
 def run(folder: Path, *overrides: str) -> tuple[dict[str, Any], Records]:
     """The summary and rank 1's records."""
     folder.mkdir(parents=True)
-    summaries = launch(train, composed(*SMALL, *overrides), str(folder), world_size=2, preload=PRELOAD)
+    summaries = run_ranks(train, composed(*SMALL, *overrides), str(folder), world_size=2)
     return dict(summaries[0]), read_jsonl(folder / "rank1.jsonl")
 
 
@@ -43,6 +42,13 @@ def losses(records: Records) -> list[float]:
     return [record["loss"] for record in records]
 
 
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Rank 1's records of a run without options."""
+    return run(tmp_path_factory.mktemp("default") / "run")[1]
+
+
+@pytest.mark.xdist_group("run_options")
 @pytest.mark.parametrize("method", ["gossip", "local"])
 @pytest.mark.parametrize(
     ("overrides", "algorithm", "clipping"),
@@ -54,15 +60,14 @@ def losses(records: Records) -> list[float]:
     ],
 )
 def test_options_run(
-    tmp_path: Path, method: str, overrides: tuple[str, ...], algorithm: str, clipping: str | None
+    tmp_path: Path, default: Records, method: str, overrides: tuple[str, ...], algorithm: str, clipping: str | None
 ) -> None:
     summary, records = run(tmp_path / "run", f"method={method}", *overrides)
     assert (summary["algorithm"], summary["clipping"]) == (algorithm, clipping)
     assert losses(records)[-1] < losses(records)[0]
     if clipping is None and method == "gossip":
-        _, others = run(tmp_path / "default")
         is_same = "wrapper.transport=debug" in overrides
-        assert (losses(records) == pytest.approx(losses(others), rel=1e-4)) == is_same
+        assert (losses(records) == pytest.approx(losses(default), rel=1e-4)) == is_same
 
 
 @pytest.mark.parametrize("overrides", [(), (CLIPPED,)])
