@@ -126,7 +126,8 @@ def test_methods_name_the_rank_that_dies(tmp_path: Path, method: str, how: str, 
 
 @pytest.mark.parametrize("method", ["gossip", "ddp", "local"])
 def test_methods_serve_one_rank(tmp_path: Path, method: str) -> None:
-    config = composed("training.epochs=1", "launch.world_size=1", "launch.num_threads=1", f"method={method}", "model.hidden=[8]")
+    alone = ("launch.world_size=1", "launch.num_threads=1")
+    config = composed("training.epochs=1", *alone, f"method={method}", "model.hidden=[8]")
     summary = run_job(config, tmp_path / "run", ["some=override"])
     assert summary["local_test_accuracy_mean"] == summary["averaged_test_accuracy"]
     assert summary["consensus_distance_before"] == 0
