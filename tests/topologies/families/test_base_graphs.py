@@ -81,9 +81,9 @@ def test_every_size_is_exact_after_the_period_and_no_sooner(k: int) -> None:
                 round_ = topology.round(t)
                 mixing = round_.matrix()
                 assert np.array_equal(mixing, mixing.T), (n, t)
-                assert np.count_nonzero(mixing - np.diag(np.diag(mixing)), axis=1).max() <= k, (n, t)
+                assert (np.count_nonzero(mixing, axis=1) - (np.diag(mixing) != 0)).max() <= k, (n, t)
                 assert mixing.min() >= 0, (n, t)
-                np.testing.assert_allclose(mixing.sum(axis=1), 1, rtol=0, atol=1e-14)
+                assert np.abs(mixing.sum(axis=1) - 1).max() <= 1e-14, (n, t)
                 product = round_.mix(product)
             # The Frobenius norm is at least the operator norm.
             assert np.linalg.norm(product - 1 / n) <= 1e-12, n
@@ -136,13 +136,13 @@ def test_partners_are_distinct_and_one_in_every_sub_block(k: int) -> None:
                 row = round_.neighbours(rank)
                 assert [sum(other in part for other in row) for part in sub_blocks] == [1] * len(sub_blocks)
                 assert len(row) == len(sub_blocks)
-                assert all(w == pytest.approx(float(share / len(sub_blocks)), abs=1e-15) for w in row.values())
-                assert round_.self_weight(rank) == pytest.approx(float(1 - share), abs=1e-15)
+                assert all(abs(w - float(share / len(sub_blocks))) <= 1e-15 for w in row.values())
+                assert abs(round_.self_weight(rank) - float(1 - share)) <= 1e-15
                 taken += row
             assert len(set(taken)) == len(taken)
             for rank in taken:
                 assert len(round_.neighbours(rank)) == 1
-                assert round_.self_weight(rank) == pytest.approx(float(1 - share / len(sub_blocks)), abs=1e-15)
+                assert abs(round_.self_weight(rank) - float(1 - share / len(sub_blocks))) <= 1e-15
             free = {rank for part in sub_blocks for rank in part} - set(taken)
             for rank in free:
                 group = {rank, *round_.neighbours(rank)}
