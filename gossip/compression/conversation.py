@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ Parts = Iterator[tuple[slice, torch.Tensor]]
 """A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
 #: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
 CHUNK_NUMEL = 2**18
+_NOTHING = nullcontext()
 
 
 class Turn:
@@ -47,10 +48,13 @@ class Turn:
         self.sent = sent
         self.make_accumulator = make_accumulator
         self._make_buffers = make_buffers
+        self._buffers: Messages | None = None
 
-    @functools.cached_property
+    @property
     def receive_buffers(self) -> Messages:
-        return self._make_buffers()
+        if self._buffers is None:
+            self._buffers = self._make_buffers()
+        return self._buffers
 
 
 class Delivery:
@@ -80,15 +84,15 @@ class Delivery:
         self._sent = sent
         self._on_host = on_host
 
-    @functools.cached_property
+    @property
     def on_host(self) -> tuple[Messages, Messages]:
         """What was sent and what was received, where the host sees it, and may change what was received."""
-        if self._on_host is not None:
-            return self._on_host
-        sent, received = (
-            {rank: message.cpu() for rank, message in messages.items()} for messages in (self._sent, self.received)
-        )
-        return sent, received
+        if self._on_host is None:
+            sent, received = (
+                {rank: message.cpu() for rank, message in messages.items()} for messages in (self._sent, self.received)
+            )
+            self._on_host = sent, received
+        return self._on_host
 
 
 class Arrival(NamedTuple):
@@ -139,7 +143,7 @@ class Conversation:
     """
 
     def __init__(self, turns: Turns) -> None:
-        with torch.no_grad():
+        with _no_gradients():
             self.opening = next(turns)
         self._turns: Turns | None = turns
         self._arrival: Arrival | None = None
@@ -159,7 +163,7 @@ class Conversation:
         turns, self._turns = self._turns, None
         while True:
             try:
-                with torch.no_grad():
+                with _no_gradients():
                     turn = turns.send(delivery)
             except StopIteration as end:
                 self._arrival = end.value
@@ -181,6 +185,11 @@ class Conversation:
                 "this exchange has not ended: deliver its messages, and run conversation.proceed(...) to its end first"
             )
         return self._arrival
+
+
+def _no_gradients() -> AbstractContextManager[object]:
+    """Nothing to do in a backward pass, where they are off."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def carry(conversations: Mapping[int, Conversation]) -> int:

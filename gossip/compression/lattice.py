@@ -147,7 +147,7 @@ class LatticeKernels:
             The largest difference.
         """
         digests = torch.empty_like(own_checksums)
-        largest, smallest = torch.empty((2, len(own_codes)), dtype=torch.int8, device=self.device)
+        largest, smallest = torch.empty((2, own_codes.shape[0]), dtype=torch.int8, device=self.device)
         weights = self._weights[: differences.shape[1]]
         near: torch.Tensor | None = None
         if shifts is not None:
@@ -155,7 +155,7 @@ class LatticeKernels:
             own_shifts, peer_shifts = (shift.clamp(max=_MAX_SHIFT) for shift in shifts)
             is_shifted = (own_shifts + peer_shifts).ne(0).tolist()
             own_checksums, peer_checksums = own_checksums << own_shifts, peer_checksums << peer_shifts
-        for blocks in _block_ranges(len(own_codes), differences.shape[1], self.device):
+        for blocks in _block_ranges(own_codes.shape[0], differences.shape[1], self.device):
             left, right = _some(own_codes, blocks), _some(peer_codes, blocks)
             if shifts is not None and any(is_shifted[blocks]):
                 left = (left.to(torch.int32) << own_shifts[blocks, None]).to(torch.uint8)
@@ -263,10 +263,9 @@ def _parts(values: torch.Tensor, block_numel: int, *, fill_up: bool = True) -> I
         yield slice(num_whole, num_whole + 1), rest.view(1, -1)
 
 
-def _block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> Iterator[slice]:
+def _block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> list[slice]:
     size = max(1, CHUNK_NUMEL // block_numel) if device.type == "cpu" else max(num_blocks, 1)
-    for start in range(0, num_blocks, size):
-        yield slice(start, min(start + size, num_blocks))
+    return [slice(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
 def _some(rows: torch.Tensor, blocks: slice) -> torch.Tensor:

@@ -198,7 +198,7 @@ class ModuloCodec(Codec):
         yield Turn({source: read.resent.to(torch.uint8) for source, read in reads.items()}, lambda: asked)
         yield Turn(
             {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
-            lambda: {source: read.rows for source, read in reads.items() if len(read.rows)},
+            lambda: {source: read.rows for source, read in reads.items() if read.rows.shape[0]},
         )
         for read in reads.values():
             self._learn_from_rows(read, wanted)
@@ -274,7 +274,7 @@ class ModuloCodec(Codec):
         return self._blocks[blocks.to(self._device)].cpu()
 
     def _learn_from_rows(self, read: _Read, wanted: list[torch.Tensor]) -> None:
-        if len(read.rows):
+        if read.rows.shape[0]:
             peaks = torch.zeros(self._layout.num_blocks, dtype=torch.float64)
             difference = read.rows - self._rows(read.resent)
             peaks[read.resent] = difference.abs().amax(1).double()
@@ -291,7 +291,7 @@ class ModuloCodec(Codec):
         return all(
             bool(rows.isfinite().all())
             for read in reads
-            if len(read.rows)
+            if read.rows.shape[0]
             for rows in (read.rows, self._rows(read.resent))
         )
 
@@ -314,7 +314,7 @@ class ModuloCodec(Codec):
 
     def _add_rows(self, read: _Read, weight: float, blocks: slice, points: torch.Tensor, total: torch.Tensor) -> None:
         """Add what was sent in full to the sum of some blocks."""
-        if not len(read.rows):
+        if not read.rows.shape[0]:
             return
         here = read.resent[blocks]
         if bool(here.any()):

@@ -115,7 +115,7 @@ class ValuesCodec(Codec):
             return
         for part in chunks(self._message.numel(), self._message.device):
             own = self._message[part].to(self._wide)
-            total, more = scratch((2, *own.shape), self._wide, own.device)
+            total, more = scratch((2, *own.shape), self._wide, own.device).unbind()
             for number, (source, weight) in enumerate(weights.items()):
                 message = received[source][part].to(self._wide)
                 if number == 0:

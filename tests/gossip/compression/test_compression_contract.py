@@ -65,6 +65,7 @@ def test_mean_is_exact_in_float64(name: str, topology: str) -> None:
 
 
 @pytest.mark.slow
+@torch.no_grad()  # once for all
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
     row = COMPRESSIONS[name]

@@ -128,9 +128,9 @@ def test_rounding_is_right_in_the_mean() -> None:
     ranks.mix(0)
     total = torch.zeros_like(values, dtype=torch.float64)
     num_draws = 4000
+    codec, round_ = codec_of(ranks, 0), build("complete", 2).round(0)
     for step in range(num_draws):
-        codec = codec_of(ranks, 0)
-        codec.exchange(values, build("complete", 2).round(0), step)
+        codec.exchange(values, round_, step)
         total += codec.sent.double()
     size = 2.0 ** float(lattice.exponents(codec_of(ranks, 0).levels)[0])
     # The standard error of the mean of numbers that are spread over less than one step.
