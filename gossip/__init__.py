@@ -11,10 +11,16 @@ from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms import Algorithm as Algorithm
 from gossip.algorithms import Arrived as Arrived
 from gossip.algorithms import BucketView as BucketView
+from gossip.algorithms import DecentLaM as DecentLaM
 from gossip.algorithms import ExactDiffusion as ExactDiffusion
+from gossip.algorithms import Extra as Extra
 from gossip.algorithms import GradientTracking as GradientTracking
+from gossip.algorithms import IntegralCorrection as IntegralCorrection
 from gossip.algorithms import MomentumExchange as MomentumExchange
+from gossip.algorithms import MomentumTracking as MomentumTracking
 from gossip.algorithms import PushSum as PushSum
+from gossip.algorithms import QuasiGlobalIntegral as QuasiGlobalIntegral
+from gossip.algorithms import QuasiGlobalMomentum as QuasiGlobalMomentum
 from gossip.algorithms import Requires as Requires
 from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
@@ -79,21 +85,27 @@ __all__ = [
     "Compression",
     "Conversation",
     "DebugTransport",
+    "DecentLaM",
     "Delivery",
     "DistributedTransport",
     "DropOut",
     "ExactDiffusion",
     "Exchange",
     "ExchangeError",
+    "Extra",
     "GossipDataParallel",
     "GossipError",
     "GradientTracking",
+    "IntegralCorrection",
     "LaunchError",
     "ManifestError",
     "ModuloQuantization",
     "MomentumExchange",
+    "MomentumTracking",
     "PowerGossip",
     "PushSum",
+    "QuasiGlobalIntegral",
+    "QuasiGlobalMomentum",
     "RandomDelays",
     "Requires",
     "SimulatedRun",

@@ -9,10 +9,16 @@ from gossip.algorithms.base import Algorithm as Algorithm
 from gossip.algorithms.base import Requires as Requires
 from gossip.algorithms.bucket_view import Arrived as Arrived
 from gossip.algorithms.bucket_view import BucketView as BucketView
+from gossip.algorithms.decentlam import DecentLaM as DecentLaM
 from gossip.algorithms.exact_diffusion import ExactDiffusion as ExactDiffusion
+from gossip.algorithms.extra import Extra as Extra
 from gossip.algorithms.gradient_tracking import GradientTracking as GradientTracking
+from gossip.algorithms.integral_correction import IntegralCorrection as IntegralCorrection
 from gossip.algorithms.momentum_exchange import MomentumExchange as MomentumExchange
+from gossip.algorithms.momentum_tracking import MomentumTracking as MomentumTracking
 from gossip.algorithms.push_sum import PushSum as PushSum
+from gossip.algorithms.quasi_global_integral import QuasiGlobalIntegral as QuasiGlobalIntegral
+from gossip.algorithms.quasi_global_momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
 
 __all__ = [
     "ALGORITHMS",
@@ -22,10 +28,16 @@ __all__ = [
     "Algorithm",
     "Arrived",
     "BucketView",
+    "DecentLaM",
     "ExactDiffusion",
+    "Extra",
     "GradientTracking",
+    "IntegralCorrection",
     "MomentumExchange",
+    "MomentumTracking",
     "PushSum",
+    "QuasiGlobalIntegral",
+    "QuasiGlobalMomentum",
     "Requires",
     "resolve_algorithm",
 ]

@@ -7,10 +7,16 @@ from collections.abc import Callable
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating
 from gossip.algorithms.base import Algorithm
+from gossip.algorithms.decentlam import DecentLaM
 from gossip.algorithms.exact_diffusion import ExactDiffusion
+from gossip.algorithms.extra import Extra
 from gossip.algorithms.gradient_tracking import GradientTracking
+from gossip.algorithms.integral_correction import IntegralCorrection
 from gossip.algorithms.momentum_exchange import MomentumExchange
+from gossip.algorithms.momentum_tracking import MomentumTracking
 from gossip.algorithms.push_sum import PushSum
+from gossip.algorithms.quasi_global_integral import QuasiGlobalIntegral
+from gossip.algorithms.quasi_global_momentum import QuasiGlobalMomentum
 from topologies.registry import Registry
 
 ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
@@ -20,10 +26,16 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "awc": AdaptWhileCommunicating,
         "adapt_then_combine": AdaptThenCombine,
         "atc": AdaptThenCombine,
+        "decentlam": DecentLaM,
         "exact_diffusion": ExactDiffusion,
+        "extra": Extra,
         "gradient_tracking": GradientTracking,
+        "integral_correction": IntegralCorrection,
         "momentum_exchange": MomentumExchange,
+        "momentum_tracking": MomentumTracking,
         "push_sum": PushSum,
+        "quasi_global_integral": QuasiGlobalIntegral,
+        "quasi_global_momentum": QuasiGlobalMomentum,
     },
 )
 """With their default constants; ``gossip.ALGORITHMS.register(name)`` decorates one of a user's own."""

@@ -52,7 +52,7 @@ class Requires(NamedTuple):
                 f"{remedy}"
             )
         if self.static:
-            instead = "adapt_while_communicating, which remembers nothing"
+            instead = "integral_correction, whose gains follow the schedule"
             check_static(topology, f"algorithm {algorithm}", instead, symmetric=self.symmetric)
 
 
@@ -106,11 +106,22 @@ class Algorithm:
     sends: ClassVar[tuple[str, ...]] = (VALUES,)
     numbers: ClassVar[tuple[str, ...]] = ()
     keeps: ClassVar[Mapping[str, Resized]] = {}
-    before_forward: ClassVar[bool] = False
+    before_forward: bool = False
     directs: ClassVar[bool] = False
     remembers_before: ClassVar[bool] = False
     follows_learning_rate: ClassVar[bool] = False
     weighs_by: ClassVar[str | None] = None
+
+    def on(self, topology: Topology) -> Algorithm:
+        """The algorithm with what it takes from the topology, which meets :attr:`requires`; by default itself.
+
+        Raises
+        ------
+        ValueError
+            The topology has not what it needs; says what to choose.
+        """
+        del topology
+        return self
 
     def is_due(self, step: int) -> bool:
         """Whether step ``step`` ends with an exchange, if the round of its index has one. The same on all ranks."""

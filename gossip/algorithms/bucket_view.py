@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 PerParameter = float | torch.Tensor
-"""One number, or where parameters differ a tensor [numel]."""
+"""One number, or where parameters differ a tensor [..., numel]."""
 
 
 class Arrived(NamedTuple):
@@ -53,9 +53,11 @@ class BucketView:
     before : Tensor, [..., numel]
         The values before the optimizer's update, where the algorithm remembers them
         (:attr:`gossip.Algorithm.remembers_before`); else the values.
-    rates, previous_rates : tuple of float
-        The learning rates of the step that is made, and of the one before, by parameter; empty where the algorithm does
-        not follow them (:attr:`gossip.Algorithm.follows_learning_rate`).
+    exchanges : bool
+        Whether the step that is made ends with an exchange that this rank takes part in.
+    rates, earlier_rates : tuple of float
+        By parameter the learning rate of the newest step, and the last one before it that was not 0; empty where the
+        algorithm does not follow them (:attr:`gossip.Algorithm.follows_learning_rate`).
     """
 
     def __init__(
@@ -70,17 +72,20 @@ class BucketView:
         self.kept: dict[str, torch.Tensor] = {}
         self.numbers: dict[str, torch.Tensor] = {}
         self.round_index = 0
+        self.exchanges = True
         self.before = values
         self.rates: tuple[float, ...] = ()
-        self.previous_rates: tuple[float, ...] = ()
+        self.earlier_rates: tuple[float, ...] = ()
         self._split = split
         self._optimizers = optimizers
+        self._part_of: tuple[BucketView, slice] | None = None
 
     def part(self, part: slice) -> BucketView:
         """The same, of some neighbouring values alone, without the parameters."""
         view = BucketView(self.values[..., part])
         view.kept = {name: tensor[..., part] for name, tensor in self.kept.items()}
         view.numbers, view.round_index = self.numbers, self.round_index
+        view._part_of = self, part
         return view
 
     def zeros(self) -> torch.Tensor:
@@ -117,23 +122,43 @@ class BucketView:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        now = tuple(rates.get(id(parameter), 0.0) for parameter in self.parameters)
-        self.previous_rates, self.rates = self.rates or now, now
+        now = tuple(rates.get(id(parameter), 1.0) for parameter in self.parameters)
+        known = zip(self.rates, self.earlier_rates, strict=True)
+        self.earlier_rates = tuple(newest or earlier for newest, earlier in known) or now
+        self.rates = now
 
     @property
     def learning_rate(self) -> PerParameter:
-        """Of the step that is made; 0 for what no optimizer holds."""
+        """Of the newest step; 1 for what no optimizer holds."""
+        if self._part_of is not None:
+            return _of_part(self._part_of[0].learning_rate, self._part_of[1])
         return self._spread(self.rates)
 
     @property
     def learning_rate_ratio(self) -> PerParameter:
-        """By what the learning rate has changed since the step before; 1 where it was 0."""
-        pairs = zip(self.rates, self.previous_rates, strict=True)
-        return self._spread([now / before if before else 1.0 for now, before in pairs])
+        """By what the learning rate has changed since the last one that was not 0; 1 while it is 0."""
+        if self._part_of is not None:
+            return _of_part(self._part_of[0].learning_rate_ratio, self._part_of[1])
+        pairs = zip(self.rates, self.earlier_rates, strict=True)
+        return self._spread([now / before if now and before else 1.0 for now, before in pairs])
+
+    @property
+    def inverse_learning_rate(self) -> PerParameter:
+        """1 by the learning rate of the newest step; 0 where that was 0."""
+        if self._part_of is not None:
+            return _of_part(self._part_of[0].inverse_learning_rate, self._part_of[1])
+        return self._spread([1 / rate if rate else 0.0 for rate in self.rates])
+
+    @property
+    def is_moving(self) -> PerParameter:
+        """1 where the learning rate of the newest step was not 0, else 0: nothing is to be mixed or applied there."""
+        if self._part_of is not None:
+            return _of_part(self._part_of[0].is_moving, self._part_of[1])
+        return self._spread([float(rate != 0) for rate in self.rates])
 
     def _spread(self, numbers: Sequence[float]) -> PerParameter:
-        if len(set(numbers)) == 1:
-            return numbers[0]
+        if len(set(numbers)) <= 1:
+            return numbers[0] if numbers else 1.0
         flat = torch.ones_like(self.zeros())
         for slot, number in zip(self.slots(flat), numbers, strict=True):
             slot.fill_(number)
@@ -161,3 +186,12 @@ class BucketView:
                 found: dict[str, torch.Tensor] = optimizer.state[parameter]
                 return found
         return {}
+
+
+def scaled(tensor: torch.Tensor, factor: PerParameter) -> torch.Tensor:
+    """``tensor`` times ``factor``; the tensor itself if that is 1."""
+    return tensor if isinstance(factor, float) and factor == 1 else tensor * factor
+
+
+def _of_part(numbers: PerParameter, part: slice) -> PerParameter:
+    return numbers[..., part] if isinstance(numbers, torch.Tensor) else numbers

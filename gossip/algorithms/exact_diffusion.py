@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized, add_
-from gossip.algorithms.bucket_view import Arrived, BucketView
-
-CORRECTION = "correction"
-_GAIN = 0.5
+from gossip.algorithms.base import Requires
+from gossip.algorithms.integral_correction import IntegralCorrection
 
 
-class ExactDiffusion(Algorithm):
+class ExactDiffusion(IntegralCorrection):
     r"""Diffusion with an integral correction, whose fixed point is the optimum itself.
 
-    With :math:`u_i(t)` the optimizer's update, :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange adds, and
-    :math:`\eta(t)` the learning rate, a step is
+    :class:`IntegralCorrection` in the form "atc" with both gains 1/2 (and :math:`\kappa` a k-th of it with an exchange
+    every k steps). With :math:`u_i(t)` the optimizer's update, :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange
+    adds, and :math:`\eta(t)` the learning rate, a step is
 
     .. math::
         c_i &\leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \qquad x_i \leftarrow x_i + u_i(t) + c_i
@@ -39,15 +34,6 @@ class ExactDiffusion(Algorithm):
     """
 
     requires = Requires(static=True, symmetric=True)
-    keeps: ClassVar[Mapping[str, Resized]] = {CORRECTION: "zero"}
-    before_forward = True
-    follows_learning_rate = True
 
-    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        difference = got[VALUES].difference
-        bucket.kept[CORRECTION].add_(difference, alpha=_GAIN)
-        add_(bucket.values, difference, _GAIN)
-
-    def updated(self, bucket: BucketView) -> None:
-        bucket.kept[CORRECTION].mul_(bucket.learning_rate_ratio)
-        bucket.values.add_(bucket.kept[CORRECTION].to(bucket.values.dtype))
+    def __init__(self) -> None:
+        super().__init__("atc")

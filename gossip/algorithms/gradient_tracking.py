@@ -9,6 +9,7 @@ import torch
 
 from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.forms import Form, check_form
 
 TRACKER, LAST_GRADIENT = "tracker", "last_gradient"
 
@@ -23,12 +24,19 @@ class GradientTracking(Algorithm):
         x_i &\leftarrow \sum_j W_{ij}\, x_j + u_i(y_i)
 
     :math:`\sum_i y_i = \sum_i g_i` in every step, so that where the replicas agree each y is the average gradient.
-    Both messages have the whole next iteration to arrive in (adapt while communicating).
+    That is the form "awc" (adapt while communicating): both messages have the whole next iteration to arrive in. The
+    form "atc" (adapt then combine) awaits them before the next forward pass: :math:`x_i \leftarrow \sum_j W_{ij}
+    \bigl(x_j + u_j(y_j)\bigr)`. It is stable at larger learning rates.
 
     Sends two messages per step, values and tracker, and keeps two tensors per bucket. Any doubly stochastic W, also on
     schedules that change, at a learning rate that is small enough: with large ones it diverges where gossip does not.
     Use it where ranks hold different data and gradients have little noise. After a change of world size the tracker
     begins anew.
+
+    Parameters
+    ----------
+    form : str
+        "awc" or "atc".
 
     References
     ----------
@@ -39,6 +47,10 @@ class GradientTracking(Algorithm):
     sends = (VALUES, TRACKER)
     keeps: ClassVar[Mapping[str, Resized]] = {TRACKER: "zero", LAST_GRADIENT: "zero"}
     directs = True
+
+    def __init__(self, form: Form = "awc") -> None:
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         bucket.kept[TRACKER].add_(got[TRACKER].difference)
@@ -51,3 +63,6 @@ class GradientTracking(Algorithm):
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
         return {VALUES: bucket.values, TRACKER: bucket.kept[TRACKER]}
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({self.form})"

@@ -23,28 +23,45 @@ def check_static(topology: Topology, needed_by: str, instead: str, *, symmetric:
     ValueError
         Says why, and what to choose.
     """
-    if topology.world_size == 1:
-        return
-    round_: Round | None = None
-    for phase in topology.phases:
-        if phase.topology.period is None:
-            _refuse(topology, "never repeats its rounds", needed_by, instead)
-        for exchange in range(phase.num_distinct(sampled=0)):
-            other = phase.topology.round(exchange)
-            if other.is_identity:
-                continue
-            if round_ is not None and other != round_:
-                _refuse(topology, "mixes by another matrix from one exchange to the next", needed_by, instead)
-            round_ = other
-    if symmetric and round_ is not None and not round_.is_symmetric:
+    fault = _why_not_static(topology)
+    if fault is not None:
+        raise ValueError(
+            f"topology {topology.name!r} {fault}: {needed_by} builds on what the same peers sent in all "
+            f"exchanges before; choose {instead}, or a static topology such as ring"
+        )
+    if symmetric and not _only_exchange(topology).is_symmetric:
         raise ValueError(
             f"topology {topology.name!r} has edges of one direction, or of two weights: {needed_by} needs two "
             f"ranks that read each other with one weight; choose {instead}, or an undirected topology such as ring"
         )
 
 
-def _refuse(topology: Topology, what: str, needed_by: str, instead: str) -> None:
-    raise ValueError(
-        f"topology {topology.name!r} {what}: {needed_by} builds on what the same peers sent in all "
-        f"exchanges before; choose {instead}, or a static topology such as ring"
+def is_static_and_symmetric(topology: Topology) -> bool:
+    """Whether W is the same in every exchange, and W[i, j] = W[j, i]."""
+    return _why_not_static(topology) is None and _only_exchange(topology).is_symmetric
+
+
+def _why_not_static(topology: Topology) -> str | None:
+    if topology.world_size == 1:
+        return None
+    found: Round | None = None
+    for phase in topology.phases:
+        if phase.topology.period is None:
+            return "never repeats its rounds"
+        for exchange in range(phase.num_distinct(sampled=0)):
+            other = phase.topology.round(exchange)
+            if other.is_identity:
+                continue
+            if found is not None and other != found:
+                return "mixes by another matrix from one exchange to the next"
+            found = other
+    return None
+
+
+def _only_exchange(topology: Topology) -> Round:
+    """Of a topology that is static; a round of no exchange if it has none."""
+    exchanges = (
+        phase.topology.round(exchange) for phase in topology.phases for exchange in range(phase.num_distinct(sampled=0))
     )
+    first = topology.round(0)
+    return next((round_ for round_ in exchanges if not round_.is_identity), first)

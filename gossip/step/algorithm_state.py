@@ -18,12 +18,13 @@ def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
     dict
         "kept": by state and parameter a tensor of the parameter's shape (of virtual workers [n, *shape]); "keeps": what
         a change of world size makes of each; "numbers": by name one value per bucket, [..., number of buckets];
-        "rates": by parameter the newest step's learning rate; "weighs_by": the number that weights a mean, or None.
+        "rates": by parameter the newest step's learning rate, and the last one before it that was not 0; "weighs_by":
+        the number that weights a mean, or None.
     """
     algorithm = exchanges.algorithm
     kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in algorithm.keeps}
     numbers: dict[str, list[torch.Tensor]] = {name: [] for name in algorithm.numbers}
-    rates: dict[str, float] = {}
+    rates: dict[str, tuple[float, float]] = {}
     for index in _of_parameters(exchanges):
         names, views = exchanges.names(index), exchanges.views(index)
         for state, by_name in kept.items():
@@ -31,7 +32,7 @@ def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
             by_name |= {name: exchanges.joined(stacks) for name, stacks in zip(names, slots, strict=True)}
         for number, values in numbers.items():
             values.append(exchanges.joined([view.numbers[number] for view in views]))
-        rates |= dict(zip(names, views[0].rates, strict=False))
+        rates |= dict(zip(names, zip(views[0].rates, views[0].earlier_rates, strict=True), strict=False))
     return {
         "keeps": dict(algorithm.keeps),
         "weighs_by": algorithm.weighs_by,
@@ -53,7 +54,7 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
     algorithm = exchanges.algorithm
     for index in _of_parameters(exchanges):
         for view in exchanges.views(index):
-            view.rates = ()
+            view.rates = view.earlier_rates = ()
             algorithm.begin(view)
     if not algorithm.keeps and not algorithm.numbers:
         return []
@@ -69,8 +70,9 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
             one = values[..., min(place, values.shape[-1] - 1)][..., None]  # the same in all buckets
             for view, own in zip(views, exchanges.dealt(one), strict=True):
                 view.numbers[number_name].copy_(own)
-        for view in views:
-            view.rates = tuple(saved["rates"][name] for name in names) if saved["rates"] else ()
+        if all(name in saved["rates"] for name in names):
+            for view in views:
+                view.rates, view.earlier_rates = zip(*(saved["rates"][name] for name in names), strict=True)
     return []
 
 

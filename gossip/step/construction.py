@@ -36,9 +36,9 @@ from gossip.step.rank_exchanges import AnyBucket, RankExchanges
 from gossip.step.updating import Updater
 from gossip.step.wrapper_arguments import (
     Arguments,
-    check_algorithm,
     check_arguments,
     check_follow_ups,
+    prepare_algorithm,
     resolve_topology,
 )
 from topologies import Topology
@@ -159,7 +159,7 @@ def _check(
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
     averages_buffers = arguments.buffers == "average"
-    check_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
+    algorithm = prepare_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
     settings = {
         "algorithm": algorithm.describe(),
         "compression": compression.describe(),

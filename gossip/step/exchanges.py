@@ -189,11 +189,15 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             return view.numbers[channel]
         return view.values if channel == VALUES else view.zeros()
 
+    def is_due(self, step: int) -> bool:
+        """Whether step ``step`` ends with an exchange in which somebody here has a peer."""
+        return self.algorithm.is_due(step) and self._takes_part(self._topology.round(step))
+
     def send(self, index: int, step: int, meter: AnyMeter) -> None:
         """Start round ``step`` of a bucket; nothing happens in a round in which nobody here has a peer."""
-        round_ = self._topology.round(step)
-        if not self.algorithm.is_due(step) or not self._takes_part(round_):
+        if not self.is_due(step):
             return
+        round_ = self._topology.round(step)
         messages: dict[str, list[torch.Tensor]] = {channel: [] for channel in self._channels(index)}
         for view in self.views(index):
             made = self.algorithm.message(view) if self.holds_parameters(index) else {VALUES: view.values}

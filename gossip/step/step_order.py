@@ -72,8 +72,9 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
             self._exchanges.send(index, step, meter)
 
     def _updated(self, index: int, step: int) -> None:
+        exchanges = self._exchanges.is_due(step)
         for view in self._exchanges.views(index):
-            view.round_index = step
+            view.round_index, view.exchanges = step, exchanges
             if self._algorithm.follows_learning_rate:
                 view.follow_learning_rate()
             self._algorithm.updated(view)

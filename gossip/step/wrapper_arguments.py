@@ -144,15 +144,17 @@ def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
     return topology
 
 
-def check_algorithm(
+def prepare_algorithm(
     algorithm: Algorithm,
     topology: Topology,
     compression: Compression,
     optimizers: tuple[Optimizer, ...],
     *,
     averages_buffers: bool,
-) -> None:
-    """Refuse algorithms, topologies, compressions and optimizers that cannot work together.
+) -> Algorithm:
+    """The algorithm with what it takes from the topology.
+
+    Algorithms, topologies, compressions and optimizers that cannot work together are refused.
 
     Raises
     ------
@@ -175,6 +177,7 @@ def check_algorithm(
                 f"algorithm {algorithm.describe()} puts another gradient in each gradient's place, but "
                 f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
             )
+    return algorithm.on(topology)
 
 
 def _refuse_readers_of_messages(

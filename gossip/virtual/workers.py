@@ -23,7 +23,7 @@ from gossip.parameters.buffers import is_averaged, make_buffer_buckets
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
 from gossip.step.step_order import StepOrder
-from gossip.step.wrapper_arguments import check_algorithm, check_choice, check_update, resolve_topology
+from gossip.step.wrapper_arguments import check_choice, check_update, prepare_algorithm, resolve_topology
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
@@ -147,7 +147,7 @@ class VirtualWorkers(OwnAttributes):
         check_update(clip, clip_grad_norm, buffers, bucket_cap_mb)
         module = make_module(module)
         self.topology = resolve_topology(topology, world_size)
-        self.algorithm = resolve_algorithm(algorithm)
+        resolved = resolve_algorithm(algorithm)
         self.compression = resolve_compression(compression)
         chosen = resolve_devices(devices, world_size)
         module.to(chosen[0])
@@ -165,8 +165,8 @@ class VirtualWorkers(OwnAttributes):
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
         averages_buffers = buffers == "average"
-        check_algorithm(
-            self.algorithm, self.topology, self.compression, self._optimizers, averages_buffers=averages_buffers
+        self.algorithm = prepare_algorithm(
+            resolved, self.topology, self.compression, self._optimizers, averages_buffers=averages_buffers
         )
         self._updater = StackedUpdater(
             self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip

@@ -5,13 +5,16 @@ A new algorithm enters by one row of ``ROWS`` and one function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
 
 import topologies
+from gossip.algorithms import ALGORITHMS, Algorithm, IntegralCorrection, QuasiGlobalIntegral
+from gossip.algorithms.forms import Form
 from topologies import Topology
 
 NUM_VALUES = 7
@@ -49,14 +52,14 @@ class Problem:
 
 
 class Sgd:
-    """torch.optim.SGD with momentum, of all ranks."""
+    """torch.optim.SGD, of all ranks."""
 
-    def __init__(self, rates: Callable[[int], float]) -> None:
-        self.rates = rates
+    def __init__(self, rates: Callable[[int], float], momentum: float) -> None:
+        self.rates, self.momentum = rates, momentum
         self.velocity: Array | float = 0.0
 
     def __call__(self, gradients: Array, updated: Array, step: int) -> Array:
-        self.velocity = np.where(updated, MOMENTUM * self.velocity + gradients, self.velocity)
+        self.velocity = np.where(updated, self.momentum * self.velocity + gradients, self.velocity)
         return np.where(updated, -self.rates(step) * self.velocity, 0)
 
 
@@ -93,17 +96,22 @@ def exact_diffusion(problem: Problem, topology: Topology, sgd: Sgd, max_norm: fl
     return x
 
 
-def gradient_tracking(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+def gradient_tracking(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc"
+) -> Array:
     x = np.tile(problem.start, (problem.world_size, 1))
     tracker = last = np.zeros_like(x)
     for step in range(problem.num_steps):
         gradients, updated = problem.gradients(x, max_norm), problem.is_updated(step)
-        if step:
+        if step and form == "awc":
             matrix = topology.round(step - 1).matrix()
             x, tracker = matrix @ x, matrix @ tracker
         tracker = np.where(updated, tracker + gradients - last, tracker)
         last = np.where(updated, gradients, last)
         x = x + sgd(tracker, updated, step)
+        if form == "atc":
+            matrix = topology.round(step).matrix()
+            x, tracker = matrix @ x, matrix @ tracker
     return x
 
 
@@ -129,26 +137,153 @@ def push_sum(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | N
     return x / weights
 
 
+def integral_correction(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc"
+) -> Array:
+    """Its gains by kind of topology are another test's matter."""
+    gains = IntegralCorrection(form).on(topology).gains
+    x = np.tile(problem.start, (problem.world_size, 1))
+    correction, last = np.zeros_like(x), 0.0
+    for step in range(problem.num_steps):
+        gradients, rate = problem.gradients(x, max_norm), sgd.rates(step)
+        if step and form == "awc":
+            gamma, kappa = gains(step - 1)
+            pull = topology.round(step - 1).matrix() @ x - x
+            x, correction = x + gamma * pull, correction + kappa * pull
+        correction = correction * rate / (last or rate)
+        last = rate
+        x = x + sgd(gradients, problem.is_updated(step), step) + correction
+        if form == "atc":
+            gamma, kappa = gains(step)
+            pull = topology.round(step).matrix() @ x - x
+            x, correction = x + gamma * pull, correction + kappa * pull
+    return x
+
+
+def extra(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+    """As in the paper, by the two newest iterates, with the optimizer's update in the place of -eta g."""
+    matrix = topology.round(0).matrix()
+    lazy = (np.eye(problem.world_size) + matrix) / 2
+    before = np.tile(problem.start, (problem.world_size, 1))
+    update = sgd(problem.gradients(before, max_norm), problem.is_updated(0), 0)
+    x = before + update
+    for step in range(1, problem.num_steps):
+        new = sgd(problem.gradients(x, max_norm), problem.is_updated(step), step)
+        ratio = sgd.rates(step) / sgd.rates(step - 1)
+        x, before, update = lazy @ x + new + ratio * (lazy @ x - lazy @ before - update), x, new
+    return x
+
+
+def momentum_tracking(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc"
+) -> Array:
+    x = np.tile(problem.start, (problem.world_size, 1))
+    tracker = last = np.zeros_like(x)
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        if step and form == "awc":
+            matrix = topology.round(step - 1).matrix()
+            x, tracker = matrix @ x, matrix @ tracker
+        ratio = sgd.rates(step) / sgd.rates(max(step - 1, 0))
+        update = sgd(gradients, problem.is_updated(step), step)
+        tracker, last = ratio * tracker + update - ratio * last, update
+        x = x + tracker
+        if form == "atc":
+            matrix = topology.round(step).matrix()
+            x, tracker = matrix @ x, matrix @ tracker
+    return x
+
+
+def quasi_global_momentum(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", beta: float = 0.9
+) -> Array:
+    x = np.tile(problem.start, (problem.world_size, 1))
+    momentum = np.zeros_like(x)
+    for step in range(problem.num_steps):
+        before, gradients = x, problem.gradients(x, max_norm)
+        if step and form == "awc":
+            x = topology.round(step - 1).matrix() @ x
+        x = x + sgd(gradients + beta * momentum, problem.is_updated(step), step)
+        if form == "atc":
+            x = topology.round(step).matrix() @ x
+        momentum = beta * momentum + (1 - beta) * (before - x) / sgd.rates(step)
+    return x
+
+
+def quasi_global_integral(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", beta: float = 0.9
+) -> Array:
+    gains = QuasiGlobalIntegral(beta, form).on(topology).gains
+    x = np.tile(problem.start, (problem.world_size, 1))
+    momentum, correction = np.zeros_like(x), np.zeros_like(x)
+    for step in range(problem.num_steps):
+        before, gradients = x, problem.gradients(x, max_norm)
+        if step and form == "awc":
+            gamma, kappa = gains(step - 1)
+            pull = topology.round(step - 1).matrix() @ x - x
+            x, correction = x + gamma * pull, correction + kappa * pull
+        correction = correction * sgd.rates(step) / sgd.rates(max(step - 1, 0))
+        direction = gradients + beta * (gradients + beta * momentum)
+        x = x + sgd(direction, problem.is_updated(step), step) + correction
+        if form == "atc":
+            gamma, kappa = gains(step)
+            pull = topology.round(step).matrix() @ x - x
+            x, correction = x + gamma * pull, correction + kappa * pull
+        momentum = beta * momentum + (1 - beta) * (before - x) / sgd.rates(step)
+    return x
+
+
+def decentlam(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, beta: float = 0.9) -> Array:
+    x = np.tile(problem.start, (problem.world_size, 1))
+    momentum = np.zeros_like(x)
+    for step in range(problem.num_steps):
+        rate, update = sgd.rates(step), sgd(problem.gradients(x, max_norm), problem.is_updated(step), step)
+        momentum = beta * momentum + (x - topology.round(step).matrix() @ (x + update)) / rate
+        x = x - rate * momentum
+    return x
+
+
 class Row(NamedTuple):
     """What the contract knows of an algorithm.
 
-    ``keeps_mean``: whether the average of the replicas follows the average of the updates.
+    ``keeps_mean``: whether the average of the replicas follows the average of the updates. ``options``: its arguments.
+    ``momentum``: the optimizer's.
     """
 
     dense: Dense
     topologies: tuple[str, ...]
     keeps_mean: bool = True
+    options: Mapping[str, Any] = {}
+    momentum: float = MOMENTUM
 
 
 CHANGING = ("ring", "one_peer_exponential", "base")
+AWC_AND_ATC: dict[str, tuple[Callable[..., Array], float]] = {
+    "gradient_tracking": (gradient_tracking, MOMENTUM),
+    "integral_correction": (integral_correction, MOMENTUM),
+    "momentum_tracking": (momentum_tracking, MOMENTUM),
+    "quasi_global_integral": (quasi_global_integral, 0.0),
+    "quasi_global_momentum": (quasi_global_momentum, 0.0),
+}
 ROWS: dict[str, Row] = {
     "adapt_while_communicating": Row(adapt_while_communicating, CHANGING),
     "adapt_then_combine": Row(adapt_then_combine, CHANGING),
+    "decentlam": Row(decentlam, ("ring", "torus"), momentum=0.0),
     "exact_diffusion": Row(exact_diffusion, ("ring", "torus")),
-    "gradient_tracking": Row(gradient_tracking, CHANGING),
+    "extra": Row(extra, ("ring", "torus")),
     "momentum_exchange": Row(momentum_exchange, CHANGING),
     "push_sum": Row(push_sum, ("pushed", "ring", "one_peer_exponential"), keeps_mean=False),
+    **{name: Row(dense, CHANGING, momentum=momentum) for name, (dense, momentum) in AWC_AND_ATC.items()},
+    **{
+        f"{name}(atc)": Row(partial(dense, form="atc"), CHANGING, options={"form": "atc"}, momentum=momentum)
+        for name, (dense, momentum) in AWC_AND_ATC.items()
+    },
 }
+
+
+def make_algorithm(label: str) -> Algorithm:
+    """That of a row, whose label is its name and what else tells it from others."""
+    return ALGORITHMS.get(label.partition("(")[0])(**ROWS[label].options)
 
 
 def make_topology(name: str, world_size: int) -> Topology:

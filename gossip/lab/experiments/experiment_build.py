@@ -24,7 +24,7 @@ from gossip.lab.experiments.run_settings import ConfigurationError, Settings, va
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
-from gossip.step.wrapper_arguments import check_algorithm
+from gossip.step.wrapper_arguments import prepare_algorithm
 from topologies import Topology
 from topologies.registry import Registry
 
@@ -217,7 +217,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
         experiment.make_scheduler(optimizer, experiment.total_steps)
         if experiment.topology is not None:
-            check_algorithm(
+            prepare_algorithm(
                 experiment.algorithm,
                 experiment.topology,
                 experiment.compression,

@@ -1,0 +1,20 @@
+"""When an algorithm needs what is under way."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Form = Literal["awc", "atc"]
+"""Adapt while communicating: at the next update. Adapt then combine: before the next forward pass."""
+
+
+def check_form(form: Form) -> Form:
+    """Refuse what is neither.
+
+    Raises
+    ------
+    ValueError
+    """
+    if form not in ("awc", "atc"):
+        raise ValueError(f'form must be "awc" (adapt while communicating) or "atc" (adapt then combine), got {form!r}')
+    return form

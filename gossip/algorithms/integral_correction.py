@@ -1,0 +1,109 @@
+"""Gossip with a proportional and an integral gain: the average of local optima gives way to the optimum itself."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.integral_gains import Gains, gains_on
+from topologies import Topology
+
+CORRECTION = "correction"
+
+
+class IntegralCorrection(Algorithm):
+    r"""What a rank is pulled by its peers, summed up, becomes a part of its every step.
+
+    Where ranks hold different data, gossip stalls where each rank's pull towards its own optimum balances the pull of
+    its peers. The sum of the latter, the correction :math:`c_i`, takes over what is lasting in it, so that in the end
+    the replicas agree. With :math:`u_i(t)` the optimizer's update, whatever the optimizer, :math:`\eta(t)` the learning
+    rate and :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange adds:
+
+    .. math::
+        x_i &\leftarrow x_i + \gamma\, d_i, \qquad c_i \leftarrow c_i + \kappa\, d_i \qquad \text{on arrival} \\
+        c_i &\leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \qquad x_i \leftarrow x_i + u_i(t) + c_i
+            \qquad \text{then } x_i \text{ is sent}
+
+    The form "awc" (adapt while communicating) has the whole next iteration for an exchange; "atc" (adapt then combine)
+    awaits it before the next forward pass, and mixes better. :math:`\sum_i c_i = 0`: the average of the replicas
+    follows the average of the updates, whatever messages lost. A step whose learning rate is 0 neither mixes nor
+    applies nor accumulates. A rank whose update is skipped applies its correction all the same.
+
+    With ``gamma`` = ``kappa`` = 1/2 on a static symmetric W this is EXTRA ("awc") and exact diffusion ("atc"), and
+    these are the gains on such a topology. On any other :math:`\kappa = 1 / (4 \tau)` for "awc" and
+    :math:`1 / (2 \tau)` for "atc", with :math:`\tau` the steps in which the schedule mixes: the rounds after which it
+    is exact, else :math:`1 / \log(1 / \text{rate})` and at least a period; and :math:`\gamma = 1 - \kappa / 2`. With
+    these a mode of a static W with a shared Hessian is stable wherever it is without the correction.
+
+    Sends one message per step, and keeps one tensor per bucket. Any doubly stochastic W. Use it where ranks hold
+    different data, or where there are many.
+
+    Parameters
+    ----------
+    form : str
+        "awc" or "atc".
+    gamma, kappa : float, optional
+        From 0 to 1, ``gamma`` above 0; by default as above, for each phase of a schedule.
+
+    Raises
+    ------
+    ValueError
+        One of them is not what it may be.
+
+    References
+    ----------
+    Shi, Ling, Wu and Yin, "EXTRA: An exact first-order algorithm for decentralized consensus optimization", SIAM
+    Journal on Optimization 25 (2), 2015. Yuan, Ying, Zhao and Sayed, "Exact diffusion for distributed optimization and
+    learning, part I", IEEE Transactions on Signal Processing 67 (3), 2019. Tang et al., "D2: Decentralized training
+    over decentralized data", ICML 2018. The gains for schedules that change are this project's own.
+    """
+
+    keeps: ClassVar[Mapping[str, Resized]] = {CORRECTION: "zero"}
+    follows_learning_rate = True
+
+    def __init__(self, form: Form = "awc", gamma: float | None = None, kappa: float | None = None) -> None:
+        _check_gain("gamma", gamma, is_positive=True)
+        _check_gain("kappa", kappa, is_positive=False)
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+        self._given = gamma, kappa
+        self._gains: tuple[Gains, ...] = ()
+
+    def on(self, topology: Topology) -> IntegralCorrection:
+        fitted = copy.copy(self)
+        fitted._gains = gains_on(topology, self.form, *self._given)
+        return fitted
+
+    def gains(self, round_index: int) -> tuple[float, float]:
+        """gamma and kappa in a round."""
+        place = bisect.bisect_right(self._gains, round_index, key=lambda gains: gains.start)
+        return self._gains[place - 1][1:]
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        gamma, kappa = self.gains(bucket.round_index)
+        difference = scaled(got[VALUES].difference, bucket.is_moving)
+        bucket.kept[CORRECTION].add_(difference, alpha=kappa)
+        add_(bucket.values, difference, gamma)
+
+    def updated(self, bucket: BucketView) -> None:
+        correction = bucket.kept[CORRECTION].mul_(bucket.learning_rate_ratio)
+        bucket.values.add_(scaled(correction, bucket.is_moving).to(bucket.values.dtype))
+
+    def describe(self) -> str:
+        gains = ", ".join(
+            f"gamma={gamma:g} kappa={kappa:g}" + f" from round {start}" * (start > 0)
+            for start, gamma, kappa in self._gains
+        )
+        return f"{type(self).__name__}({self.form}{': ' * bool(gains)}{gains})"
+
+
+def _check_gain(name: str, gain: float | None, *, is_positive: bool) -> None:
+    if gain is None:
+        return
+    if not isinstance(gain, int | float) or isinstance(gain, bool) or not 0 <= gain <= 1 or (is_positive and not gain):
+        raise ValueError(f"{name} must be {'above 0 and at most' if is_positive else 'from 0 to'} 1, got {gain!r}")

@@ -1,0 +1,78 @@
+"""How strongly an integral correction acts, by what a topology mixes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gossip.algorithms.forms import Form
+from gossip.algorithms.static_rounds import is_static_and_symmetric
+from topologies import Phase, Topology
+from topologies.analysis import connected, consensus_rate
+from topologies.analysis.exactness import known_exact_after
+
+_OF_STATIC = 0.5
+
+
+class Gains(NamedTuple):
+    """From a round on.
+
+    Attributes
+    ----------
+    start : int
+        The first round.
+    gamma : float
+        What of an exchange goes into the values.
+    kappa : float
+        What of it goes into the correction.
+    """
+
+    start: int
+    gamma: float
+    kappa: float
+
+
+def gains_on(topology: Topology, form: Form, gamma: float | None, kappa: float | None) -> tuple[Gains, ...]:
+    r"""Return the gains of each phase of a schedule; those that are not None are the caller's.
+
+    On a static symmetric W they are the textbook's, 1/2 and 1/2. On any other schedule :math:`\kappa = 1 / (2 \tau)`
+    for adapt then combine and :math:`1 / (4 \tau)` for adapt while communicating, where :math:`\tau` is the number of
+    steps in which the schedule mixes, at least 1, and :math:`\gamma = 1 - \kappa / 2`. With an exchange every k steps
+    the correction is applied k times as often as it grows: :math:`\kappa` is a k-th of it.
+
+    Raises
+    ------
+    ValueError
+        A phase never brings all ranks together.
+    """
+    if topology.world_size == 1:
+        return (Gains(0, 1.0, 0.0),)
+    return tuple(_of_phase(topology, phase, form, gamma, kappa) for phase in topology.phases)
+
+
+def _of_phase(
+    topology: Topology, phase: Phase[Topology], form: Form, gamma: float | None, kappa: float | None
+) -> Gains:
+    if phase.topology.period is not None and not connected(phase.topology):
+        raise ValueError(
+            f"topology {topology.name!r} never brings all ranks together: an integral correction would grow without "
+            "end; choose a connected topology"
+        )
+    if is_static_and_symmetric(phase.topology):
+        own_gamma, own_kappa = _OF_STATIC, _OF_STATIC / phase.every
+    else:
+        own_kappa = 1 / ((2 if form == "atc" else 4) * _steps_to_mix(phase))
+        own_gamma = 1 - (own_kappa if kappa is None else kappa) / 2
+    return Gains(phase.start, own_gamma if gamma is None else gamma, own_kappa if kappa is None else kappa)
+
+
+def _steps_to_mix(phase: Phase[Topology]) -> float:
+    """Steps, with three digits: what ranks compute must be the same, whatever their processors round.
+
+    A schedule that repeats but is not exact takes at least a period: until then some ranks have not met.
+    """
+    rounds: float | None = known_exact_after(phase.topology)
+    if rounds is None:
+        rate = consensus_rate(phase.topology)
+        rounds = max(phase.topology.period or 1, -1 / math.log(rate) if rate > 0 else 1)
+    return float(f"{max(1.0, rounds) * phase.every:.3g}")

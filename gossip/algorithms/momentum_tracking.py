@@ -1,0 +1,68 @@
+"""Momentum tracking: every rank steps along an estimate of the average update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
+from gossip.algorithms.forms import Form, check_form
+
+TRACKER, LAST_UPDATE = "tracker", "last_update"
+
+
+class MomentumTracking(Algorithm):
+    r"""Gradient tracking of what the optimizer makes of the gradients, momentum and all.
+
+    With :math:`u_i(t)` the optimizer's update from rank i's own gradient:
+
+    .. math::
+        y_i &\leftarrow \sum_j W_{ij}\, y_j + u_i(t) - u_i(t-1), \qquad y_i(0) = u_i(0) \\
+        x_i &\leftarrow \sum_j W_{ij}\, x_j + y_i
+
+    :math:`\sum_i y_i = \sum_i u_i` in every step. Tracker and last update are in units of an update: they follow the
+    learning rate, and a step whose rate is 0 neither mixes nor applies them. The form "atc" awaits both messages before
+    the next forward pass: :math:`x_i \leftarrow \sum_j W_{ij} (x_j + y_j)`.
+
+    Sends two messages per step, and keeps two tensors per bucket. Any doubly stochastic W, also on schedules that
+    change. Use it where ranks hold different data, if two messages per step can be afforded.
+
+    Parameters
+    ----------
+    form : str
+        "awc" or "atc".
+
+    References
+    ----------
+    Takezawa, Bao, Niwa, Sato and Yamada, "Momentum tracking: Momentum acceleration for decentralized deep learning on
+    heterogeneous data", TMLR 2023, algorithm 1.
+    """
+
+    sends = (VALUES, TRACKER)
+    keeps: ClassVar[Mapping[str, Resized]] = {TRACKER: "zero", LAST_UPDATE: "zero"}
+    remembers_before = True
+    follows_learning_rate = True
+
+    def __init__(self, form: Form = "awc") -> None:
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        bucket.kept[TRACKER].add_(scaled(got[TRACKER].difference, bucket.is_moving))
+        add_(bucket.values, scaled(got[VALUES].difference, bucket.is_moving))
+
+    def updated(self, bucket: BucketView) -> None:
+        tracker, last = (bucket.kept[name].mul_(bucket.learning_rate_ratio) for name in (TRACKER, LAST_UPDATE))
+        news = scaled((bucket.values - bucket.before).to(last.dtype) - last, bucket.is_moving)
+        tracker.add_(news)
+        last.add_(news)
+        bucket.values.copy_(bucket.before + scaled(tracker, bucket.is_moving))
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {VALUES: bucket.values, TRACKER: bucket.kept[TRACKER]}
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({self.form})"

@@ -1,0 +1,68 @@
+"""Quasi-global momentum with an integral correction: replicas nearly as good as their average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from gossip.algorithms.base import VALUES, Resized
+from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
+from gossip.algorithms.forms import Form
+from gossip.algorithms.integral_correction import IntegralCorrection
+from gossip.algorithms.quasi_global_momentum import MOMENTUM, WithQuasiGlobalMomentum
+
+
+class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
+    r"""The momentum of a replica's own trajectory, and a correction beside it that the momentum does not multiply.
+
+    With :math:`g_i` the gradient, clipped, SGD without momentum, :math:`d_i` what an exchange adds, and the gains
+    :math:`\gamma` and :math:`\kappa` of :class:`IntegralCorrection`:
+
+    .. math::
+        x_i &\leftarrow x_i + \gamma\, d_i, \qquad c_i \leftarrow c_i + \kappa\, d_i \qquad \text{on arrival} \\
+        x_i &\leftarrow x_i - \eta \bigl(g_i + \beta\, (g_i + \beta\, m_i)\bigr) + c_i \\
+        m_i &\leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta
+
+    That is Nesterov's form of quasi-global momentum; :math:`c_i` follows the learning rate.
+
+    Sends one message per step, and keeps three tensors per bucket. Any doubly stochastic W. The optimizer is
+    ``torch.optim.SGD`` with ``momentum=0``.
+
+    Parameters
+    ----------
+    beta : float
+        From 0, below 1.
+    form : str
+        "awc" or "atc".
+    gamma, kappa : float, optional
+        See :class:`IntegralCorrection`.
+
+    References
+    ----------
+    This project's own; :class:`QuasiGlobalMomentum` and :class:`IntegralCorrection` have their sources.
+    """
+
+    keeps: ClassVar[Mapping[str, Resized]] = {**WithQuasiGlobalMomentum.keeps, **IntegralCorrection.keeps}
+
+    def __init__(
+        self, beta: float = 0.9, form: Form = "awc", gamma: float | None = None, kappa: float | None = None
+    ) -> None:
+        IntegralCorrection.__init__(self, form, gamma, kappa)
+        WithQuasiGlobalMomentum.__init__(self, beta, form)
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        gamma, _ = self.gains(bucket.round_index)
+        self.remember_pull(bucket, scaled(got[VALUES].difference, bucket.is_moving), gamma)
+        super().arrive(bucket, got)
+
+    def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mul_(1 + self.beta).add_(bucket.kept[MOMENTUM], alpha=self.beta**2)
+
+    def updated(self, bucket: BucketView) -> None:
+        super().updated(bucket)
+        self.remember_update(bucket)
+
+    def describe(self) -> str:
+        return f"{super().describe()} beta={self.beta:g}"

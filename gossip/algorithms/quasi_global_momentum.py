@@ -1,0 +1,104 @@
+"""Quasi-global momentum: the momentum of how the model has really moved, its peers' pull included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from gossip.algorithms.base import VALUES, Resized, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.own_momentum import OwnMomentum
+
+MOMENTUM, PULL = "momentum", "pull"
+
+
+class WithQuasiGlobalMomentum(OwnMomentum):
+    r"""Keeps :math:`m_i \leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta(t)`.
+
+    :math:`x_i(t)` is what the forward pass of step t reads. It is made of what is added to the values: edits of them
+    between steps are no movement. A step whose learning rate is 0 leaves it as it is.
+
+    Parameters
+    ----------
+    beta : float
+        From 0, below 1.
+    form : str
+        "awc" or "atc".
+
+    Raises
+    ------
+    ValueError
+        One of them is not what it may be.
+    """
+
+    keeps: ClassVar[Mapping[str, Resized]] = {MOMENTUM: "mean", PULL: "zero"}
+    directs = True
+
+    def __init__(self, beta: float = 0.9, form: Form = "awc") -> None:
+        super().__init__(beta)
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def remember_pull(self, bucket: BucketView, difference: torch.Tensor, factor: float = 1.0) -> None:
+        """What an exchange adds to the values: of the step that is made for "awc", of the last one for "atc"."""
+        if self.form == "awc":
+            bucket.kept[PULL].add_(difference, alpha=factor)
+        else:
+            _move(bucket, difference, -factor * (1 - self.beta))
+
+    def remember_update(self, bucket: BucketView) -> None:
+        """What a step has added to the values since their exchange was combined."""
+        momentum, pull = bucket.kept[MOMENTUM], bucket.kept[PULL]
+        self.decay_(momentum, bucket)
+        _move(bucket, (bucket.values - bucket.before).to(pull.dtype) + pull, -(1 - self.beta))
+        pull.zero_()
+
+
+class QuasiGlobalMomentum(WithQuasiGlobalMomentum):
+    r"""Gossip in which each rank's momentum is that of its own trajectory, mixing included.
+
+    Local momentum carries a rank's own data along; the trajectory of a replica is nearly that of the average. With
+    :math:`g_i` the gradient, clipped, and SGD without momentum:
+
+    .. math::
+        x_i(t+1) &= \sum_j W_{ij}\, x_j(t) - \eta \bigl(g_i + \beta\, m_i\bigr) \\
+        m_i &\leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta
+
+    The form "atc": :math:`x_i(t+1) = \sum_j W_{ij} \bigl(x_j(t) - \eta\, (g_j + \beta\, m_j)\bigr)`.
+
+    Sends one message per step, and keeps two tensors per bucket. Any doubly stochastic W. It takes the place of the
+    optimizer's momentum: the optimizer is ``torch.optim.SGD`` with ``momentum=0``.
+
+    Parameters
+    ----------
+    beta : float
+        From 0, below 1.
+    form : str
+        "awc" or "atc".
+
+    References
+    ----------
+    Lin, Karimireddy, Stich and Jaggi, "Quasi-global momentum: Accelerating decentralized deep learning on heterogeneous
+    data", ICML 2021, algorithm 1.
+    """
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        pull = scaled(got[VALUES].difference, bucket.is_moving)
+        self.remember_pull(bucket, pull)
+        add_(bucket.values, pull)
+
+    def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.add_(bucket.kept[MOMENTUM], alpha=self.beta)
+
+    def updated(self, bucket: BucketView) -> None:
+        self.remember_update(bucket)
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({self.form}: beta={self.beta:g})"
+
+
+def _move(bucket: BucketView, movement: torch.Tensor, factor: float) -> None:
+    bucket.kept[MOMENTUM].add_(scaled(movement, bucket.inverse_learning_rate), alpha=factor)

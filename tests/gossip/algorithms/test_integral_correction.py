@@ -1,0 +1,167 @@
+"""The gains of integral correction, and what it does in steps that do nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import topologies
+from gossip import VirtualWorkers
+from gossip.algorithms import Algorithm, ExactDiffusion, IntegralCorrection, MomentumTracking, QuasiGlobalIntegral
+from gossip.algorithms.forms import Form
+from topologies import Round, Topology
+
+
+@pytest.mark.parametrize(
+    ("topology", "world_size", "steps_to_mix"),
+    [
+        ("one_peer_exponential", 16, 4),
+        ("one_peer_exponential", 48, 6),  # is never exact, and takes a period at least
+        ("one_peer_hypercube", 8, 3),
+    ],
+)
+def test_gains_on_schedules_that_change_follow_the_steps_to_mix(
+    topology: str, world_size: int, steps_to_mix: int
+) -> None:
+    schedule = topologies.build(topology, world_size)
+    awc, atc = (IntegralCorrection(form).on(schedule).gains(7) for form in ("awc", "atc"))
+    assert awc == pytest.approx((1 - 1 / (8 * steps_to_mix), 1 / (4 * steps_to_mix)))
+    assert atc == pytest.approx((1 - 1 / (4 * steps_to_mix), 1 / (2 * steps_to_mix)))
+    seldom = IntegralCorrection("atc").on(schedule.every(5)).gains(7)
+    assert seldom == pytest.approx((1 - 1 / (20 * steps_to_mix), 1 / (10 * steps_to_mix)))
+
+
+def test_gains_without_a_period_follow_the_rate() -> None:
+    schedule = topologies.build("random_matching", 16)
+    gamma, kappa = IntegralCorrection("atc").on(schedule).gains(0)
+    rate = topologies.analysis.consensus_rate(schedule)
+    assert kappa == pytest.approx(-np.log(rate) / 2, rel=1e-2)  # the steps to mix have three digits
+    assert gamma == 1 - kappa / 2
+
+
+def test_gains_on_static_symmetric_topologies_are_the_textbooks() -> None:
+    for form in ("awc", "atc"):
+        assert IntegralCorrection(form).on(topologies.build("torus", 12)).gains(3) == (0.5, 0.5)
+        assert IntegralCorrection(form).on(topologies.build("ring", 6).every(4)).gains(3) == (0.5, 0.125)
+
+
+def test_each_phase_of_a_schedule_has_its_own_gains() -> None:
+    ring, matching = topologies.build("ring", 8), topologies.build("one_peer_exponential", 8)
+    algorithm = IntegralCorrection("atc").on(ring.then(matching, after=10))
+    assert [algorithm.gains(step) for step in (0, 9)] == [(0.5, 0.5)] * 2
+    assert [algorithm.gains(step)[1] for step in (10, 1000)] == [pytest.approx(1 / 6)] * 2
+    assert algorithm.describe() == (
+        "IntegralCorrection(atc: gamma=0.5 kappa=0.5, gamma=0.916667 kappa=0.166667 from round 10)"
+    )
+
+
+def test_given_gains_are_taken() -> None:
+    schedule = topologies.build("one_peer_exponential", 16)
+    assert IntegralCorrection(gamma=0.7, kappa=0.1).on(schedule).gains(0) == (0.7, 0.1)
+    assert IntegralCorrection(kappa=0.1).on(schedule).gains(0) == (0.95, 0.1)
+    assert IntegralCorrection(gamma=0.7).on(schedule).gains(0) == (0.7, 1 / 16)
+    assert IntegralCorrection("atc").on(topologies.build("complete", 1)).gains(0) == (1.0, 0.0)
+
+
+def test_one_algorithm_serves_several_topologies() -> None:
+    algorithm = IntegralCorrection()
+    first = algorithm.on(topologies.build("one_peer_exponential", 16))
+    algorithm.on(topologies.build("ring", 16))
+    assert first.gains(0)[1] == 1 / 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"form": "cta"}, r'form must be "awc" .*, got \'cta\''),
+        ({"gamma": 0}, "gamma must be above 0 and at most 1, got 0"),
+        ({"kappa": -0.1}, r"kappa must be from 0 to 1, got -0\.1"),
+        ({"kappa": float("nan")}, "kappa must be from 0 to 1, got nan"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        IntegralCorrection(**arguments)  # type: ignore[arg-type]
+
+
+def test_topology_that_never_brings_all_ranks_together_is_refused() -> None:
+    halves = Topology.from_rounds([Round.from_groups(4, [[0, 1], [2, 3]])])
+    with pytest.raises(ValueError, match="never brings all ranks together"):
+        IntegralCorrection().on(halves)
+
+
+STATEFUL: list[Algorithm] = [
+    IntegralCorrection("awc"),
+    IntegralCorrection("atc"),
+    ExactDiffusion(),
+    MomentumTracking("awc"),
+    MomentumTracking("atc"),
+    QuasiGlobalIntegral(form="awc"),
+    QuasiGlobalIntegral(form="atc"),
+]
+
+
+def train(algorithm: Algorithm, rates: list[float]) -> np.ndarray:
+    """What workers with different data end with, [n, numel]; each has the same batch in every step."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    workers = VirtualWorkers(module, 5, partial(torch.optim.SGD, lr=0.1), "ring", algorithm=algorithm, devices=["cpu"])
+    inputs = torch.randn(10, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for rate in rates:
+        workers.optimizer.param_groups[0]["lr"] = rate
+        (workers(inputs) - 1).square().mean().backward()
+    return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
+
+
+@pytest.mark.parametrize("algorithm", STATEFUL, ids=lambda each: each.describe())
+def test_steps_with_a_rate_of_zero_do_nothing_and_lose_nothing(algorithm: Algorithm) -> None:
+    """What was on its way arrives in the first of them."""
+    one, three = (train(algorithm, [0.1] * 4 + [0.0] * number + [0.05] * 4) for number in (1, 3))
+    np.testing.assert_allclose(three, one, rtol=0, atol=1e-13)
+    assert np.ptp(one, axis=0).max() > 1e-3
+    assert np.abs(train(algorithm, [0.1] * 4 + [0.0] + [0.1] * 4) - one).max() > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", STATEFUL, ids=lambda each: each.describe())
+def test_training_may_begin_with_a_rate_of_zero(algorithm: Algorithm) -> None:
+    np.testing.assert_allclose(train(algorithm, [0.0] * 2 + [0.1] * 6), train(algorithm, [0.1] * 6), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["awc", "atc"])
+def test_correction_follows_the_learning_rate_of_each_group(form: Form) -> None:
+    """A group that stands still for a while, beside one that goes on, in parts of one bucket."""
+
+    def run(rates: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+        torch.manual_seed(0)
+        module = Two()
+
+        def make_sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
+            return torch.optim.SGD([{"params": [parameter]} for _, parameter in named], lr=0.1)
+
+        workers = VirtualWorkers(module, 4, make_sgd, "ring", algorithm=IntegralCorrection(form), devices=["cpu"])
+        for pair in rates:
+            for group, rate in zip(workers.optimizer.param_groups, pair, strict=True):
+                group["lr"] = rate
+            workers(torch.arange(4.0, dtype=torch.float64)).sum().backward()
+        first, second = (stack.detach().numpy().copy() for stack in workers.parameters())
+        return first, second
+
+    together, apart = run([(0.1, 0.1)] * 9), run([(0.1, 0.1)] * 4 + [(0.0, 0.1)] * 2 + [(0.1, 0.1)] * 3)
+    shorter = run([(0.1, 0.1)] * 4 + [(0.0, 0.0)] * 2 + [(0.1, 0.1)] * 3)
+    np.testing.assert_allclose(apart[1], together[1], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(apart[0], shorter[0], rtol=0, atol=1e-13)
+
+
+class Two(nn.Module):
+    """Two parameters of one bucket, each with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return sum(((parameter - target[:, None]) ** 2).sum(-1) for parameter in (self.first, self.second))
