@@ -23,6 +23,7 @@ from algorithm_table import (
     make_algorithm,
     make_topology,
 )
+from covering import covering
 from ranks import run_ranks
 from torch import nn
 
@@ -64,7 +65,14 @@ class Case(NamedTuple):
 
 CASES = [Case(name, topology) for name, row in ROWS.items() for topology in row.topologies]
 CASES += [Case(name, row.topologies[0], way) for name, row in ROWS.items() for way in ("clipped", "skipped", "rate")]
-OF_PROCESSES = [*CASES, *(Case(name, row.topologies[-1], "optimizer") for name, row in ROWS.items())]
+WAYS = ("plain", "clipped", "skipped", "rate", "optimizer")
+# Every algorithm on every topology and in every way, and each way on each topology.
+OF_PROCESSES = [
+    Case(*row)
+    for row in covering(
+        (name, topology, way) for name, row in ROWS.items() for topology in row.topologies for way in WAYS
+    )
+]
 
 
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
