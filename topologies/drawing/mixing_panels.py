@@ -53,7 +53,7 @@ def draw_matrix(axes: Any, scale_axes: Any, matrix: FloatArray, title: str, *, f
     axes.set_yticks(ticks)
     axes.set_xlabel("rank that is read", fontsize=font_size, color=_FAINT, labelpad=2)
     axes.set_ylabel("rank that reads", fontsize=font_size, color=_FAINT, labelpad=1)
-    axes.set_title(title, fontsize=font_size + 1, color=_INK, pad=4)
+    axes.set_title(title, fontsize=font_size + 1, color=_INK, pad=4, y=1.0)  # as usual, without a search for the place
     gradient = np.linspace(bottom, largest, 128)[:, None]
     scale_axes.imshow(
         gradient, cmap=colours, vmin=bottom, vmax=largest, aspect="auto", origin="lower", interpolation="none",

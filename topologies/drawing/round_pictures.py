@@ -75,7 +75,7 @@ def draw_round(axes: Any, round_: Round, layout: Layout, *, side: float) -> None
             vertices.extend((line.start, line.control, stop))
             codes.extend((Path.MOVETO, Path.CURVE3, Path.CURVE3))
         opacity = 0.35 + 0.55 * crowd
-        axes.add_patch(
+        axes.add_artist(
             PathPatch(
                 Path(vertices, codes),
                 facecolor="none",
@@ -89,7 +89,7 @@ def draw_round(axes: Any, round_: Round, layout: Layout, *, side: float) -> None
         )
         if heads:
             triangles = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(heads) // 4)
-            axes.add_patch(
+            axes.add_artist(
                 PathPatch(
                     Path(heads, triangles),
                     facecolor=pen.colour,
@@ -131,7 +131,7 @@ def _draw_ranks(axes: Any, layout: Layout, colour_of: list[str], *, font_size: f
 
     for rank, (x, y) in enumerate(layout.places.tolist()):
         colour = colour_of[rank]
-        axes.add_patch(Circle((x, y), layout.radius, facecolor=colour, edgecolor="white", linewidth=0.5, zorder=3))
+        axes.add_artist(Circle((x, y), layout.radius, facecolor=colour, edgecolor="white", linewidth=0.5, zorder=3))
         axes.text(
             x,
             y,
