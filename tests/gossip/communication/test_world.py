@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import start
+from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet, assert_equal_states, rank_module, snapshot, train
 from torch import nn
 
@@ -47,7 +48,7 @@ def meet_in(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, list[by
 def test_ranks_of_overlapping_groups_never_meet_each_other() -> None:
     # Rank 1 is in three groups, rank 4 in none, and two groups have the same members.
     groups = ((1, 3), (0, 1), (1, 2, 3), (1, 3))
-    by_rank = launch(meet_in, groups, world_size=5)
+    by_rank = run_ranks(meet_in, groups, world_size=5)
     for rank, found in enumerate(by_rank):
         mine = [ranks for ranks in groups if rank in ranks]
         assert found == [
@@ -76,9 +77,9 @@ def state_after_training(topology: str, group: dist.ProcessGroup | None) -> list
 
 
 def test_each_half_trains_as_if_the_other_were_not_there() -> None:
-    together = launch(train_halves, world_size=5)
+    together = run_ranks(train_halves, world_size=5)
     for topology, ranks in HALVES.items():
-        alone = launch(state_after_training, topology, None, world_size=len(ranks))
+        alone = run_ranks(state_after_training, topology, None, world_size=len(ranks))
         for rank, wanted in zip(ranks, alone, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(together[rank], wanted, strict=True))
 
@@ -95,7 +96,7 @@ def outsiders() -> list[str]:
 
 
 def test_rank_outside_the_process_group_is_refused() -> None:
-    first, _, third = launch(outsiders, world_size=3)
+    first, _, third = run_ranks(outsiders, world_size=3)
     assert first[0].startswith("process_group must be a group that torch.distributed.new_group returned")
     assert third[0].startswith("rank 2 of the default process group is not a member of process_group")
 
@@ -122,7 +123,7 @@ def trained(seed: int) -> GossipDataParallel:
 
 
 def test_two_models_in_one_process_do_not_meet() -> None:
-    launch(two_models_at_once, world_size=3)
+    run_ranks(two_models_at_once, world_size=3)
 
 
 # ---------------------------------------------------------------------- nothing is left
@@ -179,7 +180,7 @@ def construct_without(absent: tuple[int, ...]) -> str:
     ],
 )
 def test_ranks_absent_at_construction_are_named(absent: tuple[int, ...], names: str) -> None:
-    for rank, text in enumerate(launch(construct_without, absent, world_size=4)):
+    for rank, text in enumerate(run_ranks(construct_without, absent, world_size=4)):
         if rank not in absent:
             assert text.startswith(
                 f"rank {rank}: constructing the model: not all of the 4 ranks took part within 0.5 s: {names}; every"
@@ -198,7 +199,7 @@ def construct_late() -> str:
 
 
 def test_rank_that_comes_too_late_is_told_who_gave_up() -> None:
-    first, second = launch(construct_late, world_size=2)
+    first, second = run_ranks(construct_late, world_size=2)
     assert "rank 1 is absent; rank 1 was never seen" in first
     assert "rank 0 is absent; rank 0 has given up waiting in 'constructing the model'" in second
 
@@ -221,7 +222,7 @@ def absent_from(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["global average", "averaged", "consensus distance"])
 def test_rank_absent_from_a_collective_is_named(what: str) -> None:
-    by_rank = launch(absent_from, what, world_size=3)
+    by_rank = run_ranks(absent_from, what, world_size=3)
     for rank in (0, 2):
         # Whoever gives up second may learn it from the first.
         assert by_rank[rank].replace(f" (so rank {2 - rank} found)", "") == (
@@ -246,7 +247,7 @@ def wait_for_a_rank_that_went_on() -> str:
 
 
 def test_wait_for_an_exchange_says_where_the_peer_is_instead() -> None:
-    first, second = launch(wait_for_a_rank_that_went_on, world_size=2)
+    first, second = run_ranks(wait_for_a_rank_that_went_on, world_size=2)
     assert first.startswith("rank 0: step 4, bucket 1: waited 0.5 s in vain for ")
     assert "rank 1 is meanwhile in the sum" in first or "rank 1 has given up waiting in 'the sum'" in first
     assert second.startswith("rank 1: the sum: not all of the 2 ranks took part within 0.5 s: ")
@@ -279,7 +280,7 @@ def survive_a_peer() -> str:
 
 
 def test_closed_connection_names_who_is_absent() -> None:
-    survivor, _ = launch(survive_a_peer, world_size=2)
+    survivor, _ = run_ranks(survive_a_peer, world_size=2)
     assert survivor.startswith("rank 0: the second sum: ")
     assert survivor.endswith(": rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'the first sum'")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
+import unsupervised
+from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, gathered, rank_module, snapshot, train
 from torch import nn
 
-from gossip import ExchangeError, GossipDataParallel, World, launch
+from gossip import ExchangeError, GossipDataParallel, World
 from gossip.communication import scratch
 
 NUM_SUMS = 9
@@ -37,7 +41,7 @@ def average_while_one_leaves(number: int, scratch_bytes: int, how: str) -> tuple
     """How many values of those that differ have changed, of how many, and the error."""
     scratch.SCRATCH_BYTES = scratch_bytes
     model = GossipDataParallel(
-        rank_module(), SGD, "exponential", bucket_cap_mb=TINY_BUCKETS, timeout=timedelta(seconds=5)
+        rank_module(), SGD, "exponential", bucket_cap_mb=TINY_BUCKETS, timeout=timedelta(seconds=30)
     )
     train(model, range(3))
     with torch.no_grad():
@@ -65,29 +69,47 @@ def average_while_one_leaves(number: int, scratch_bytes: int, how: str) -> tuple
     return num_changed, num_values, str(caught.value)
 
 
+Torn = dict[tuple[int, int, str], list[tuple[int, int, str]]]
+CASES = [
+    *((number, scratch.SCRATCH_BYTES, "global_avg") for number in (0, 3, NUM_SUMS - 1)),
+    (6, 128, "global_avg"),
+    (6, 128, "averaged"),
+]
+
+
+@pytest.fixture(scope="module")
+def torn() -> Torn:
+    """By case, what is found on each rank; all at the same time, as most of it is waiting."""
+    with contextlib.ExitStack() as stack:
+        worlds = {
+            case: stack.enter_context(unsupervised.started(average_while_one_leaves, *case, world_size=3))
+            for case in CASES
+        }
+        return {case: ranks.results() for case, ranks in worlds.items()}
+
+
+@pytest.mark.xdist_group("torn_averages")
 @pytest.mark.parametrize("number", [0, 3, NUM_SUMS - 1])
-def test_average_that_fails_changes_nothing(number: int) -> None:
-    for rank, (num_changed, num_values, text) in enumerate(
-        launch(average_while_one_leaves, number, scratch.SCRATCH_BYTES, "global_avg", world_size=3)
-    ):
+def test_average_that_fails_changes_nothing(torn: Torn, number: int) -> None:
+    for rank, (num_changed, num_values, text) in enumerate(torn[number, scratch.SCRATCH_BYTES, "global_avg"]):
         assert num_changed == 0
         if rank != 2:
             assert num_values > 100
             assert text.endswith("; on this rank parameters and buffers are as they were before")
 
 
-def test_large_average_that_fails_leaves_means_and_own_values_only() -> None:
+@pytest.mark.xdist_group("torn_averages")
+def test_large_average_that_fails_leaves_means_and_own_values_only(torn: Torn) -> None:
     """With room for 32 values a piece, the third sum comes after the first pieces were assigned."""
-    for rank, (num_changed, num_values, text) in enumerate(
-        launch(average_while_one_leaves, 6, 128, "global_avg", world_size=3)
-    ):
+    for rank, (num_changed, num_values, text) in enumerate(torn[6, 128, "global_avg"]):
         if rank != 2:
             assert 0 < num_changed < num_values
             assert "values of parameters and buffers are the mean's, all others its own" in text
 
 
-def test_looking_at_an_average_that_fails_puts_all_back() -> None:
-    for rank, (num_changed, _, text) in enumerate(launch(average_while_one_leaves, 6, 128, "averaged", world_size=3)):
+@pytest.mark.xdist_group("torn_averages")
+def test_looking_at_an_average_that_fails_puts_all_back(torn: Torn) -> None:
+    for rank, (num_changed, _, text) in enumerate(torn[6, 128, "averaged"]):
         assert num_changed == 0
         if rank != 2:
             assert text.endswith("; on this rank parameters and buffers are as they were before")
@@ -107,12 +129,12 @@ def average_in_pieces() -> None:
             module[0].copy_(torch.randn(numel, generator=torch.Generator().manual_seed(model.rank)))
         whole = model._buckets[0].block.to(torch.promote_types(dtype, torch.float32), copy=True)
         model._world.average_(whole, "averaging as a whole")
-        scratch.SCRATCH_BYTES = scratch_bytes
-        model.global_avg()
+        with mock.patch.object(scratch, "SCRATCH_BYTES", scratch_bytes):
+            model.global_avg()
         assert torch.equal(module[0], whole[:numel].to(dtype))
         model.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_average_in_pieces_has_the_bits_of_the_whole(world_size: int) -> None:
-    launch(average_in_pieces, world_size=world_size)
+    run_ranks(average_in_pieces, world_size=world_size)
