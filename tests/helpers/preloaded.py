@@ -7,6 +7,7 @@ starts is forked too, before the program has begun to run: the fork server of it
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -96,6 +97,7 @@ def _run(
     before: Callable[[], None] | None,
 ) -> None:
     """The program's whole life."""
+    gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
     if before is not None:
         before()
     os.setsid()
