@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ class Kernel(Program):
 
     def __init__(self, command: list[str], *, env: dict[str, str], cwd: str, **_: Any) -> None:
         options = command[command.index(ipykernel_launcher.__name__) + 1 :]
-        super().__init__([ipykernel_launcher.__file__, *options], env, Path(cwd), (1, 2))
+        before = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)  # or it would wait for a child that has ended
+        super().__init__([ipykernel_launcher.__file__, *options], env, Path(cwd), (1, 2), before)
         while os.getpgid(self.pid) != self.pid:  # jupyter_client sends signals to the group
             time.sleep(0.001)
 
