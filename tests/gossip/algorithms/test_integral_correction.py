@@ -11,7 +11,17 @@ from torch import nn
 
 import topologies
 from gossip import VirtualWorkers
-from gossip.algorithms import Algorithm, ExactDiffusion, IntegralCorrection, MomentumTracking, QuasiGlobalIntegral
+from gossip.algorithms import (
+    AdaptThenCombine,
+    AdaptWhileCommunicating,
+    Algorithm,
+    Arrived,
+    BucketView,
+    ExactDiffusion,
+    IntegralCorrection,
+    MomentumTracking,
+    QuasiGlobalIntegral,
+)
 from gossip.algorithms.forms import Form
 from topologies import Round, Topology
 
@@ -92,6 +102,44 @@ def test_topology_that_never_brings_all_ranks_together_is_refused() -> None:
     halves = Topology.from_rounds([Round.from_groups(4, [[0, 1], [2, 3]])])
     with pytest.raises(ValueError, match="never brings all ranks together"):
         IntegralCorrection().on(halves)
+
+
+EIGENVALUES = torch.linspace(-0.98, 0.98, 50, dtype=torch.float64)
+SHARES = torch.tensor([0.05, 0.2, 0.5, 0.8, 0.95], dtype=torch.float64)
+
+
+def what_is_left_of_modes(algorithm: Algorithm, steps: torch.Tensor, num_steps: int = 1_000) -> torch.Tensor:
+    """Of 1, in the mode of each eigenvalue of a static W, where learning rate times curvature is ``steps``."""
+    x = nn.Parameter(torch.ones_like(steps))
+    optimizer = torch.optim.SGD([x], lr=1.0)
+    view = BucketView(x.data, [x], lambda flat: [flat.view(x.shape)], [optimizer])
+    algorithm.begin(view)
+    got = None
+    for _ in range(num_steps):
+        x.grad = steps * x.data
+        if got is not None and not algorithm.before_forward:
+            algorithm.arrive(view, got)
+        optimizer.step()
+        view.follow_learning_rate()
+        algorithm.updated(view)
+        got = {"values": Arrived((EIGENVALUES - 1) * view.values)}
+        if algorithm.before_forward:
+            algorithm.arrive(view, got)
+    return x.data.abs()
+
+
+@pytest.mark.parametrize(
+    "topology", ["ring", "one_peer_hypercube", "one_peer_exponential", "base", "random_matching", "equi_dyn"]
+)
+@pytest.mark.parametrize(("form", "gossip"), [("awc", AdaptWhileCommunicating()), ("atc", AdaptThenCombine())])
+def test_default_gains_are_stable_wherever_gossip_is(form: Form, gossip: Algorithm, topology: str) -> None:
+    of_gossip = 1 + EIGENVALUES if form == "awc" else 1 + 1 / EIGENVALUES.abs()
+    limits = torch.minimum(of_gossip, torch.tensor(2.0))  # the mean over ranks is gradient descent
+    algorithm = IntegralCorrection(form).on(topologies.build(topology, 16))
+    for share in SHARES:
+        assert float(what_is_left_of_modes(algorithm, share * limits).max()) < 1
+    assert float(what_is_left_of_modes(gossip, 0.99 * limits).max()) < 1
+    assert float(what_is_left_of_modes(gossip, 1.01 * of_gossip).min()) > 1
 
 
 STATEFUL: list[Algorithm] = [
