@@ -12,6 +12,7 @@ from gossip.algorithms import Algorithm as Algorithm
 from gossip.algorithms import Arrived as Arrived
 from gossip.algorithms import BucketView as BucketView
 from gossip.algorithms import DecentLaM as DecentLaM
+from gossip.algorithms import DiLoCo as DiLoCo
 from gossip.algorithms import ExactDiffusion as ExactDiffusion
 from gossip.algorithms import Extra as Extra
 from gossip.algorithms import GradientTracking as GradientTracking
@@ -87,6 +88,7 @@ __all__ = [
     "DebugTransport",
     "DecentLaM",
     "Delivery",
+    "DiLoCo",
     "DistributedTransport",
     "DropOut",
     "ExactDiffusion",

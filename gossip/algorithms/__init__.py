@@ -10,6 +10,7 @@ from gossip.algorithms.base import Requires as Requires
 from gossip.algorithms.bucket_view import Arrived as Arrived
 from gossip.algorithms.bucket_view import BucketView as BucketView
 from gossip.algorithms.decentlam import DecentLaM as DecentLaM
+from gossip.algorithms.diloco import DiLoCo as DiLoCo
 from gossip.algorithms.exact_diffusion import ExactDiffusion as ExactDiffusion
 from gossip.algorithms.extra import Extra as Extra
 from gossip.algorithms.gradient_tracking import GradientTracking as GradientTracking
@@ -29,6 +30,7 @@ __all__ = [
     "Arrived",
     "BucketView",
     "DecentLaM",
+    "DiLoCo",
     "ExactDiffusion",
     "Extra",
     "GradientTracking",

@@ -8,6 +8,7 @@ from gossip.algorithms.adapt_then_combine import AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating
 from gossip.algorithms.base import Algorithm
 from gossip.algorithms.decentlam import DecentLaM
+from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.exact_diffusion import ExactDiffusion
 from gossip.algorithms.extra import Extra
 from gossip.algorithms.gradient_tracking import GradientTracking
@@ -27,6 +28,7 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "adapt_then_combine": AdaptThenCombine,
         "atc": AdaptThenCombine,
         "decentlam": DecentLaM,
+        "diloco": DiLoCo,
         "exact_diffusion": ExactDiffusion,
         "extra": Extra,
         "gradient_tracking": GradientTracking,

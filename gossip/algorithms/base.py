@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.static_rounds import check_static
+from gossip.algorithms.static_rounds import check_static, is_exact_in_every_round
 from topologies import Topology
 
 VALUES = "values"
@@ -28,11 +28,14 @@ class Requires(NamedTuple):
         "doubly": rows and columns sum to 1; "column": columns at least; "row": rows at least.
     static, symmetric : bool
         Whether W must be the same in every exchange, and W[i, j] = W[j, i].
+    exact : bool
+        Whether every exchange must be the exact average, W[i, j] = 1/n.
     """
 
     stochastic: Literal["doubly", "row", "column"] = "doubly"
     static: bool = False
     symmetric: bool = False
+    exact: bool = False
 
     def check(self, topology: Topology, algorithm: str) -> None:
         """Refuse a topology that does not have it.
@@ -54,6 +57,11 @@ class Requires(NamedTuple):
         if self.static:
             instead = "integral_correction, whose gains follow the schedule"
             check_static(topology, f"algorithm {algorithm}", instead, symmetric=self.symmetric)
+        if self.exact and not is_exact_in_every_round(topology):
+            raise ValueError(
+                f"topology {topology.name!r} does not average over all ranks in every exchange, which algorithm "
+                f'{algorithm} builds on; choose topology="complete"'
+            )
 
 
 class Algorithm:

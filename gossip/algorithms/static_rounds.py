@@ -41,6 +41,13 @@ def is_static_and_symmetric(topology: Topology) -> bool:
     return _why_not_static(topology) is None and _only_exchange(topology).is_symmetric
 
 
+def is_exact_in_every_round(topology: Topology) -> bool:
+    """Whether W[i, j] = 1/n in every exchange; without a period that cannot be known."""
+    return _why_not_static(topology) is None and _only_exchange(topology).uniform_groups == (
+        tuple(range(topology.world_size)),
+    )
+
+
 def _why_not_static(topology: Topology) -> str | None:
     if topology.world_size == 1:
         return None

@@ -243,6 +243,26 @@ def decentlam(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | 
     return x
 
 
+def diloco(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
+) -> Array:
+    assert topology.name == "complete"
+    x = np.tile(problem.start, (problem.world_size, 1))
+    anchor, velocity, is_under_way = problem.start, np.zeros_like(problem.start), False
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        for now in ("awc", "atc"):
+            if is_under_way and form == now:
+                delta = anchor - x.mean(0)
+                velocity = 0.9 * velocity + delta
+                anchor = anchor - 0.7 * (delta + 0.9 * velocity)
+                x, is_under_way = np.tile(anchor, (problem.world_size, 1)), False
+            if now == "awc":
+                x = x + sgd(gradients, problem.is_updated(step), step)
+                is_under_way = (step + 1) % period == 0
+    return x
+
+
 class Row(NamedTuple):
     """What the contract knows of an algorithm.
 
@@ -269,6 +289,8 @@ ROWS: dict[str, Row] = {
     "adapt_while_communicating": Row(adapt_while_communicating, CHANGING),
     "adapt_then_combine": Row(adapt_then_combine, CHANGING),
     "decentlam": Row(decentlam, ("ring", "torus"), momentum=0.0),
+    "diloco": Row(partial(diloco, form="atc"), ("complete",), keeps_mean=False, options={"period": 3}),
+    "diloco(awc)": Row(diloco, ("complete",), keeps_mean=False, options={"period": 3, "form": "awc"}),
     "exact_diffusion": Row(exact_diffusion, ("ring", "torus")),
     "extra": Row(extra, ("ring", "torus")),
     "momentum_exchange": Row(momentum_exchange, CHANGING),

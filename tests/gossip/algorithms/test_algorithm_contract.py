@@ -131,9 +131,11 @@ def drive(case: Case) -> np.ndarray:
         algorithm.updated(view)
         matrix = torch.tensor(topology.round(step).matrix())
         messages = {**algorithm.message(view), **view.numbers}
-        got = {channel: Arrived(matrix @ message - message) for channel, message in messages.items()}
-        if algorithm.before_forward:
-            algorithm.arrive(view, got)
+        got = None
+        if algorithm.is_due(step):
+            got = {channel: Arrived(matrix @ message - message) for channel, message in messages.items()}
+            if algorithm.before_forward:
+                algorithm.arrive(view, got)
     return x.detach().numpy()
 
 

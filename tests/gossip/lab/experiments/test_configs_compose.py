@@ -64,6 +64,8 @@ def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
 def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
     for option in options(group):
         overrides = [f"{group}={option}", "topology=ring"]  # which every compression serves
+        if option == "diloco":
+            overrides[1] = "topology=complete"
         if "cifar10" in option:
             overrides.append(f"data.folder={cifar10_folder}")
         if option in ("char_transformer", "stdlib_text"):

@@ -1,0 +1,88 @@
+"""DiLoCo: many local steps between averages, each of which is one step of an outer optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.forms import Form, check_form
+
+ANCHOR, VELOCITY = "anchor", "velocity"
+
+
+class DiLoCo(Algorithm):
+    r"""Nesterov momentum over what all ranks together have moved in H steps of their own.
+
+    All ranks begin at the anchor :math:`a`, and make H steps with their own optimizers, which end at :math:`x_i`. Then,
+    with the outer rate :math:`\alpha` and momentum :math:`\mu`:
+
+    .. math::
+        \Delta = a - \frac1n \sum_i x_i, \qquad v \leftarrow \mu\, v + \Delta, \qquad
+        a \leftarrow a - \alpha\, (\Delta + \mu\, v), \qquad x_i \leftarrow a
+
+    With H = 1, :math:`\alpha = 1` and :math:`\mu = 0` this is an average after every step. The form "atc" awaits the
+    average before the next forward pass; "awc" has the whole next iteration for it, whose gradients are still taken at
+    :math:`x_i`.
+
+    Sends one message every H steps, and keeps two tensors per bucket. Every round must be the exact average: the
+    topology complete. Use it where links are so slow that a message per step cannot be hidden.
+
+    Parameters
+    ----------
+    period : int
+        H, the steps from one average to the next, at least 1.
+    outer_lr : float
+        Above 0.
+    outer_momentum : float
+        From 0, below 1.
+    form : str
+        "atc" or "awc".
+
+    Raises
+    ------
+    ValueError
+        One of them is not what it may be.
+
+    References
+    ----------
+    Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1.
+    """
+
+    requires = Requires(exact=True)
+    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
+
+    def __init__(
+        self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"
+    ) -> None:
+        if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+            raise ValueError(f"period must be a number of steps, at least 1, got {period!r}")
+        if not isinstance(outer_lr, int | float) or not 0 < outer_lr < math.inf:
+            raise ValueError(f"outer_lr must be above 0, got {outer_lr!r}")
+        if not isinstance(outer_momentum, int | float) or not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be from 0 and below 1, got {outer_momentum!r}")
+        self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def is_due(self, step: int) -> bool:
+        return (step + 1) % self.period == 0
+
+    def begin(self, bucket: BucketView) -> None:
+        super().begin(bucket)
+        bucket.kept[ANCHOR].copy_(bucket.values)
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
+        delta = anchor - (bucket.values + got[VALUES].difference)
+        velocity.mul_(self.outer_momentum).add_(delta)
+        anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
+        bucket.values.copy_(anchor)
+
+    def describe(self) -> str:
+        return (
+            f"{type(self).__name__}({self.form}: period={self.period} outer_lr={self.outer_lr:g} "
+            f"outer_momentum={self.outer_momentum:g})"
+        )
