@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -144,7 +143,7 @@ class RollCall:
     # ------------------------------------------------------------------ the store
 
     def _write(self, arrival: Arrival) -> None:
-        self._set(self._keys[self.rank], asdict(arrival))
+        self._set(self._keys[self.rank], vars(arrival))
 
     def _set(self, key: str, content: object) -> None:
         if self._store is None or self.is_silent:
