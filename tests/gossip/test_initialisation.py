@@ -136,13 +136,26 @@ def train_over(in_group: bool, topology: str) -> tuple[list[torch.Tensor], int]:
 
 BACKENDS = ("toy", "cpu:gloo", "cpu:toy,cuda:gloo")
 TOPOLOGIES = ("complete", "one_peer_exponential", "star")
+ROWS = list(covering(itertools.product(BACKENDS, (False, True), TOPOLOGIES)))
+Reports = list[tuple[list[torch.Tensor], int]]
 
 
-@pytest.mark.parametrize(
-    ("backend", "in_group", "topology"), covering(itertools.product(BACKENDS, (False, True), TOPOLOGIES))
-)
+def train_over_each(rows: list[tuple[bool, str]]) -> Reports:
+    return [train_over(*row) for row in rows]
+
+
+@functools.cache
+def reports_over(backend: str) -> dict[tuple[bool, str], Reports]:
+    """By row, what each rank reports; one set of processes makes all rows of a backend."""
+    rows = [(in_group, topology) for other, in_group, topology in ROWS if other == backend]
+    by_rank = launch(train_over_each, rows, world_size=4, backend=backend)
+    return dict(zip(rows, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.xdist_group("backends")
+@pytest.mark.parametrize(("backend", "in_group", "topology"), ROWS)
 def test_training_over_other_backends(backend: str, in_group: bool, topology: str) -> None:
-    reports = launch(train_over, in_group, topology, world_size=4, backend=backend)
+    reports = reports_over(backend)[in_group, topology]
     for (state, num_made), expected in zip(reports, state_by_rank(4, topology), strict=True):
         for ours, theirs in zip(state, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
