@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -211,9 +211,8 @@ class ModuloCodec(Codec):
         peaks = self._kernels.peaks(values, layout.num_blocks, layout.block_numel)
         levels = self._levels_on_lattice(self.levels.to(self._device), peaks)
         self._fields.levels.copy_(levels)
-        source = generator(self._compression.seed, step, self._bucket)
         num_offsets = self._kernels.num_offsets(layout.num_blocks, layout.block_numel)
-        offsets = torch.randint(NOISE_PERIOD, (num_offsets,), generator=source).to(self._device)
+        offsets = _offsets(self._compression.seed, step, self._bucket, num_offsets).to(self._device)
         self._kernels.encode(values, levels, offsets, self._blocks, self._fields.codes, self._fields.checksums)
 
     def _levels_on_lattice(self, wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
@@ -329,3 +328,9 @@ class ModuloCodec(Codec):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.levels.copy_(state["levels"])
         self.num_resent = state["num_resent"]
+
+
+@lru_cache(maxsize=64)
+def _offsets(seed: int, step: int, bucket: int, number: int) -> torch.Tensor:
+    """Where the noise of each part begins, [number]: the same on all ranks, of which one process may have many."""
+    return torch.randint(NOISE_PERIOD, (number,), generator=generator(seed, step, bucket))
