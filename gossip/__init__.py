@@ -54,6 +54,8 @@ from gossip.errors import LaunchError as LaunchError
 from gossip.errors import ManifestError as ManifestError
 from gossip.launching.launcher import launch as launch
 from gossip.measuring.step_stats import StepStats as StepStats
+from gossip.optimizers.accum_adam import AccumAdam as AccumAdam
+from gossip.optimizers.accum_adam import AccumAdamW as AccumAdamW
 from gossip.simulation import Cluster as Cluster
 from gossip.simulation import DropOut as DropOut
 from gossip.simulation import RandomDelays as RandomDelays
@@ -70,6 +72,8 @@ __all__ = [
     "ALGORITHMS",
     "COMPRESSIONS",
     "TRANSPORTS",
+    "AccumAdam",
+    "AccumAdamW",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",

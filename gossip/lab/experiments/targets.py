@@ -54,7 +54,7 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "wrapper": (_own("gossip.wrapper"),),
     "algorithm": (_own("gossip.algorithms"),),
     "compression": (_own("gossip.compression"),),
-    "optimizer": (_OPTIMIZERS,),
+    "optimizer": (_OPTIMIZERS, _own("gossip.optimizers.accum_adam")),
     "scheduler": (_own("gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
     "logger": (_own("gossip.lab.experiments.loggers"),),
 }

@@ -11,7 +11,7 @@ import torch
 from separate import SGD, Separate, assert_same, batch, make_module, make_workers, train
 from torch import nn
 
-from gossip import VirtualWorkers
+from gossip import AccumAdam, AccumAdamW, VirtualWorkers
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
@@ -25,6 +25,8 @@ OPTIMIZERS: dict[str, Any] = {
     "Adam fused": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
     "Adam tensor lr": functools.partial(torch.optim.Adam, lr=torch.tensor(0.01)),
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "AccumAdam": functools.partial(AccumAdam, lr=0.01, accum_iter=3),
+    "AccumAdamW": functools.partial(AccumAdamW, lr=0.01, weight_decay=0.1, accum_iter=2),
     "Adamax": functools.partial(torch.optim.Adamax, lr=0.01),
     "Adadelta": functools.partial(torch.optim.Adadelta, lr=0.1),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
@@ -61,7 +63,9 @@ def test_optimizers_update_each_replica_as_its_own(name: str) -> None:
     assert_same(workers, separate, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Rprop"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "SGD momentum", "Adam", "AdamW", "AccumAdamW", "Adagrad", "RMSprop", "NAdam", "Rprop"]
+)
 def test_optimizers_leave_a_replica_without_samples_alone(name: str) -> None:
     """From where all have been updated once: an optimizer's counters are common to all replicas."""
     module = make_module()
