@@ -27,7 +27,7 @@ CASES: dict[str, list[str]] = {
     "optimizer.nesterov must be true or false, got 'maybe'": ["optimizer.nesterov=maybe"],
     "optimizer.betas must be a list of 2 numbers, got [0.9]": ["optimizer=adamw", "optimizer.betas=[0.9]"],
     "optimizer.betas=[2,3]: Invalid beta parameter": ["optimizer=adamw", "optimizer.betas=[2,3]"],
-    "there is no optimizer=adamm; did you mean adamw? Available: adamw, sgd": ["optimizer=adamm"],
+    "there is no optimizer=adamm; did you mean adamw? Available: accum_adamw, adamw, sgd": ["optimizer=adamm"],
     "model.hidden=[64 does not close its bracket [; write a list as 'model.hidden=[1,2]'": ["model.hidden=[64"],
     "model.hidden=[64]] closes a bracket that is not open: ]": ["model.hidden=[64]]"],
     "model.hidden must be a list of integers, got 64": ["model.hidden=64"],
