@@ -93,7 +93,8 @@ def train_on_hosts(outage_s: float, num_hosts: int, topology: str, reached: Path
         know_each_other(network, num_hosts)
         with ThreadPoolExecutor(1) as pool:
             cut = pool.submit(cut_off, network, outage_s, reached) if outage_s else None
-            ended = unsupervised.run(train, topology, reached, world_size=num_hosts, hosts=network)
+            with unsupervised.started(train, topology, reached, world_size=num_hosts, hosts=network) as ranks:
+                ended = ranks.results()
             if cut is not None:
                 cut.result()
         return ended
