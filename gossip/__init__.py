@@ -15,14 +15,19 @@ from gossip.algorithms import DecentLaM as DecentLaM
 from gossip.algorithms import DiLoCo as DiLoCo
 from gossip.algorithms import ExactDiffusion as ExactDiffusion
 from gossip.algorithms import Extra as Extra
+from gossip.algorithms import GossipPGA as GossipPGA
 from gossip.algorithms import GradientTracking as GradientTracking
 from gossip.algorithms import IntegralCorrection as IntegralCorrection
 from gossip.algorithms import MomentumExchange as MomentumExchange
 from gossip.algorithms import MomentumTracking as MomentumTracking
+from gossip.algorithms import NoLoCo as NoLoCo
 from gossip.algorithms import PushSum as PushSum
 from gossip.algorithms import QuasiGlobalIntegral as QuasiGlobalIntegral
 from gossip.algorithms import QuasiGlobalMomentum as QuasiGlobalMomentum
+from gossip.algorithms import RelaySum as RelaySum
 from gossip.algorithms import Requires as Requires
+from gossip.algorithms import SlowMo as SlowMo
+from gossip.algorithms import StreamingDiLoCo as StreamingDiLoCo
 from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
@@ -101,6 +106,7 @@ __all__ = [
     "Extra",
     "GossipDataParallel",
     "GossipError",
+    "GossipPGA",
     "GradientTracking",
     "IntegralCorrection",
     "LaunchError",
@@ -108,15 +114,19 @@ __all__ = [
     "ModuloQuantization",
     "MomentumExchange",
     "MomentumTracking",
+    "NoLoCo",
     "PowerGossip",
     "PushSum",
     "QuasiGlobalIntegral",
     "QuasiGlobalMomentum",
     "RandomDelays",
+    "RelaySum",
     "Requires",
     "SimulatedRun",
+    "SlowMo",
     "SlowRank",
     "StepStats",
+    "StreamingDiLoCo",
     "Transport",
     "Turn",
     "Turns",

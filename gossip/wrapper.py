@@ -349,6 +349,7 @@ class GossipDataParallel(ModuleFace, Outermost):
             engine.frozen.compare()
             average_module_(self.module, self._buckets, engine.frozen, self._world, engine.weights())
             engine.frozen.are_equal()
+            engine.exchanges.averaged()
 
     @contextlib.contextmanager
     def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Schedules in time: topologies that exchange in every k-th round only, that follow each other, or take turns."""
+"""Schedules in time: topologies that exchange or average in every k-th round, that follow each other, or take turns."""
 
 from __future__ import annotations
 
@@ -115,6 +115,63 @@ def interleave(topology: ScheduleT, other: ScheduleT) -> ScheduleT:
     )
 
 
+@dataclass(frozen=True)
+class Averaging(Expression):
+    """A schedule in every k-th round of which all ranks average; round 0 is number ``offset`` of k."""
+
+    part: Schedule
+    k: int
+    offset: int = 0
+
+    @property
+    def parts(self) -> tuple[Schedule, ...]:
+        return (self.part,)
+
+    def __call__(self, t: int) -> Round:
+        is_average = (t + self.offset + 1) % self.k == 0
+        return _average(self.part.world_size) if is_average else self.part.round(t)
+
+
+def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
+    """Return :meth:`Topology.averaged_every`."""
+    k = check_integer("k", k, minimum=1)
+    if topology.world_size == 1 or all(_averages_in_every(phase, k) for phase in topology.phases):
+        return topology
+    if len(topology.phases) == 1:
+        return averaging(topology, k, 0)
+    return _compose(
+        type(topology),
+        (
+            replace(phase, topology=averaging(every(phase.topology, phase.every), k, phase.start % k), every=1)
+            for phase in topology.phases
+        ),
+    )
+
+
+def _averages_in_every(phase: Phase[Any], k: int) -> bool:
+    """Whether the rounds k - 1, 2 k - 1, ... of a schedule that are in the phase are averages already."""
+    expression = phase.topology.make_round
+    return (
+        phase.every == 1
+        and isinstance(expression, Averaging)
+        and k % expression.k == 0
+        and (expression.offset - phase.start) % expression.k == 0
+    )
+
+
+def averaging(topology: ScheduleT, k: int, offset: int) -> ScheduleT:
+    """Return the schedule without warm-up whose rounds t are averages where k divides ``t + offset + 1``."""
+    known = topology.promised_exact_after
+    return type(topology)(
+        world_size=topology.world_size,
+        make_round=Averaging(topology, k, offset),
+        period=None if topology.period is None else math.lcm(topology.period, k),
+        stochasticity=topology.stochasticity,
+        promised_exact_after=(k if known is None else min(k, known)) if topology.doubly_stochastic else None,
+        name=f"{expression_text(topology)}.averaged_every({k})",
+    )
+
+
 def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
     """Return :meth:`Topology.permuted`."""
     if not isinstance(topology.make_round, Composition):
@@ -156,6 +213,11 @@ def _check_other(topology: Schedule, other: object) -> None:
             f"other is {other.name!r} for {other.world_size} ranks, it is to follow {topology.name!r} for "
             f"{topology.world_size}; build both for the same world_size"
         )
+
+
+@functools.lru_cache
+def _average(world_size: int) -> Round:
+    return Round.from_groups(world_size, [range(world_size)])
 
 
 @functools.lru_cache

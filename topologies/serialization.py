@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any
 
-from topologies.compositions import Composition, Interleaving, every, interleave, permuted, then
+from topologies.compositions import Averaging, Composition, Interleaving, averaging, every, interleave, permuted, then
 from topologies.family_registry import build_family
 from topologies.placement import Permutation, Product, product
 from topologies.plain_data import thawed
@@ -33,6 +33,8 @@ def to_dict(topology: Schedule) -> dict[str, Any]:
             return {"phases": [_phase_to_dict(phase) for phase in phases]}
         case Interleaving(even, odd):
             return {"interleave": [to_dict(even), to_dict(odd)]}
+        case Averaging(part, k, offset):
+            return {"averaged": to_dict(part), "every": k, "offset": offset}
         case Product(machines, local):
             return {"product": [to_dict(machines), to_dict(local)]}
         case Permutation(part, order):
@@ -76,6 +78,11 @@ def _from_dict(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
             return _from_phases(kind, _checked("phases", data["phases"], list | tuple, "a list"))
         case ["interleave"]:
             return interleave(*_two_parts(kind, "interleave", data["interleave"]))
+        case ["averaged", "every", "offset"]:
+            every_k, offset = (
+                check_integer(key, data[key], minimum=minimum) for key, minimum in (("every", 1), ("offset", 0))
+            )
+            return averaging(_from_dict(kind, data["averaged"]), every_k, offset)
         case ["product"]:
             return product(*_two_parts(kind, "product", data["product"]))
         case ["order", "permuted"]:
@@ -84,7 +91,7 @@ def _from_dict(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
             )
     raise ValueError(
         f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; or those of an "
-        f"expression: phases, interleave, product, or permuted and order; got "
+        f"expression: phases, interleave, product, averaged and every and offset, or permuted and order; got "
         f"{keys if isinstance(data, Mapping) else reprlib.repr(data)}; {_WRITTEN}"
     )
 

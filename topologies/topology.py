@@ -126,6 +126,36 @@ class Topology(Schedule):
         """
         return compositions.interleave(self, other)
 
+    def averaged_every(self, k: int) -> Topology:
+        """Return the schedule in which all ranks average in every k-th round.
+
+        Rounds k - 1, 2 k - 1, ... are the exact average, W = J; round t is round t of this topology for all others.
+        The period of a part that repeats becomes the least common multiple of its own and k. A schedule whose rounds
+        k - 1, 2 k - 1, ... are such averages already is returned as it is, as for a single rank.
+
+        Parameters
+        ----------
+        k
+            At least 1.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If k is not an integer of at least 1.
+
+        References
+        ----------
+        Chen et al., "Accelerating gossip SGD with periodic global averaging", ICML 2021.
+
+        Examples
+        --------
+        >>> import topologies
+        >>> ring = topologies.build("ring", 6).averaged_every(4)
+        >>> [ring.round(t).uniform_groups is not None for t in range(8)], ring.exact_after
+        ([False, False, False, True, False, False, False, True], 4)
+        """
+        return compositions.averaged_every(self, k)
+
     def product(self, local: Topology) -> Topology:
         """Return the Kronecker product: this topology between machines, ``local`` between the ranks of each.
 

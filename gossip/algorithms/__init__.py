@@ -13,13 +13,18 @@ from gossip.algorithms.decentlam import DecentLaM as DecentLaM
 from gossip.algorithms.diloco import DiLoCo as DiLoCo
 from gossip.algorithms.exact_diffusion import ExactDiffusion as ExactDiffusion
 from gossip.algorithms.extra import Extra as Extra
+from gossip.algorithms.gossip_pga import GossipPGA as GossipPGA
 from gossip.algorithms.gradient_tracking import GradientTracking as GradientTracking
 from gossip.algorithms.integral_correction import IntegralCorrection as IntegralCorrection
 from gossip.algorithms.momentum_exchange import MomentumExchange as MomentumExchange
 from gossip.algorithms.momentum_tracking import MomentumTracking as MomentumTracking
+from gossip.algorithms.noloco import NoLoCo as NoLoCo
 from gossip.algorithms.push_sum import PushSum as PushSum
 from gossip.algorithms.quasi_global_integral import QuasiGlobalIntegral as QuasiGlobalIntegral
 from gossip.algorithms.quasi_global_momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
+from gossip.algorithms.relay_sum import RelaySum as RelaySum
+from gossip.algorithms.slowmo import SlowMo as SlowMo
+from gossip.algorithms.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 
 __all__ = [
     "ALGORITHMS",
@@ -33,13 +38,18 @@ __all__ = [
     "DiLoCo",
     "ExactDiffusion",
     "Extra",
+    "GossipPGA",
     "GradientTracking",
     "IntegralCorrection",
     "MomentumExchange",
     "MomentumTracking",
+    "NoLoCo",
     "PushSum",
     "QuasiGlobalIntegral",
     "QuasiGlobalMomentum",
+    "RelaySum",
     "Requires",
+    "SlowMo",
+    "StreamingDiLoCo",
     "resolve_algorithm",
 ]

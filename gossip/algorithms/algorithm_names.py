@@ -11,13 +11,18 @@ from gossip.algorithms.decentlam import DecentLaM
 from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.exact_diffusion import ExactDiffusion
 from gossip.algorithms.extra import Extra
+from gossip.algorithms.gossip_pga import GossipPGA
 from gossip.algorithms.gradient_tracking import GradientTracking
 from gossip.algorithms.integral_correction import IntegralCorrection
 from gossip.algorithms.momentum_exchange import MomentumExchange
 from gossip.algorithms.momentum_tracking import MomentumTracking
+from gossip.algorithms.noloco import NoLoCo
 from gossip.algorithms.push_sum import PushSum
 from gossip.algorithms.quasi_global_integral import QuasiGlobalIntegral
 from gossip.algorithms.quasi_global_momentum import QuasiGlobalMomentum
+from gossip.algorithms.relay_sum import RelaySum
+from gossip.algorithms.slowmo import SlowMo
+from gossip.algorithms.streaming_diloco import StreamingDiLoCo
 from topologies.registry import Registry
 
 ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
@@ -31,13 +36,18 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "diloco": DiLoCo,
         "exact_diffusion": ExactDiffusion,
         "extra": Extra,
+        "gossip_pga": GossipPGA,
         "gradient_tracking": GradientTracking,
         "integral_correction": IntegralCorrection,
         "momentum_exchange": MomentumExchange,
         "momentum_tracking": MomentumTracking,
+        "noloco": NoLoCo,
         "push_sum": PushSum,
         "quasi_global_integral": QuasiGlobalIntegral,
         "quasi_global_momentum": QuasiGlobalMomentum,
+        "relay_sum": RelaySum,
+        "slowmo": SlowMo,
+        "streaming_diloco": StreamingDiLoCo,
     },
 )
 """With their default constants; ``gossip.ALGORITHMS.register(name)`` decorates one of a user's own."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 
+import networkx as nx
 import torch
 from torch.optim import Optimizer
 
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.static_rounds import check_static, is_exact_in_every_round
-from topologies import Topology
+from gossip.algorithms.static_rounds import check_static, is_exact_in_every_round, only_graph
+from topologies import Round, Topology
 
 VALUES = "values"
 """The channel of the values themselves."""
@@ -26,8 +27,8 @@ class Requires(NamedTuple):
     ----------
     stochastic : str
         "doubly": rows and columns sum to 1; "column": columns at least; "row": rows at least.
-    static, symmetric : bool
-        Whether W must be the same in every exchange, and W[i, j] = W[j, i].
+    static, symmetric, tree : bool
+        Whether W must be the same in every exchange, and W[i, j] = W[j, i], along the edges of a spanning tree.
     exact : bool
         Whether every exchange must be the exact average, W[i, j] = 1/n.
     """
@@ -36,6 +37,7 @@ class Requires(NamedTuple):
     static: bool = False
     symmetric: bool = False
     exact: bool = False
+    tree: bool = False
 
     def check(self, topology: Topology, algorithm: str) -> None:
         """Refuse a topology that does not have it.
@@ -57,6 +59,11 @@ class Requires(NamedTuple):
         if self.static:
             instead = "integral_correction, whose gains follow the schedule"
             check_static(topology, f"algorithm {algorithm}", instead, symmetric=self.symmetric)
+        if self.tree and not nx.is_tree(only_graph(topology)):
+            raise ValueError(
+                f"topology {topology.name!r} is no tree, along which algorithm {algorithm} relays; choose "
+                'topology="path" or "star", or another tree with topologies.Topology.from_graph(...)'
+            )
         if self.exact and not is_exact_in_every_round(topology):
             raise ValueError(
                 f"topology {topology.name!r} does not average over all ranks in every exchange, which algorithm "
@@ -91,7 +98,7 @@ class Algorithm:
         Of the topology.
     sends : tuple of str
         The channels of an exchange, tensors like the values: :meth:`message` has one for each. Each has a codec of its
-        own.
+        own. The first of them is "values".
     numbers : tuple of str
         Scalars that travel with a bucket's messages, never compressed: entries of :attr:`BucketView.numbers`.
     keeps : mapping of str to str
@@ -106,6 +113,13 @@ class Algorithm:
         Whether :meth:`updated` wants :attr:`BucketView.before`, a copy of the values before the update.
     follows_learning_rate : bool
         Whether the hooks read :attr:`BucketView.learning_rate`.
+    overlap : int
+        By how many steps the messages of a step may be late where they are not needed before the forward pass: those of
+        step t are combined when the same parameters are updated in step t + ``overlap``. A bucket's next exchange must
+        not come before.
+    steps_alone : bool
+        Whether :meth:`arrive` is called, with differences of zero, at a rank too that has no peer in a round in which
+        others have.
     weighs_by : str or None
         The number by which a rank's values are weighted in a mean over ranks; None: all alike.
     """
@@ -115,6 +129,8 @@ class Algorithm:
     numbers: ClassVar[tuple[str, ...]] = ()
     keeps: ClassVar[Mapping[str, Resized]] = {}
     before_forward: bool = False
+    overlap: int = 1
+    steps_alone: ClassVar[bool] = False
     directs: ClassVar[bool] = False
     remembers_before: ClassVar[bool] = False
     follows_learning_rate: ClassVar[bool] = False
@@ -131,10 +147,27 @@ class Algorithm:
         del topology
         return self
 
-    def is_due(self, step: int) -> bool:
-        """Whether step ``step`` ends with an exchange, if the round of its index has one. The same on all ranks."""
-        del step
+    def schedule(self, topology: Topology) -> Topology:
+        """The rounds that steps end with, round t that of step t; by default those of the topology."""
+        return topology
+
+    @property
+    def messages_per_edge(self) -> int:
+        """How many messages like the values a bucket's exchange sends along an edge; scalars are not counted."""
+        return len(self.sends)
+
+    def is_exchanged(self, bucket: int, step: int) -> bool:
+        """Whether bucket number ``bucket`` is exchanged after step ``step``, if its round exchanges; by default all."""
+        del bucket, step
         return True
+
+    def channel_round(self, channel: str, round_: Round) -> Round:
+        """Along which edges a channel is sent in a round, with which weights; by default the round itself.
+
+        Its edges must be some of the round's.
+        """
+        del channel
+        return round_
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Refuse optimizers that the algorithm cannot work with.
@@ -194,6 +227,9 @@ class Algorithm:
 
     def updated(self, bucket: BucketView) -> None:
         """Called after the optimizer's update, skipped ones included: like an update by zero."""
+
+    def averaged(self, bucket: BucketView) -> None:
+        """Called when ``global_avg()`` has made the values the mean over ranks, and nothing is in flight."""
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
         """What is sent, by channel: tensors like the values, which are encoded before anything else happens."""

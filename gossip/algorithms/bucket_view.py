@@ -41,6 +41,8 @@ class BucketView:
         A tensor like ``values`` as one view per parameter, in its shape.
     optimizers : sequence of Optimizer
         Of which each parameter is held by one at most.
+    ranks : range
+        Whose values they are, one for each row; of a bucket of buffers not told.
 
     Attributes
     ----------
@@ -66,9 +68,11 @@ class BucketView:
         parameters: Sequence[nn.Parameter] = (),
         split: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda _: (),
         optimizers: Sequence[Optimizer] = (),
+        ranks: range = range(0),
     ) -> None:
         self.values = values
         self.parameters = parameters
+        self.ranks = ranks
         self.kept: dict[str, torch.Tensor] = {}
         self.numbers: dict[str, torch.Tensor] = {}
         self.round_index = 0
@@ -82,7 +86,7 @@ class BucketView:
 
     def part(self, part: slice) -> BucketView:
         """The same, of some neighbouring values alone, without the parameters."""
-        view = BucketView(self.values[..., part])
+        view = BucketView(self.values[..., part], ranks=self.ranks)
         view.kept = {name: tensor[..., part] for name, tensor in self.kept.items()}
         view.numbers, view.round_index = self.numbers, self.round_index
         view._part_of = self, part

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
+
+import torch
 
 from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.outer_arguments import check_fraction, check_period, check_rate
+from topologies import Topology
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 
@@ -57,29 +60,32 @@ class DiLoCo(Algorithm):
     def __init__(
         self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"
     ) -> None:
-        if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-            raise ValueError(f"period must be a number of steps, at least 1, got {period!r}")
-        if not isinstance(outer_lr, int | float) or not 0 < outer_lr < math.inf:
-            raise ValueError(f"outer_lr must be above 0, got {outer_lr!r}")
-        if not isinstance(outer_momentum, int | float) or not 0 <= outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be from 0 and below 1, got {outer_momentum!r}")
-        self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
+        self.period = check_period("period", period)
+        self.outer_lr = check_rate("outer_lr", outer_lr)
+        self.outer_momentum = check_fraction("outer_momentum", outer_momentum)
         self.form = check_form(form)
         self.before_forward = form == "atc"
 
-    def is_due(self, step: int) -> bool:
-        return (step + 1) % self.period == 0
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.every(self.period)
 
     def begin(self, bucket: BucketView) -> None:
         super().begin(bucket)
-        bucket.kept[ANCHOR].copy_(bucket.values)
+        self.averaged(bucket)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        self.step_anchor_(bucket, bucket.values + got[VALUES].difference)
+        bucket.values.copy_(bucket.kept[ANCHOR])
+
+    def step_anchor_(self, bucket: BucketView, mean: torch.Tensor) -> None:
+        """A step of the outer optimizer, from the mean of what ranks have sent."""
         anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
-        delta = anchor - (bucket.values + got[VALUES].difference)
+        delta = anchor - mean
         velocity.mul_(self.outer_momentum).add_(delta)
         anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
-        bucket.values.copy_(anchor)
+
+    def averaged(self, bucket: BucketView) -> None:
+        bucket.kept[ANCHOR].copy_(bucket.values)
 
     def describe(self) -> str:
         return (

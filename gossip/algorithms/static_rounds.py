@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import networkx as nx
+
 from topologies import Round, Topology
 
 
@@ -29,7 +31,7 @@ def check_static(topology: Topology, needed_by: str, instead: str, *, symmetric:
             f"topology {topology.name!r} {fault}: {needed_by} builds on what the same peers sent in all "
             f"exchanges before; choose {instead}, or a static topology such as ring"
         )
-    if symmetric and not _only_exchange(topology).is_symmetric:
+    if symmetric and not only_exchange(topology).is_symmetric:
         raise ValueError(
             f"topology {topology.name!r} has edges of one direction, or of two weights: {needed_by} needs two "
             f"ranks that read each other with one weight; choose {instead}, or an undirected topology such as ring"
@@ -38,14 +40,21 @@ def check_static(topology: Topology, needed_by: str, instead: str, *, symmetric:
 
 def is_static_and_symmetric(topology: Topology) -> bool:
     """Whether W is the same in every exchange, and W[i, j] = W[j, i]."""
-    return _why_not_static(topology) is None and _only_exchange(topology).is_symmetric
+    return _why_not_static(topology) is None and only_exchange(topology).is_symmetric
 
 
 def is_exact_in_every_round(topology: Topology) -> bool:
     """Whether W[i, j] = 1/n in every exchange; without a period that cannot be known."""
-    return _why_not_static(topology) is None and _only_exchange(topology).uniform_groups == (
+    return _why_not_static(topology) is None and only_exchange(topology).uniform_groups == (
         tuple(range(topology.world_size)),
     )
+
+
+def only_graph(topology: Topology) -> nx.Graph:
+    """Who exchanges with whom in a topology that is static, undirected and without loops."""
+    graph = only_exchange(topology).graph.to_undirected()
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    return graph
 
 
 def _why_not_static(topology: Topology) -> str | None:
@@ -65,7 +74,7 @@ def _why_not_static(topology: Topology) -> str | None:
     return None
 
 
-def _only_exchange(topology: Topology) -> Round:
+def only_exchange(topology: Topology) -> Round:
     """Of a topology that is static; a round of no exchange if it has none."""
     exchanges = (
         phase.topology.round(exchange) for phase in topology.phases for exchange in range(phase.num_distinct(sampled=0))

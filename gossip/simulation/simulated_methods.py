@@ -97,7 +97,7 @@ class GossipSteps:
     workload : Workload
     compression_ratio : float
     algorithm : Algorithm
-        Says which steps end with an exchange, how many messages a bucket sends in it, and whether they are needed where
+        Says in which rounds steps end, how many messages a bucket sends in it, and whether they are needed where
         the next forward pass begins, in place of where the bucket is updated: a bucket of several layers is awaited by
         the module that holds them all.
     """
@@ -110,16 +110,17 @@ class GossipSteps:
         compression_ratio: float,
         algorithm: Algorithm,
     ) -> None:
-        self._topology = topology
+        self._topology = algorithm.schedule(topology)
         self._cluster = cluster
         self._workload = workload
         self._ratio = compression_ratio
         self._algorithm = algorithm
-        self._all_reduces = _groups_on_wire(topology, cluster, compression_ratio)
+        self._all_reduces = _groups_on_wire(self._topology, cluster, compression_ratio)
         self._plans: dict[tuple[int, bool], ExchangePlan | None] = {}
         n, num_buckets = cluster.world_size, len(workload.bucket_bytes)
         self._free_s = np.zeros(n)
         self._arrives_s = np.full((num_buckets, n), -np.inf)
+        self._posted_in = [-1] * num_buckets
         self._shares = [num_bytes / workload.model_bytes for num_bytes in workload.bucket_bytes]
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
@@ -127,12 +128,12 @@ class GossipSteps:
         clock = clock + draw.delay_s
         waits_s = np.zeros_like(clock)
         for bucket in range(num_buckets if self._algorithm.before_forward else 0):
-            clock = self._combine(bucket, clock, draw, waits_s)
+            clock = self._combine(step, bucket, clock, draw, waits_s)
         clock = self._compute(workload.forward_s * draw.factor, clock)
         for bucket, share in enumerate(self._shares):
             clock = self._compute(workload.backward_s * share * draw.factor, clock)
             if not self._algorithm.before_forward:
-                clock = self._combine(bucket, clock, draw, waits_s)
+                clock = self._combine(step, bucket, clock, draw, waits_s)
             clock = self._compute(workload.update_s * share * draw.factor, clock)
             self._post(step, bucket, clock, draw)
         return clock, waits_s
@@ -144,8 +145,10 @@ class GossipSteps:
             self._arrives_s = delayed(self._arrives_s, clock, computing_s, self._workload.contention)
         return clock + computing_s
 
-    def _combine(self, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
-        """Wait for a bucket's messages and mix them; adds to ``waits_s``."""
+    def _combine(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
+        """Wait for a bucket's messages, if this step needs them, and mix them; adds to ``waits_s``."""
+        if self._posted_in[bucket] < 0 or step != self._posted_in[bucket] + self._algorithm.overlap:
+            return clock
         arrives_s = self._arrives_s[bucket].copy()
         wait_s = np.maximum(arrives_s - clock, 0.0)
         waits_s += wait_s
@@ -154,11 +157,11 @@ class GossipSteps:
 
     def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
-        plan = self._plan(step, num_bytes, draw.present) if self._algorithm.is_due(step) else None
+        plan = self._plan(step, num_bytes, draw.present) if self._algorithm.is_exchanged(bucket, step) else None
         if plan is None:
-            self._arrives_s[bucket] = -np.inf
             return
-        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes * len(self._algorithm.sends))
+        self._posted_in[bucket] = step
+        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes * self._algorithm.messages_per_edge)
         self._free_s = np.where(plan.takes_part, sent_s, self._free_s)
         self._arrives_s[bucket] = np.where(plan.takes_part, arrives_s, -np.inf)
 

@@ -139,7 +139,7 @@ class BucketwiseSteps(BackwardSteps):
         norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be under way
         indices = (bucket.index,)
         with self._lock:  # another thread's forward pass may be at it: wait until it is done
-            self._order.begin(indices, progress.meter)
+            self._order.begin(indices, self.step, progress.meter)
         with self._watch.pause():
             self.updater.update_bucket(bucket, norm, progress.meter, partial(self._order.direct, indices, self.step))
         self._order.end(indices, self.step, progress.meter)

@@ -92,13 +92,14 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     broadcast_parameters_(frozen, arguments.bucket_cap_bytes, world)
     for name, buffer in module.named_buffers():
         world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+    schedule = algorithm.schedule(topology)
     everything: tuple[AnyBucket, ...] = buckets
     if arguments.buffers == "average":
         everything += make_buffer_buckets(module, len(buckets))
 
     transport = None
     if world.world_size > 1:
-        transport = make_transport(_transport_factory(arguments, compression), world, topology)
+        transport = make_transport(_transport_factory(arguments, compression), world, schedule)
     scaler = arguments.open_scaler
     updater = Updater(
         optimizers,
@@ -109,7 +110,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
         rank=world.rank,
     )
-    exchanges = RankExchanges(everything, optimizers, topology, transport, algorithm, compression, world.rank)
+    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, world.rank)
     keep_out_of_graphs()
     if not arguments.step_in_backward:
         make_engine: type[StepEngine] = OptimizerSteps

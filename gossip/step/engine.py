@@ -241,7 +241,7 @@ class StepEngine(Liveness, ABC):
             if looks_at_gradients:  # else they may be an older backward pass's
                 self._check_was_combined(bucket)
         with self._lock:  # another thread's forward pass may be at it: wait until it is done
-            self._order.begin(range(len(self.buckets)), self._progress.meter)
+            self._order.begin(range(len(self.buckets)), self.step, self._progress.meter)
 
     def _direct_all(self) -> None:
         self._order.direct(range(len(self.buckets)), self.step)

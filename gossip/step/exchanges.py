@@ -85,6 +85,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     optimizers : sequence of Optimizer
         Those with a ``pre_average_hook`` see every exchange, see :class:`UsesExchange`.
     topology : Topology
+        The rounds that steps end with.
     algorithm : Algorithm
     compression : Compression
         Of parameters, and of what the algorithm sends with them. Buffers and numbers are sent as they are.
@@ -167,6 +168,14 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         algorithm = self.algorithm
         return (*algorithm.sends, *algorithm.numbers) if self.holds_parameters(index) else (VALUES,)
 
+    def _edges(self, index: int, channel: str, round_: Round) -> Round:
+        """Those of a bucket's channel."""
+        return self.algorithm.channel_round(channel, round_) if self.holds_parameters(index) else round_
+
+    def _is_in(self, round_: Round, rank: int) -> bool:
+        """Whether something arrives at a rank in a round."""
+        return bool(round_.peers(rank)) or (self.algorithm.steps_alone and not round_.is_identity)
+
     def _begin(self, view: BucketView) -> None:
         """Let the algorithm fill a bucket's state.
 
@@ -189,13 +198,13 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             return view.numbers[channel]
         return view.values if channel == VALUES else view.zeros()
 
-    def is_due(self, step: int) -> bool:
-        """Whether step ``step`` ends with an exchange in which somebody here has a peer."""
-        return self.algorithm.is_due(step) and self._takes_part(self._topology.round(step))
+    def is_due(self, index: int, step: int) -> bool:
+        """Whether step ``step`` ends with an exchange of a bucket in which somebody here has a peer."""
+        return self.algorithm.is_exchanged(index, step) and self._takes_part(self._topology.round(step))
 
     def send(self, index: int, step: int, meter: AnyMeter) -> None:
         """Start round ``step`` of a bucket; nothing happens in a round in which nobody here has a peer."""
-        if not self.is_due(step):
+        if not self.is_due(index, step):
             return
         round_ = self._topology.round(step)
         messages: dict[str, list[torch.Tensor]] = {channel: [] for channel in self._channels(index)}
@@ -204,6 +213,12 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             for channel, message in {**made, **view.numbers}.items():
                 messages[channel].append(message)
         self.in_flight[index] = self._start(index, messages, round_, step, meter)
+
+    def combine_what_is_due_(self, index: int, step: int, meter: AnyMeter) -> None:
+        """Combine what is in flight for a bucket if step ``step``, which updates it, needs it."""
+        in_flight = self.in_flight[index]
+        if in_flight is not None and step >= in_flight.round_index + self.algorithm.overlap:
+            self.combine_(index, meter)
 
     def combine_(self, index: int, meter: AnyMeter) -> None:
         """Wait for what is in flight for a bucket, if anything is, and combine it.
@@ -245,6 +260,12 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                         in_flight.round,
                         in_flight.round_index,
                     )
+
+    def averaged(self) -> None:
+        """Tell the algorithm that the values have become the mean over ranks."""
+        for index in range(len(self.in_flight)):
+            for view in self.views(index) if self.holds_parameters(index) else ():
+                self.algorithm.averaged(view)
 
     def drop(self) -> None:
         """Wait for what is in flight and forget it."""

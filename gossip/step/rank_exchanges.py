@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.transport import Exchange, Transport
+from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, chunks, finite_on_host
 from gossip.errors import GossipError
@@ -162,7 +163,9 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         for bucket in buckets:
             view = BucketView(bucket.block)
             if isinstance(bucket, Bucket):
-                view = BucketView(bucket.block, bucket.parameters, bucket.views, self._optimizers)
+                view = BucketView(
+                    bucket.block, bucket.parameters, bucket.views, self._optimizers, range(self._rank, self._rank + 1)
+                )
                 self._begin(view)
             self._views.append(view)
         self.codecs += self._make_codecs(buckets)
@@ -193,7 +196,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return isinstance(self._buckets[index], Bucket)
 
     def _takes_part(self, round_: Round) -> bool:
-        return self._transport is not None and bool(round_.peers(self._rank))
+        return self._transport is not None and self._is_in(round_, self._rank)
 
     def _start(
         self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: Meter
@@ -204,11 +207,18 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             in_flight.surplus = row_sum(round_, self._rank) - 1
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
+                edges = self._edges(index, channel, round_)
+                if not edges.peers(self._rank):
+                    nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
+                    in_flight.exchanges[channel] = Known(nothing)
+                    if self._readers:
+                        in_flight.sent[channel] = [message.clone()]
+                    continue
                 codec = self.codecs[index][channel]
-                conversation = codec.exchange(message, round_, step)
+                conversation = codec.exchange(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self._transport.start(
-                    conversation, round_, step=step, bucket=index + CHANNEL_STRIDE * number
+                    conversation, edges, step=step, bucket=index + CHANNEL_STRIDE * number
                 )
                 if codec.sent is not None:
                     in_flight.sent[channel] = [codec.sent]

@@ -28,10 +28,10 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
         self._exchanges = exchanges
         self._algorithm = exchanges.algorithm
 
-    def begin(self, indices: Sequence[int], meter: AnyMeter) -> None:
+    def begin(self, indices: Sequence[int], step: int, meter: AnyMeter) -> None:
         """Combine what has arrived for these buckets, and remember their values."""
         for index in indices:
-            self._exchanges.combine_(index, meter)
+            self._exchanges.combine_what_is_due_(index, step, meter)
             if self._algorithm.remembers_before:
                 for view in self._exchanges.views(index):
                     view.before = view.values.clone()
@@ -72,7 +72,7 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
             self._exchanges.send(index, step, meter)
 
     def _updated(self, index: int, step: int) -> None:
-        exchanges = self._exchanges.is_due(step)
+        exchanges = self._exchanges.is_due(index, step)
         for view in self._exchanges.views(index):
             view.round_index, view.exchanges = step, exchanges
             if self._algorithm.follows_learning_rate:

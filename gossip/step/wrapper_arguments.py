@@ -163,7 +163,7 @@ def prepare_algorithm(
     """
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
-    compression.check(topology)
+    compression.check(algorithm.schedule(topology))
     if not compression.shows_messages:
         _refuse_readers_of_messages(algorithm, compression, optimizers)
     if averages_buffers and topology.stochasticity != "doubly":

@@ -132,7 +132,9 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     def _make_view(self, shard: Shard, index: int) -> BucketView:
         bucket = self._buckets[index]
         parameters = [shard.parameters[name] for name in bucket.names]
-        return BucketView(shard.blocks[index], parameters, lambda flat: stacked_views(bucket, flat), self._optimizers)
+        return BucketView(
+            shard.blocks[index], parameters, lambda flat: stacked_views(bucket, flat), self._optimizers, shard.ranks
+        )
 
     def _make_codecs(self, index: int) -> None:
         """One for each channel and rank; none where messages are values."""
@@ -173,16 +175,17 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         in_flight = StackedInFlight(round_, step)
         keeps_sent = bool(self._readers)
         for channel, blocks in messages.items():
+            edges = self._edges(index, channel, round_)
             if (index, channel) in self.codecs:
-                in_flight.stacks[channel], sent = self._converse(index, channel, blocks, round_, step, meter)
+                in_flight.stacks[channel], sent = self._converse(index, channel, blocks, edges, step, meter)
             else:
                 compression = self._compression_of(index, channel)
                 values = [_values(compression, block) for block in blocks]
                 wide = accumulation_dtype(blocks[0].dtype)
-                in_flight.stacks[channel] = weighted_differences(round_, self._shards, values, wide, self._known_rows)
+                in_flight.stacks[channel] = weighted_differences(edges, self._shards, values, wide, self._known_rows)
                 sent = [message.clone() for message in values] if keeps_sent else []
                 is_summed = values[0].dtype == blocks[0].dtype  # on the wire, in groups
-                meter.values_sent.append((round_, is_summed, values[0][0].nbytes))
+                meter.values_sent.append((edges, is_summed, values[0][0].nbytes))
             if keeps_sent:
                 in_flight.sent[channel] = sent
         return in_flight
@@ -239,7 +242,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
 
     def _in_flight_of(self, indices: Sequence[int], number: int, row: int, rank: int) -> dict[str, Any] | None:
         found = [self.in_flight[index] for index in indices]
-        in_flight = [block for block in found if block is not None and block.round.peers(rank)]
+        in_flight = [block for block in found if block is not None and self._is_in(block.round, rank)]
         if not in_flight:
             return None
 

@@ -173,7 +173,13 @@ class VirtualWorkers(OwnAttributes):
         )
         self._calls = ReplicaCalls(module, self._updater.note_reached)
         self._exchanges = StackedExchanges(
-            self._shards, buckets, buffer_buckets, self._optimizers, self.topology, self.algorithm, self.compression
+            self._shards,
+            buckets,
+            buffer_buckets,
+            self._optimizers,
+            self.algorithm.schedule(self.topology),
+            self.algorithm,
+            self.compression,
         )
         self._order = StepOrder(self._exchanges)
         self._synchronise, self._is_averaged = True, False
@@ -366,7 +372,7 @@ class VirtualWorkers(OwnAttributes):
         self._updater.stack_new_groups()
         self._unfreeze(self._frozen.unfrozen())
         meter, everything = StackedMeter(self.world_size), range(len(self._exchanges.in_flight))
-        self._order.begin(everything, meter)
+        self._order.begin(everything, self.step, meter)
         direct = partial(self._order.direct, everything, self.step) if self.algorithm.directs else None
         skipped = self._updater.apply(self.step, direct)
         self._order.end(everything, self.step, meter)
@@ -397,6 +403,7 @@ class VirtualWorkers(OwnAttributes):
         for name, stack in (*self.named_parameters(), *self.named_buffers()):
             stack.copy_(values[name].to(stack.device).expand_as(stack))
         written(self._shards)
+        self._exchanges.averaged()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:

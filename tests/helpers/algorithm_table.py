@@ -263,6 +263,104 @@ def diloco(
     return x
 
 
+def gossip_pga(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
+) -> Array:
+    x = np.tile(problem.start, (problem.world_size, 1))
+    average = np.full((problem.world_size, problem.world_size), 1 / problem.world_size)
+
+    def matrix(step: int) -> Array:
+        return topology.round(step).matrix() if (step + 1) % period else average
+
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        x = matrix(step - 1) @ x if step and form == "awc" else x
+        x = x + sgd(gradients, problem.is_updated(step), step)
+        x = matrix(step) @ x if form == "atc" else x
+    return x
+
+
+def slowmo(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
+) -> Array:
+    x = np.tile(problem.start, (problem.world_size, 1))
+    anchor, velocity = problem.start, np.zeros_like(problem.start)
+
+    def combine(step: int) -> Array:
+        nonlocal anchor, velocity
+        if (step + 1) % period:
+            return topology.round(step).matrix() @ x
+        velocity = 0.5 * velocity + (anchor - x.mean(0)) / sgd.rates(step)
+        anchor = anchor - 0.7 * sgd.rates(step) * velocity
+        return np.tile(anchor, (problem.world_size, 1))
+
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        x = combine(step - 1) if step and form == "awc" else x
+        x = x + sgd(gradients, problem.is_updated(step), step)
+        x = combine(step) if form == "atc" else x
+    return x
+
+
+def noloco(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
+) -> Array:
+    x = anchor = np.tile(problem.start, (problem.world_size, 1))
+    velocity = np.zeros_like(x)
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        for now in ("awc", "atc"):
+            done = step + (now == "atc")  # steps whose updates are in x
+            if form == now and done and done % period == 0:
+                matrix = topology.round(done // period - 1).matrix()
+                velocity = 0.5 * velocity + 0.7 * matrix @ (x - anchor) - (anchor - matrix @ anchor)
+                anchor = anchor + velocity
+                x = anchor
+            if now == "awc":
+                x = x + sgd(gradients, problem.is_updated(step), step)
+    return x
+
+
+def relay_sum(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc") -> Array:
+    """By the distances in the tree alone: what a rank averages is as old as its source is far away."""
+    size = problem.world_size
+    distances = dict(nx.all_pairs_shortest_path_length(topology.round(0).graph.to_undirected()))
+    x, updated = np.tile(problem.start, (size, 1)), []
+
+    def combine() -> Array:
+        def known(rank: int, source: int) -> Array:
+            age = max(distances[rank][source] - 1, 0)
+            return updated[-1 - age][source] if age < len(updated) else problem.start
+
+        return np.stack([np.mean([known(rank, source) for source in range(size)], 0) for rank in range(size)])
+
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        x = combine() if step and form == "awc" else x
+        x = x + sgd(gradients, problem.is_updated(step), step)
+        updated.append(x)
+        x = combine() if form == "atc" else x
+    return x
+
+
+def streaming_diloco(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+    """Of one part, every 3 steps, 2 steps late."""
+    assert topology.name == "complete"
+    x = np.tile(problem.start, (problem.world_size, 1))
+    anchor, velocity, sent = problem.start, np.zeros_like(problem.start), {}
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        if step - 2 in sent:
+            delta = anchor - sent[step - 2].mean(0)
+            velocity = 0.9 * velocity + delta
+            anchor = anchor - 0.7 * (delta + 0.9 * velocity)
+            x = 0.5 * x + 0.5 * anchor
+        x = x + sgd(gradients, problem.is_updated(step), step)
+        if (step + 1) % 3 == 0:
+            sent[step] = x
+    return x
+
+
 class Row(NamedTuple):
     """What the contract knows of an algorithm.
 
@@ -278,6 +376,8 @@ class Row(NamedTuple):
 
 
 CHANGING = ("ring", "one_peer_exponential", "base")
+EVERY_3 = {"period": 3}
+TREES = ("path", "star")
 AWC_AND_ATC: dict[str, tuple[Callable[..., Array], float]] = {
     "gradient_tracking": (gradient_tracking, MOMENTUM),
     "integral_correction": (integral_correction, MOMENTUM),
@@ -291,6 +391,19 @@ ROWS: dict[str, Row] = {
     "decentlam": Row(decentlam, ("ring", "torus"), momentum=0.0),
     "diloco": Row(partial(diloco, form="atc"), ("complete",), keeps_mean=False, options={"period": 3}),
     "diloco(awc)": Row(diloco, ("complete",), keeps_mean=False, options={"period": 3, "form": "awc"}),
+    "gossip_pga": Row(gossip_pga, CHANGING, options=EVERY_3),
+    "gossip_pga(atc)": Row(partial(gossip_pga, form="atc"), CHANGING, options={"period": 3, "form": "atc"}),
+    "noloco": Row(partial(noloco, form="atc"), (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3),
+    "noloco(awc)": Row(noloco, (*CHANGING, "random_matching"), keeps_mean=False, options={"period": 3, "form": "awc"}),
+    "relay_sum": Row(partial(relay_sum, form="atc"), TREES, keeps_mean=False),
+    "relay_sum(awc)": Row(relay_sum, TREES, keeps_mean=False, options={"form": "awc"}),
+    "slowmo": Row(slowmo, CHANGING, keeps_mean=False, options={"period": 3, "slow_lr": 0.7}),
+    "slowmo(atc)": Row(
+        partial(slowmo, form="atc"), CHANGING, keeps_mean=False, options={"period": 3, "slow_lr": 0.7, "form": "atc"}
+    ),
+    "streaming_diloco": Row(
+        streaming_diloco, ("complete",), keeps_mean=False, options={"period": 3, "parts": 1, "overlap": 2}
+    ),
     "exact_diffusion": Row(exact_diffusion, ("ring", "torus")),
     "extra": Row(extra, ("ring", "torus")),
     "momentum_exchange": Row(momentum_exchange, CHANGING),

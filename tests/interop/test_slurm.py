@@ -104,7 +104,9 @@ if __name__ == "__main__":
 def test_two_steps_at_once_do_not_meet(tmp_path: Path, slurm: dict[str, str]) -> None:
     (tmp_path / "meet.py").write_text(MEETING_SCRIPT)
     step = f"srun --exact -n 2 {sys.executable} meet.py"
-    salloc = run(slurm, tmp_path, "salloc", "-n", "4", "bash", "-c", f"{step} & first=$!; {step} & wait $first && wait $!")
+    salloc = run(
+        slurm, tmp_path, "salloc", "-n", "4", "bash", "-c", f"{step} & first=$!; {step} & wait $first && wait $!"
+    )
     assert salloc.returncode == 0, salloc.stderr
     assert sorted(salloc.stdout.splitlines()) == [
         str((str(step), [step, step], (str(rank), str(rank), "2", "localhost")))

@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -82,6 +83,43 @@ def test_interleave_takes_turns(one: str, other: str) -> None:
     assert topology.symmetric == (even.symmetric and odd.symmetric)
     if "complete" in (one, other) and topology.period:
         assert topology.exact_after == (1 if one == "complete" else 2)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("case", range(len(NAMES) + 3))
+def test_averages_in_every_kth_round(case: int, k: int) -> None:
+    ring, star, matching = (topologies.build(name, 6) for name in ("ring", "star", "random_matching"))
+    phased = (ring.every(2), star.then(ring, after=4), ring.then(matching.every(3).then(star, after=4), after=5))
+    base = topologies.build(NAMES[case], 6) if case < len(NAMES) else phased[case - len(NAMES)]
+    topology = base.averaged_every(k)
+    for t in range(25):
+        if (t + 1) % k:
+            assert topology.round(t) == base.round(t)
+        else:
+            np.testing.assert_array_equal(topology.round(t).matrix(), np.full((6, 6), 1 / 6))
+    assert topology.warmup == base.warmup
+    assert topology.averaged_every(k) is topology
+    assert topology.averaged_every(2 * k) is topology
+    assert Topology.from_json(topology.to_json()) == topology
+    assert pickle.loads(pickle.dumps(topology)) == topology
+    if base.period is not None:
+        assert topology.exact_after is not None
+        assert topology.exact_after <= k
+
+
+def test_averages_of_a_directed_graph_keep_sums_only() -> None:
+    graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
+    topology = Topology.from_graph(graph, weights="push_sum").averaged_every(2)
+    assert topology.stochasticity == "column"
+    assert topology.promised_exact_after is None
+
+
+def test_other_averages_are_not_mistaken() -> None:
+    ring = topologies.build("ring", 4)
+    twos = ring.averaged_every(2)
+    assert twos.averaged_every(3).round(2).uniform_groups is not None
+    late = ring.then(twos, after=1)
+    assert late.averaged_every(2).round(3).uniform_groups is not None
 
 
 @given(st.permutations(range(6)), st.sampled_from(NAMES))

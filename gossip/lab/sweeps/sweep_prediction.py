@@ -83,7 +83,8 @@ def _compression_ratio(summary: Mapping[str, Any], topology: Topology | None, al
     """How many times smaller the messages were than the parameters: as sent, so that every compression is served."""
     if topology is None or summary["compression"] == gossip.Uncompressed().describe():
         return 1.0
-    rounds = [topology.round(step) for step in range(min(_NUM_STEPS, summary["steps"]))]
+    schedule = algorithm.schedule(topology)
+    rounds = [schedule.round(step) for step in range(min(_NUM_STEPS, summary["steps"]))]
     num_targets = [len(round_.targets(rank)) for round_ in rounds for rank in range(topology.world_size)]
-    messages_per_step = len(algorithm.sends) * sum(num_targets) / len(num_targets)
+    messages_per_step = algorithm.messages_per_edge * sum(num_targets) / len(num_targets)
     return float(messages_per_step * summary["parameter_bytes"] / summary["bytes_sent_per_step"])

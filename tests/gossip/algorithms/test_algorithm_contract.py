@@ -112,30 +112,35 @@ def drive(case: Case) -> np.ndarray:
     """All ranks in one stack, by the hooks alone, in the order that the base class states."""
     problem, topology = case.problem, make_topology(case.topology, WORLD_SIZE)
     algorithm = make_algorithm(case.algorithm).on(topology)
+    schedule = algorithm.schedule(topology)
     x = nn.Parameter(torch.tensor(np.tile(problem.start, (WORLD_SIZE, 1))))
     optimizer = sgd_for(case.algorithm)([x])
-    view = BucketView(x.data, [x], lambda flat: [flat], [optimizer])
+    view = BucketView(x.data, [x], lambda flat: [flat], [optimizer], range(WORLD_SIZE))
     algorithm.begin(view)
-    got: dict[str, Arrived] | None = None
+    in_flight: dict[int, dict[str, Arrived]] = {}  # by the step that needs it
     for step in range(problem.num_steps):
         gradients = torch.tensor(problem.gradients(x.detach().numpy(), case.max_norm))
         optimizer.param_groups[0]["lr"] = case.rates(step)
-        if got is not None and not algorithm.before_forward:
-            view.round_index = step - 1
-            algorithm.arrive(view, got)
+        if step in in_flight:
+            view.round_index = step - algorithm.overlap
+            algorithm.arrive(view, in_flight.pop(step))
         view.round_index = step
         view.before = view.values.clone()
         x.grad = algorithm.gradient(view, gradients)
         optimizer.step()
         view.follow_learning_rate()
+        round_ = schedule.round(step)
+        view.exchanges = not round_.is_identity and algorithm.is_exchanged(0, step)
         algorithm.updated(view)
-        matrix = torch.tensor(topology.round(step).matrix())
-        messages = {**algorithm.message(view), **view.numbers}
-        got = None
-        if algorithm.is_due(step):
-            got = {channel: Arrived(matrix @ message - message) for channel, message in messages.items()}
+        if view.exchanges:
+            got = {}
+            for channel, message in {**algorithm.message(view), **view.numbers}.items():
+                matrix = torch.tensor(algorithm.channel_round(channel, round_).matrix())
+                got[channel] = Arrived(matrix @ message - message)
             if algorithm.before_forward:
                 algorithm.arrive(view, got)
+            else:
+                in_flight[step + algorithm.overlap] = got
     return x.detach().numpy()
 
 

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 import topologies
-from gossip import Cluster, DropOut, RandomDelays, SlowRank, Workload, simulate_time
+from gossip import (
+    Algorithm,
+    Cluster,
+    DiLoCo,
+    DropOut,
+    NoLoCo,
+    RandomDelays,
+    SlowRank,
+    StreamingDiLoCo,
+    Workload,
+    simulate_time,
+)
 from topologies import Topology
 
 FREE = {"latency_us": 0.0, "bandwidth_gbps": math.inf, "local_latency_us": 0.0, "local_bandwidth_gbps": math.inf}
@@ -106,6 +117,37 @@ def test_adapt_then_combine_hides_messages_only_until_forward(bucket_bytes: tupl
     workload = Workload(0.1, 0.2, bucket_bytes)
     run = simulate_time(topology, Cluster(4, **GIGABIT), workload, 50, algorithm="adapt_then_combine")
     np.testing.assert_allclose(np.diff(run.step_ends_s), step_s)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "exposed_s"),
+    [
+        (DiLoCo(period=4), 0.2),
+        (DiLoCo(period=4, form="awc"), 0.1),
+        (StreamingDiLoCo(period=4, parts=1, overlap=2), 0.0),
+        (NoLoCo(period=4), 0.4),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, Algorithm) else "",
+)
+def test_averages_now_and_then_are_hidden_as_long_as_they_may_be_late(algorithm: Algorithm, exposed_s: float) -> None:
+    topology, workload = topologies.build("complete", 2), Workload(0.05, 0.05, (25_000_000,))
+    run = simulate_time(topology, Cluster(2, **GIGABIT), workload, 40, algorithm=algorithm)
+    np.testing.assert_allclose(np.diff(run.step_ends_s[5::4]), 4 * 0.1 + exposed_s)
+
+
+def test_parts_are_sent_in_turn() -> None:
+    """Each of two buckets takes 0.1 s and has one step; the first leaves after half of the backward pass."""
+    topology, workload = topologies.build("complete", 2), Workload(0.05, 0.05, (12_500_000, 12_500_000))
+    for parts, exposed_s in ((1, 0.2 - 0.1 - 0.025), (2, 0.0)):
+        algorithm = StreamingDiLoCo(period=4, parts=parts, overlap=1)
+        run = simulate_time(topology, Cluster(2, **GIGABIT), workload, 40, algorithm=algorithm)
+        np.testing.assert_allclose(np.diff(run.step_ends_s[5::4]), 4 * 0.1 + exposed_s)
+
+
+def test_relayed_messages_are_one_along_an_edge() -> None:
+    workload = Workload(0.0, 0.0, (12_500_000,))
+    run = simulate_time(topologies.build("path", 5), Cluster(5, **GIGABIT), workload, 20, algorithm="relay_sum")
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 * 2)
 
 
 @pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 2 * 4 / 5), ("exponential", 3)])

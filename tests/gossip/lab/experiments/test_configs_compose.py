@@ -64,8 +64,11 @@ def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
 def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
     for option in options(group):
         overrides = [f"{group}={option}", "topology=ring"]  # which every compression serves
-        if option == "diloco":
-            overrides[1] = "topology=complete"
+        overrides[1] = {
+            "diloco": "topology=complete",
+            "streaming_diloco": "topology=complete",
+            "relay_sum": "topology=path",
+        }.get(option, overrides[1])
         if "cifar10" in option:
             overrides.append(f"data.folder={cifar10_folder}")
         if option in ("char_transformer", "stdlib_text"):

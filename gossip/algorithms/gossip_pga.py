@@ -1,0 +1,46 @@
+"""Gossip-PGA: gossip with an exact average every so many steps."""
+
+from __future__ import annotations
+
+from gossip.algorithms.base import Algorithm
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.outer_arguments import check_period
+from topologies import Topology
+
+
+class GossipPGA(Algorithm):
+    r"""Gossip with periodic global averaging: every H-th exchange is the exact average over all ranks.
+
+    .. math::
+        x_i(t+1) = \sum_j W_t[i,j]\, x_j(t) + u_i(t), \qquad W_t = J/n \text{ where } H \text{ divides } t + 1
+
+    Where a topology mixes slowly, a ring of many ranks for one, that bounds how far replicas drift apart. It is adapt
+    while communicating, or adapt then combine, on :meth:`topologies.Topology.averaged_every`; every other algorithm can
+    run on such a schedule as well.
+
+    Sends one message per step, and every H-th step what an all-reduce sends, two thirds to two messages; keeps nothing.
+    Any doubly stochastic W.
+
+    Parameters
+    ----------
+    period : int
+        H, the steps from one average to the next, at least 1.
+    form : str
+        "awc": the messages have the whole next iteration; "atc": they are awaited before the next forward pass.
+
+    References
+    ----------
+    Chen, Yuan, Zhang, Pan, Xu and Yin, "Accelerating gossip SGD with periodic global averaging", ICML 2021, algorithm
+    1.
+    """
+
+    def __init__(self, period: int = 16, form: Form = "awc") -> None:
+        self.period = check_period("period", period)
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.averaged_every(self.period)
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({self.form}: period={self.period})"

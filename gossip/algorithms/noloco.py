@@ -1,0 +1,96 @@
+"""NoLoCo: many local steps between outer steps, each with the partners of one round alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from gossip.algorithms.base import VALUES, Algorithm, Resized
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.outer_arguments import check_fraction, check_period, check_rate
+from topologies import Topology
+
+ANCHOR, VELOCITY = "anchor", "velocity"
+
+
+class NoLoCo(Algorithm):
+    r"""DiLoCo without an all-reduce: the outer step of a rank needs its partners alone, and draws anchors together.
+
+    A rank begins at its own anchor :math:`a_i`, and makes H steps with its own optimizer, which end at :math:`x_i`.
+    Then, with the outer rate :math:`\beta`, the outer momentum :math:`\alpha` and the pull :math:`\gamma`:
+
+    .. math::
+        v_i \leftarrow \alpha\, v_i + \beta \sum_j W_{ij} (x_j - a_j) - \gamma \bigl(a_i - \sum_j W_{ij} a_j\bigr),
+        \qquad a_i \leftarrow a_i + v_i, \qquad x_i \leftarrow a_i
+
+    A rank without a partner makes the step alone. Outer step s uses round s of the topology. The paper's are pairs
+    drawn at random ("random_matching"), for which the spread of the anchors stays bounded if
+    :math:`\alpha < \gamma < \sqrt{2 + \alpha^2}`.
+
+    Sends two messages every H steps, values and anchors, and keeps two tensors per bucket. Any doubly stochastic W. Use
+    it where links are slow and ranks are many, or no collective over all of them can be relied upon.
+
+    Parameters
+    ----------
+    period : int
+        H, the steps from one outer step to the next, at least 1.
+    outer_lr, pull : float
+        Above 0.
+    outer_momentum : float
+        From 0, below 1.
+    form : str
+        "atc": awaited before the next forward pass; "awc": the messages have the whole next iteration.
+
+    References
+    ----------
+    Kolehmainen, Blagoev, Donaghy, Ersoy and Nies, "NoLoCo: No-all-reduce low communication training method for large
+    models", 2025, equations (1) to (3).
+    """
+
+    sends = (VALUES, ANCHOR)
+    steps_alone = True
+    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
+
+    def __init__(
+        self,
+        period: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.5,
+        pull: float = 1.0,
+        form: Form = "atc",
+    ) -> None:
+        self.period = check_period("period", period)
+        self.outer_lr, self.pull = check_rate("outer_lr", outer_lr), check_rate("pull", pull)
+        self.outer_momentum = check_fraction("outer_momentum", outer_momentum)
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.every(self.period)
+
+    def begin(self, bucket: BucketView) -> None:
+        super().begin(bucket)
+        self.averaged(bucket)
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
+        pull = got[ANCHOR].difference
+        moved = (bucket.values + got[VALUES].difference).sub_(anchor).sub_(pull)
+        velocity.mul_(self.outer_momentum).add_(moved, alpha=self.outer_lr).add_(pull, alpha=self.pull)
+        anchor.add_(velocity)
+        bucket.values.copy_(anchor)
+
+    def averaged(self, bucket: BucketView) -> None:
+        bucket.kept[ANCHOR].copy_(bucket.values)
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {VALUES: bucket.values, ANCHOR: bucket.kept[ANCHOR]}
+
+    def describe(self) -> str:
+        return (
+            f"{type(self).__name__}({self.form}: period={self.period} outer_lr={self.outer_lr:g} "
+            f"outer_momentum={self.outer_momentum:g} pull={self.pull:g})"
+        )

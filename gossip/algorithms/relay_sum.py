@@ -1,0 +1,146 @@
+"""RelaySum: every rank's values reach all others along a tree, unmixed, each after as many steps as it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import networkx as nx
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from gossip.algorithms.base import VALUES, Algorithm, Requires
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.static_rounds import only_graph
+from topologies import Round, Topology
+
+
+class RelaySum(Algorithm):
+    r"""A uniform average with delays: what comes from one neighbour in a tree is relayed to the others.
+
+    With :math:`n_{j \to i}` ranks on j's side of the edge between i and j, and :math:`m_{j \to i}` the mean over them
+    as far as i knows:
+
+    .. math::
+        m_{i \to j}(t) &= \frac{1}{n_{i \to j}} \Bigl(x_i(t) + u_i(t)
+            + \sum_{k \ne j} n_{k \to i}\, m_{k \to i}(t-1) \Bigr) \\
+        x_i(t+1) &= \frac1n \Bigl(x_i(t) + u_i(t) + \sum_j n_{j \to i}\, m_{j \to i}(t) \Bigr)
+            = \frac1n \sum_j (x_j + u_j)(t - \tau_{ij} + 1)
+
+    :math:`\tau_{ij}` being the number of edges between i and j, and values before the first step the initial ones: data
+    that differ between ranks do not bias it. The weights of the topology are not used: its edges are, which must be a
+    spanning tree, the same in every exchange. The mean over ranks at a time is not kept, as ranks get it late.
+
+    Sends one message along each edge, of which there are n - 1 for n ranks, and keeps as many tensors per bucket as the
+    tree's largest degree. Edges are coloured with so many colours that no two of a rank are alike; each colour is a
+    channel. Optimizers with a ``pre_average_hook`` cannot be used: nothing is mixed by the topology's weights.
+
+    Parameters
+    ----------
+    form : str
+        "atc": awaited before the next forward pass, as above; "awc": the messages have the whole next iteration, whose
+        gradients are still taken at :math:`x_i(t) + u_i(t)`.
+
+    References
+    ----------
+    Vogels, He, Koloskova, Karimireddy, Lin, Stich and Jaggi, "RelaySum for decentralized deep learning on heterogeneous
+    data", NeurIPS 2021, algorithm 1.
+    """
+
+    requires = Requires(static=True, symmetric=True, tree=True)
+
+    def __init__(self, form: Form = "atc") -> None:
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def on(self, topology: Topology) -> RelaySum:
+        return _Relaying(self.form, topology)
+
+    def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
+        for optimizer in optimizers:
+            if hasattr(optimizer, "pre_average_hook"):
+                raise ValueError(
+                    f"algorithm {self.describe()} mixes nothing that {type(optimizer).__name__}.pre_average_hook could "
+                    "be shown; choose another of the two"
+                )
+
+    def describe(self) -> str:
+        return f"RelaySum({self.form})"
+
+
+class _Relaying(RelaySum):
+    """On a tree."""
+
+    def __init__(self, form: Form, topology: Topology) -> None:
+        super().__init__(form)
+        size = topology.world_size
+        tree = only_graph(topology)
+        colours = _coloured(tree)
+        num_colours = max(colours.values(), default=0) + 1
+        self.sends = (VALUES, *(f"colour_{number}" for number in range(1, num_colours)))  # type: ignore[misc]
+        self._states = tuple(f"relayed_{number}" for number in range(num_colours))
+        self.keeps = dict.fromkeys(self._states, "mean")  # type: ignore[misc]
+        partners: list[list[dict[int, float]]] = [[{} for _ in range(size)] for _ in range(num_colours)]
+        behind = np.zeros((num_colours, size, 1))
+        for (one, other), colour in colours.items():
+            partners[colour][one], partners[colour][other] = {other: 1.0}, {one: 1.0}
+        for edge, colour in colours.items():
+            for rank, neighbour in (edge, edge[::-1]):
+                tree.remove_edge(*edge)
+                behind[colour, rank] = len(nx.node_connected_component(tree, neighbour))
+                tree.add_edge(*edge)
+        self._rounds = dict(zip(self.sends, map(Round.from_rows, partners), strict=True))
+        self._behind, self._size = torch.from_numpy(behind), size
+
+    @property
+    def messages_per_edge(self) -> int:
+        return 1
+
+    def channel_round(self, channel: str, round_: Round) -> Round:
+        del round_
+        return self._rounds[channel]
+
+    def begin(self, bucket: BucketView) -> None:
+        bucket.kept.update({state: bucket.zeros().copy_(bucket.values) for state in self._states})
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        for state, (channel, message) in zip(self._states, self._messages(bucket).items(), strict=True):
+            bucket.kept[state].copy_(message.add_(got[channel].difference))
+        bucket.values.copy_(self._total(bucket).div_(self._size))
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {name: message.to(bucket.values.dtype) for name, message in self._messages(bucket).items()}
+
+    def _messages(self, bucket: BucketView) -> dict[str, torch.Tensor]:
+        """By channel; where a rank has no edge of that colour, one that nobody gets."""
+        total = self._total(bucket)
+        return {
+            channel: (total - relayed * behind).div_(self._size - behind)
+            for channel, (relayed, behind) in zip(self.sends, self._relayed(bucket), strict=True)
+        }
+
+    def _total(self, bucket: BucketView) -> torch.Tensor:
+        total = bucket.zeros().copy_(bucket.values)
+        for relayed, behind in self._relayed(bucket):
+            total.add_(relayed * behind)
+        return total
+
+    def _relayed(self, bucket: BucketView) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By colour what has arrived, and how many ranks it stands for, [..., 1]."""
+        ranks, like = bucket.ranks, bucket.kept[self._states[0]]
+        rows = self._behind[:, ranks.start : ranks.stop].to(like)
+        if bucket.values.dim() == 1:
+            rows = rows[:, 0]
+        return [(bucket.kept[state], row) for state, row in zip(self._states, rows, strict=True)]
+
+
+def _coloured(tree: nx.Graph) -> dict[tuple[int, int], int]:
+    """A colour for each edge, as few as can be, such that no two of a node are alike."""
+    colours: dict[tuple[int, int], int] = {}
+    above: dict[int, int] = {}  # the colour of the edge to a node's parent
+    for parent, child in nx.bfs_edges(tree, min(tree)):
+        used = {above.get(parent, -1), *(colours[edge] for edge in colours if edge[0] == parent)}
+        colour = next(number for number in range(len(tree)) if number not in used)
+        colours[parent, child] = above[child] = colour
+    return colours

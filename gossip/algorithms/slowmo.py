@@ -1,0 +1,84 @@
+"""SlowMo: gossip, with a slow momentum over what all ranks together have moved between exact averages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from gossip.algorithms.base import VALUES, Resized, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.forms import Form
+from gossip.algorithms.gossip_pga import GossipPGA
+from gossip.algorithms.outer_arguments import check_fraction, check_rate
+
+ANCHOR, VELOCITY = "anchor", "velocity"
+
+
+class SlowMo(GossipPGA):
+    r"""Gossip for H steps, then an exact average and a step of heavy-ball momentum along what has been moved.
+
+    With :math:`a` the values after the last average, :math:`\bar x` the new average, :math:`\eta` the learning rate,
+    the slow rate :math:`\alpha` and the slow momentum :math:`\beta`, every H-th exchange is
+
+    .. math::
+        v \leftarrow \beta\, v + (a - \bar x) / \eta, \qquad a \leftarrow a - \alpha\, \eta\, v, \qquad x_i \leftarrow a
+
+    With :math:`\alpha = 1` and :math:`\beta = 0` it is Gossip-PGA. The momentum is kept as :math:`\eta\, v`, in units
+    of a movement, and follows the learning rate. On a topology of which every H-th exchange alone is one,
+    ``complete.every(H)``, it is local SGD with slow momentum.
+
+    Sends one message per step, and every H-th step what an all-reduce sends; keeps two tensors per bucket. Any doubly
+    stochastic W.
+
+    Parameters
+    ----------
+    period : int
+        H, the steps from one average to the next, at least 1.
+    slow_lr : float
+        Above 0.
+    slow_momentum : float
+        From 0, below 1.
+    form : str
+        "awc" or "atc", as for :class:`gossip.GossipPGA`.
+
+    References
+    ----------
+    Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving communication-efficient distributed SGD with slow momentum",
+    ICLR 2020, algorithm 1.
+    """
+
+    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
+    follows_learning_rate = True
+
+    def __init__(self, period: int = 16, slow_lr: float = 1.0, slow_momentum: float = 0.5, form: Form = "awc") -> None:
+        super().__init__(period, form)
+        self.slow_lr = check_rate("slow_lr", slow_lr)
+        self.slow_momentum = check_fraction("slow_momentum", slow_momentum)
+
+    def begin(self, bucket: BucketView) -> None:
+        super().begin(bucket)
+        self.averaged(bucket)
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        add_(bucket.values, got[VALUES].difference)
+        if (bucket.round_index + 1) % self.period == 0:
+            anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
+            velocity.mul_(self.slow_momentum).add_(anchor - bucket.values)
+            anchor.sub_(velocity, alpha=self.slow_lr)
+            bucket.values.copy_(anchor)
+
+    def updated(self, bucket: BucketView) -> None:
+        ratio = bucket.learning_rate_ratio
+        if isinstance(ratio, torch.Tensor) or ratio != 1:
+            bucket.kept[VELOCITY].mul_(ratio)
+
+    def averaged(self, bucket: BucketView) -> None:
+        bucket.kept[ANCHOR].copy_(bucket.values)
+
+    def describe(self) -> str:
+        return (
+            f"{type(self).__name__}({self.form}: period={self.period} slow_lr={self.slow_lr:g} "
+            f"slow_momentum={self.slow_momentum:g})"
+        )

@@ -1,0 +1,157 @@
+"""Algorithms with outer steps and averages, at their limits; their parts, their delays, and what they refuse."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gossip import Algorithm, VirtualWorkers
+from gossip.algorithms import (
+    AdaptThenCombine,
+    AdaptWhileCommunicating,
+    DiLoCo,
+    GossipPGA,
+    NoLoCo,
+    RelaySum,
+    SlowMo,
+    StreamingDiLoCo,
+)
+
+
+def train(algorithm: Algorithm, topology: str = "complete") -> np.ndarray:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    workers = VirtualWorkers(module, 4, sgd, topology, algorithm=algorithm, devices=["cpu"])
+    for step in range(8):
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        workers(inputs).square().mean().backward()
+    return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
+
+
+@pytest.mark.parametrize(("form", "gossip"), [("atc", AdaptThenCombine()), ("awc", AdaptWhileCommunicating())])
+def test_an_average_after_every_step_at_outer_rate_1_without_momentum_is_gossip(form: str, gossip: Algorithm) -> None:
+    found = train(DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0, form=form))  # type: ignore[arg-type]
+    np.testing.assert_allclose(found, train(gossip), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("form", "gossip"), [("atc", AdaptThenCombine()), ("awc", AdaptWhileCommunicating())])
+def test_slow_momentum_after_every_step_at_rate_1_without_momentum_is_an_average(form: str, gossip: Algorithm) -> None:
+    slowmo = SlowMo(period=1, slow_lr=1.0, slow_momentum=0.0, form=form)  # type: ignore[arg-type]
+    np.testing.assert_allclose(train(slowmo, "ring"), train(gossip, "complete"), rtol=0, atol=1e-12)
+
+
+def test_slow_momentum_without_momentum_is_periodic_averaging() -> None:
+    slowmo = SlowMo(period=3, slow_lr=1.0, slow_momentum=0.0)
+    np.testing.assert_allclose(train(slowmo, "ring"), train(GossipPGA(period=3), "ring"), rtol=0, atol=1e-12)
+
+
+def test_noloco_with_everybody_at_rate_1_and_full_pull_is_an_average() -> None:
+    noloco = NoLoCo(period=1, outer_lr=1.0, outer_momentum=0.0, pull=1.0)
+    np.testing.assert_allclose(train(noloco), train(AdaptThenCombine()), rtol=0, atol=1e-12)
+
+
+def test_streaming_diloco_in_one_part_without_delay_is_diloco() -> None:
+    streaming = StreamingDiLoCo(period=3, parts=1, overlap=1, local_share=0.0)
+    np.testing.assert_allclose(train(streaming), train(DiLoCo(period=3, form="awc")), rtol=0, atol=1e-12)
+
+
+def small(*, bucket_cap_mb: float = 1e-6, **options: Any) -> VirtualWorkers:
+    """Four workers of a linear map, with a bucket for each of its two parameters."""
+    torch.manual_seed(0)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return VirtualWorkers(nn.Linear(3, 2).double(), 4, sgd, devices=["cpu"], bucket_cap_mb=bucket_cap_mb, **options)
+
+
+def step(workers: VirtualWorkers, number: int) -> None:
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    workers(inputs).square().mean().backward()
+
+
+def test_parts_take_turns_and_arrive_late() -> None:
+    """Of two parameters in a bucket each, every 4 steps: after step 3 and, half a period later, after step 5."""
+    algorithm = StreamingDiLoCo(period=4, parts=2, overlap=3, local_share=0.0)
+    workers = small(topology="complete", algorithm=algorithm)
+    step(workers, 0)  # the replicas differ
+    workers.optimizer.param_groups[0]["lr"] = 0.0
+    equal_after: dict[str, int] = {}
+    for number in range(1, 12):
+        step(workers, number)
+        for name, stack in workers.named_parameters():
+            if float(stack.detach().std(0).max()) < 1e-12:
+                equal_after.setdefault(name, number)
+    assert sorted(equal_after.values()) == [6, 8]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(period=2, outer_momentum=0.0),
+        SlowMo(period=2, slow_momentum=0.0),
+        NoLoCo(period=2, outer_momentum=0.0),
+        StreamingDiLoCo(period=2, parts=1, overlap=1, outer_momentum=0.0),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_an_average_of_everything_becomes_the_anchor(algorithm: Algorithm) -> None:
+    workers = small(topology="complete", algorithm=algorithm)
+    for number in range(3):
+        step(workers, number)
+    workers.global_avg()
+    means = [stack.detach().clone() for stack in workers.parameters()]
+    workers.optimizer.param_groups[0]["lr"] = 0.0
+    for number in range(4):
+        step(workers, number)
+    for mean, stack in zip(means, workers.parameters(), strict=True):
+        torch.testing.assert_close(stack.detach(), mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ring", "complete", "one_peer_exponential"])
+def test_what_is_no_tree_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}' (is no tree|mixes by another matrix)"):
+        train(RelaySum(), name)
+
+
+class Reader(torch.optim.SGD):
+    def pre_average_hook(self, *_: object) -> None:
+        raise AssertionError
+
+
+def test_optimizer_that_reads_exchanges_cannot_be_shown_relayed_ones() -> None:
+    reader = partial(Reader, lr=0.1)
+    with pytest.raises(ValueError, match=r"Reader\.pre_average_hook could be shown"):
+        VirtualWorkers(nn.Linear(2, 1), 3, reader, "path", algorithm="relay_sum", devices=["cpu"])
+
+
+def test_topology_that_is_no_exact_average_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"topology 'ring' does not average over all ranks .* choose topology=\"complete\""
+    ):
+        train(DiLoCo(), "ring")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"period": 0}, "period must be a whole number of at least 1, got 0"),
+        ({"outer_lr": -1.0}, r"outer_lr must be a number above 0, got -1\.0"),
+        ({"outer_momentum": 1.0}, r"outer_momentum must be a number from 0 and below 1, got 1\.0"),
+        ({"form": "cta"}, "form must be"),
+        ({"make": SlowMo, "slow_momentum": -0.1}, r"slow_momentum must be a number from 0 and below 1, got -0\.1"),
+        ({"make": SlowMo, "slow_lr": 0}, "slow_lr must be a number above 0, got 0"),
+        ({"make": GossipPGA, "period": 1.5}, r"period must be a whole number of at least 1, got 1\.5"),
+        ({"make": NoLoCo, "pull": True}, "pull must be a number above 0, got True"),
+        ({"make": StreamingDiLoCo, "period": 3}, "parts must be at most period=3, got 4; choose a longer period"),
+        ({"make": StreamingDiLoCo, "overlap": 0}, "overlap must be a whole number of at least 1, got 0"),
+        ({"make": RelaySum, "form": "tree"}, "form must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
+    make = arguments.pop("make", DiLoCo)
+    with pytest.raises(ValueError, match=text):
+        make(**arguments)
