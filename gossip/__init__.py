@@ -27,6 +27,7 @@ from gossip.algorithms import QuasiGlobalMomentum as QuasiGlobalMomentum
 from gossip.algorithms import RelaySum as RelaySum
 from gossip.algorithms import Requires as Requires
 from gossip.algorithms import SlowMo as SlowMo
+from gossip.algorithms import SparseLoCo as SparseLoCo
 from gossip.algorithms import StreamingDiLoCo as StreamingDiLoCo
 from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
@@ -125,6 +126,7 @@ __all__ = [
     "SimulatedRun",
     "SlowMo",
     "SlowRank",
+    "SparseLoCo",
     "StepStats",
     "StreamingDiLoCo",
     "Transport",

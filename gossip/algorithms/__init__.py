@@ -24,6 +24,7 @@ from gossip.algorithms.quasi_global_integral import QuasiGlobalIntegral as Quasi
 from gossip.algorithms.quasi_global_momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
 from gossip.algorithms.relay_sum import RelaySum as RelaySum
 from gossip.algorithms.slowmo import SlowMo as SlowMo
+from gossip.algorithms.sparse_loco import SparseLoCo as SparseLoCo
 from gossip.algorithms.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "RelaySum",
     "Requires",
     "SlowMo",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "resolve_algorithm",
 ]

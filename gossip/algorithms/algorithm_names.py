@@ -22,6 +22,7 @@ from gossip.algorithms.quasi_global_integral import QuasiGlobalIntegral
 from gossip.algorithms.quasi_global_momentum import QuasiGlobalMomentum
 from gossip.algorithms.relay_sum import RelaySum
 from gossip.algorithms.slowmo import SlowMo
+from gossip.algorithms.sparse_loco import SparseLoCo
 from gossip.algorithms.streaming_diloco import StreamingDiLoCo
 from topologies.registry import Registry
 
@@ -47,6 +48,7 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "quasi_global_momentum": QuasiGlobalMomentum,
         "relay_sum": RelaySum,
         "slowmo": SlowMo,
+        "sparse_loco": SparseLoCo,
         "streaming_diloco": StreamingDiLoCo,
     },
 )

@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.static_rounds import check_static, is_exact_in_every_round, only_graph
+from gossip.compression.codec import Compression
 from topologies import Round, Topology
+from topologies.analysis.static_rounds import check_static, is_exact_in_every_round, only_graph
 
 VALUES = "values"
 """The channel of the values themselves."""
@@ -120,6 +121,8 @@ class Algorithm:
     steps_alone : bool
         Whether :meth:`arrive` is called, with differences of zero, at a rank too that has no peer in a round in which
         others have.
+    reads_sent : bool
+        Whether :meth:`arrive` is to be told what its rank's own messages were, as peers have decoded them.
     weighs_by : str or None
         The number by which a rank's values are weighted in a mean over ranks; None: all alike.
     """
@@ -131,6 +134,7 @@ class Algorithm:
     before_forward: bool = False
     overlap: int = 1
     steps_alone: ClassVar[bool] = False
+    reads_sent: ClassVar[bool] = False
     directs: ClassVar[bool] = False
     remembers_before: ClassVar[bool] = False
     follows_learning_rate: ClassVar[bool] = False
@@ -155,6 +159,11 @@ class Algorithm:
     def messages_per_edge(self) -> int:
         """How many messages like the values a bucket's exchange sends along an edge; scalars are not counted."""
         return len(self.sends)
+
+    @property
+    def compression(self) -> Compression | None:
+        """How its messages are encoded, if that belongs to the algorithm; None: as whoever trains chooses."""
+        return None
 
     def is_exchanged(self, bucket: int, step: int) -> bool:
         """Whether bucket number ``bucket`` is exchanged after step ``step``, if its round exchanges; by default all."""

@@ -21,9 +21,12 @@ class Arrived(NamedTuple):
     difference : Tensor, [..., numel]
         :math:`\sum_j W_{ij} m_j - m_i` over all messages :math:`m_j` as they were sent, in the dtype of accumulation.
         It may be used up as scratch.
+    sent : Tensor, [..., numel], or None
+        :math:`m_i`, with :attr:`gossip.Algorithm.reads_sent` alone; not to be written.
     """
 
     difference: torch.Tensor
+    sent: torch.Tensor | None = None
 
 
 class BucketView:

@@ -6,10 +6,10 @@ import math
 from typing import NamedTuple
 
 from gossip.algorithms.forms import Form
-from gossip.algorithms.static_rounds import is_static_and_symmetric
 from topologies import Phase, Topology
 from topologies.analysis import connected, consensus_rate
 from topologies.analysis.exactness import known_exact_after
+from topologies.analysis.static_rounds import is_static_and_symmetric
 
 _OF_STATIC = 0.5
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from gossip.algorithms.base import VALUES, Algorithm, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form, check_form
-from gossip.algorithms.static_rounds import only_graph
 from topologies import Round, Topology
+from topologies.analysis.static_rounds import only_graph
 
 
 class RelaySum(Algorithm):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from gossip.algorithms.static_rounds import check_static
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, chunks
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
 from topologies import Round, Topology
+from topologies.analysis.static_rounds import check_static
 
 #: By what times the ratio gamma is, at most 1. Twice as much begins to diverge, with some topologies.
 _GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5}

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from gossip.algorithms.static_rounds import check_static
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns
 from gossip.compression.random_draws import generator
 from topologies import Round, Topology
+from topologies.analysis.static_rounds import check_static
 
 
 class PowerGossip(Compression):

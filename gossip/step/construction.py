@@ -99,7 +99,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
     transport = None
     if world.world_size > 1:
-        transport = make_transport(_transport_factory(arguments, compression), world, schedule)
+        transport = make_transport(_transport_factory(arguments, algorithm.compression or compression), world, schedule)
     scaler = arguments.open_scaler
     updater = Updater(
         optimizers,

@@ -104,6 +104,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         self._topology = topology
         self._compression = compression
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
+        self._keeps_sent = bool(self._readers) or algorithm.reads_sent
 
     # ------------------------------------------------------------------ what a subclass adds
 
@@ -161,7 +162,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     def _compression_of(self, index: int, channel: str) -> Compression:
         is_compressed = self.holds_parameters(index) and channel not in self.algorithm.numbers
-        return self._compression if is_compressed else Uncompressed()
+        return self.algorithm.compression or self._compression if is_compressed else Uncompressed()
 
     def _channels(self, index: int) -> tuple[str, ...]:
         """What a bucket's exchange consists of."""

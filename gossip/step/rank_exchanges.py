@@ -211,7 +211,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 if not edges.peers(self._rank):
                     nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
                     in_flight.exchanges[channel] = Known(nothing)
-                    if self._readers:
+                    if self._keeps_sent:
                         in_flight.sent[channel] = [message.clone()]
                     continue
                 codec = self.codecs[index][channel]
@@ -238,7 +238,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 return
             squares: float | torch.Tensor = 0.0
             view = self._views[index]
-            for part, got in _pieces(arrivals):
+            sent = in_flight.sent if self.algorithm.reads_sent else {}
+            for part, got in _pieces(arrivals, sent):
                 square = _squared_norm(got[VALUES].difference)
                 if not isinstance(square, torch.Tensor) and not math.isfinite(square):
                     self._refuse(index, in_flight, meter)  # this rank's own message: all others are finite
@@ -331,16 +332,18 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return (size - 1) / size / spread if spread else 0.0
 
 
-def _pieces(arrivals: Mapping[str, Arrival]) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
+def _pieces(
+    arrivals: Mapping[str, Arrival], sent: Mapping[str, Sequence[torch.Tensor]]
+) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
     """What has arrived: of one channel part by part, of several as a whole."""
     if len(arrivals) == 1:
         for part, difference in arrivals[VALUES].parts:
-            yield part, {VALUES: Arrived(difference)}
+            yield part, {VALUES: Arrived(difference, sent[VALUES][0][part] if sent else None)}
         return
     yield (
         None,
         {
-            channel: Arrived(torch.cat([part.clone() for _, part in arrival.parts]))
+            channel: Arrived(torch.cat([part.clone() for _, part in arrival.parts]), sent[channel][0] if sent else None)
             for channel, arrival in arrivals.items()
         },
     )

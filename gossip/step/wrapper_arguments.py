@@ -17,6 +17,7 @@ from gossip.communication.membership import Membership
 from gossip.communication.transport import TransportFactory
 from gossip.communication.transport_names import name_of, resolve_transport
 from gossip.compression.codec import Compression
+from gossip.compression.value_codecs import Uncompressed
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
 from gossip.step.exchanges import UsesExchange
@@ -163,6 +164,11 @@ def prepare_algorithm(
     """
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
+    if algorithm.compression is not None and not isinstance(compression, Uncompressed):
+        raise ValueError(
+            f"algorithm {algorithm.describe()} encodes its messages itself, and cannot be combined with compression "
+            f"{compression.describe()}; choose compression=None"
+        )
     compression.check(algorithm.schedule(topology))
     if not compression.shows_messages:
         _refuse_readers_of_messages(algorithm, compression, optimizers)

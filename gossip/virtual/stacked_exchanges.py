@@ -173,7 +173,6 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: StackedMeter
     ) -> StackedInFlight:
         in_flight = StackedInFlight(round_, step)
-        keeps_sent = bool(self._readers)
         for channel, blocks in messages.items():
             edges = self._edges(index, channel, round_)
             if (index, channel) in self.codecs:
@@ -183,10 +182,10 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 values = [_values(compression, block) for block in blocks]
                 wide = accumulation_dtype(blocks[0].dtype)
                 in_flight.stacks[channel] = weighted_differences(edges, self._shards, values, wide, self._known_rows)
-                sent = [message.clone() for message in values] if keeps_sent else []
+                sent = [message.clone() for message in values] if self._keeps_sent else []
                 is_summed = values[0].dtype == blocks[0].dtype  # on the wire, in groups
                 meter.values_sent.append((edges, is_summed, values[0][0].nbytes))
-            if keeps_sent:
+            if self._keeps_sent:
                 in_flight.sent[channel] = sent
         return in_flight
 
@@ -203,7 +202,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 for difference in differences.values():
                     difference[refused] = 0
                 meter.num_refused[shard.ranks.start : shard.ranks.stop] += refused.cpu()
-            yield view, {channel: Arrived(difference) for channel, difference in differences.items()}
+            sent = {channel: stacks[number] for channel, stacks in in_flight.sent.items()}
+            yield view, {channel: Arrived(difference, sent.get(channel)) for channel, difference in differences.items()}
 
     def _written(self, index: int) -> None:
         if index not in self._buckets:
@@ -286,7 +286,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             rows = [torch.zeros_like(like) if state is None else state["differences"][channel] for state in saved]
             stacks[channel] = self._dealt_to_blocks(indices, torch.stack(rows))
         sent: list[list[torch.Tensor]] = []
-        if self._readers and VALUES in known["sent"]:
+        if self._keeps_sent and VALUES in known["sent"]:
             own = torch.cat([self.joined([view.values for view in self._views[index]]) for index in indices], -1)
             rows = [row if state is None else state["sent"][VALUES] for state, row in zip(saved, own, strict=True)]
             sent = self._dealt_to_blocks(indices, torch.stack(rows))

@@ -18,6 +18,8 @@ from gossip.algorithms.forms import Form
 from topologies import Topology
 
 NUM_VALUES = 7
+BUCKETS = slice(4, 7), slice(0, 4)
+"""Of the values in two parameters, each of which fills a bucket: the last one is exchanged first."""
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 
@@ -344,20 +346,59 @@ def relay_sum(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | 
 
 
 def streaming_diloco(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
-    """Of one part, every 3 steps, 2 steps late."""
+    """In two parts, which are the buckets, every 4 steps, 2 steps late."""
     assert topology.name == "complete"
     x = np.tile(problem.start, (problem.world_size, 1))
-    anchor, velocity, sent = problem.start, np.zeros_like(problem.start), {}
+    anchor, velocity, sent = problem.start.copy(), np.zeros_like(problem.start), {}
     for step in range(problem.num_steps):
         gradients = problem.gradients(x, max_norm)
         if step - 2 in sent:
-            delta = anchor - sent[step - 2].mean(0)
-            velocity = 0.9 * velocity + delta
-            anchor = anchor - 0.7 * (delta + 0.9 * velocity)
-            x = 0.5 * x + 0.5 * anchor
+            part, means = sent[step - 2]
+            delta = anchor[part] - means
+            velocity[part] = 0.9 * velocity[part] + delta
+            anchor[part] -= 0.7 * (delta + 0.9 * velocity[part])
+            x = x.copy()
+            x[:, part] = 0.5 * x[:, part] + 0.5 * anchor[part]
         x = x + sgd(gradients, problem.is_updated(step), step)
-        if (step + 1) % 3 == 0:
-            sent[step] = x
+        if (step + 1) % 4 == 0:
+            sent[step] = BUCKETS[0], x[:, BUCKETS[0]].mean(0)
+        if step > 1 and (step - 1) % 4 == 0:
+            sent[step] = BUCKETS[1], x[:, BUCKETS[1]].mean(0)
+    return x
+
+
+def sparse_loco(
+    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
+) -> Array:
+    """Of each bucket the larger half, on 16 points."""
+    assert topology.name == "complete"
+    x = np.tile(problem.start, (problem.world_size, 1))
+    anchor, error = problem.start, np.zeros_like(x)
+
+    def sent(message: Array) -> Array:
+        found = np.zeros_like(message)
+        for part in BUCKETS:
+            values = message[:, part]
+            kept = np.argsort(-np.abs(values), 1)[:, : -(-values.shape[1] // 2)]
+            scales = np.abs(values).max(1, keepdims=True)
+            points = np.clip(np.floor((values / np.where(scales, scales, 1) + 1) * 8), 0, 15)
+            rounded = ((points + 0.5) / 8 - 1) * scales
+            sparse = np.zeros_like(values)
+            np.put_along_axis(sparse, kept, np.take_along_axis(rounded, kept, 1), 1)
+            found[:, part] = sparse
+        return found
+
+    for step in range(problem.num_steps):
+        gradients = problem.gradients(x, max_norm)
+        for now in ("awc", "atc"):
+            done = step + (now == "atc")  # steps whose updates are in x
+            if form == now and done and done % period == 0:
+                message = 0.95 * error + anchor - x
+                error = message - sent(message)
+                anchor = anchor - sent(message).mean(0)
+                x = np.tile(anchor, (problem.world_size, 1))
+            if now == "awc":
+                x = x + sgd(gradients, problem.is_updated(step), step)
     return x
 
 
@@ -401,8 +442,17 @@ ROWS: dict[str, Row] = {
     "slowmo(atc)": Row(
         partial(slowmo, form="atc"), CHANGING, keeps_mean=False, options={"period": 3, "slow_lr": 0.7, "form": "atc"}
     ),
+    "sparse_loco": Row(
+        partial(sparse_loco, form="atc"),
+        ("complete",),
+        keeps_mean=False,
+        options={"period": 3, "ratio": 0.5, "bits": 4},
+    ),
+    "sparse_loco(awc)": Row(
+        sparse_loco, ("complete",), keeps_mean=False, options={"period": 3, "ratio": 0.5, "bits": 4, "form": "awc"}
+    ),
     "streaming_diloco": Row(
-        streaming_diloco, ("complete",), keeps_mean=False, options={"period": 3, "parts": 1, "overlap": 2}
+        streaming_diloco, ("complete",), keeps_mean=False, options={"period": 4, "parts": 2, "overlap": 2}
     ),
     "exact_diffusion": Row(exact_diffusion, ("ring", "torus")),
     "extra": Row(extra, ("ring", "torus")),

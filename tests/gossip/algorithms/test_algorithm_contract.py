@@ -13,6 +13,7 @@ import safetensors.numpy
 import torch
 import torch.distributed as dist
 from algorithm_table import (
+    BUCKETS,
     LEARNING_RATE,
     NUM_VALUES,
     ROWS,
@@ -28,8 +29,9 @@ from ranks import run_ranks
 from torch import nn
 
 import gossip
-from gossip import GossipDataParallel, VirtualWorkers
+from gossip import BucketShape, GossipDataParallel, VirtualWorkers
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from topologies import Round
 
 WORLD_SIZE = 5
 NUM_STEPS = 9
@@ -109,39 +111,54 @@ def batch(problem: Problem, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def drive(case: Case) -> np.ndarray:
-    """All ranks in one stack, by the hooks alone, in the order that the base class states."""
+    """All ranks in stacks, one for each of two buckets, by the hooks alone, in the order that the base class states."""
     problem, topology = case.problem, make_topology(case.topology, WORLD_SIZE)
     algorithm = make_algorithm(case.algorithm).on(topology)
     schedule = algorithm.schedule(topology)
-    x = nn.Parameter(torch.tensor(np.tile(problem.start, (WORLD_SIZE, 1))))
-    optimizer = sgd_for(case.algorithm)([x])
-    view = BucketView(x.data, [x], lambda flat: [flat], [optimizer], range(WORLD_SIZE))
-    algorithm.begin(view)
-    in_flight: dict[int, dict[str, Arrived]] = {}  # by the step that needs it
+    stacks = [nn.Parameter(torch.tensor(np.tile(problem.start[part], (WORLD_SIZE, 1)))) for part in BUCKETS]
+    optimizer = sgd_for(case.algorithm)(stacks)
+    views = [BucketView(x.data, [x], lambda flat: [flat], [optimizer], range(WORLD_SIZE)) for x in stacks]
+    in_flight: dict[tuple[int, int], dict[str, Arrived]] = {}  # by bucket and the step that needs it
+    for view in views:
+        algorithm.begin(view)
     for step in range(problem.num_steps):
-        gradients = torch.tensor(problem.gradients(x.detach().numpy(), case.max_norm))
+        x = torch.cat([view.values for view in views[::-1]], 1).numpy()
+        gradients = torch.tensor(problem.gradients(x, case.max_norm))
         optimizer.param_groups[0]["lr"] = case.rates(step)
-        if step in in_flight:
-            view.round_index = step - algorithm.overlap
-            algorithm.arrive(view, in_flight.pop(step))
-        view.round_index = step
-        view.before = view.values.clone()
-        x.grad = algorithm.gradient(view, gradients)
+        for index, (view, part) in enumerate(zip(views, BUCKETS, strict=True)):
+            if (index, step) in in_flight:
+                view.round_index = step - algorithm.overlap
+                algorithm.arrive(view, in_flight.pop((index, step)))
+            view.round_index = step
+            view.before = view.values.clone()
+            stacks[index].grad = algorithm.gradient(view, gradients[:, part].clone())
         optimizer.step()
-        view.follow_learning_rate()
         round_ = schedule.round(step)
-        view.exchanges = not round_.is_identity and algorithm.is_exchanged(0, step)
-        algorithm.updated(view)
-        if view.exchanges:
-            got = {}
-            for channel, message in {**algorithm.message(view), **view.numbers}.items():
-                matrix = torch.tensor(algorithm.channel_round(channel, round_).matrix())
-                got[channel] = Arrived(matrix @ message - message)
-            if algorithm.before_forward:
-                algorithm.arrive(view, got)
-            else:
-                in_flight[step + algorithm.overlap] = got
-    return x.detach().numpy()
+        for index, view in enumerate(views):
+            view.follow_learning_rate()
+            view.exchanges = not round_.is_identity and algorithm.is_exchanged(index, step)
+            algorithm.updated(view)
+            if view.exchanges:
+                got = {}
+                for channel, message in {**algorithm.message(view), **view.numbers}.items():
+                    matrix = torch.tensor(algorithm.channel_round(channel, round_).matrix())
+                    sent = as_decoded(algorithm, message, round_)
+                    got[channel] = Arrived(matrix @ sent - sent, sent)
+                if algorithm.before_forward:
+                    algorithm.arrive(view, got)
+                else:
+                    in_flight[index, step + algorithm.overlap] = got
+    return torch.cat([view.values for view in views[::-1]], 1).numpy()
+
+
+def as_decoded(algorithm: Algorithm, message: torch.Tensor, round_: Round) -> torch.Tensor:
+    """What peers make of all ranks' messages."""
+    if algorithm.compression is None:
+        return message
+    codecs = [algorithm.compression.codec(BucketShape(0, row), rank) for rank, row in enumerate(message)]
+    for codec, row in zip(codecs, message, strict=True):
+        codec.exchange(row, round_, 0)
+    return torch.stack([codec.sent for codec in codecs if codec.sent is not None])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.way != "skipped"], ids="-".join)

@@ -66,6 +66,7 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
         overrides = [f"{group}={option}", "topology=ring"]  # which every compression serves
         overrides[1] = {
             "diloco": "topology=complete",
+            "sparse_loco": "topology=complete",
             "streaming_diloco": "topology=complete",
             "relay_sum": "topology=path",
         }.get(option, overrides[1])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import networkx as nx
 
-from topologies import Round, Topology
+from topologies.round import Round
+from topologies.schedule import Schedule
 
 
-def check_static(topology: Topology, needed_by: str, instead: str, *, symmetric: bool = False) -> None:
+def check_static(topology: Schedule, needed_by: str, instead: str, *, symmetric: bool = False) -> None:
     """Refuse a topology whose exchanges differ from each other; local steps between them do not matter.
 
     Parameters
     ----------
-    topology : Topology
+    topology : Schedule
     needed_by : str
         What cannot do without: "compression choco", "algorithm ExactDiffusion".
     instead : str
@@ -38,26 +39,26 @@ def check_static(topology: Topology, needed_by: str, instead: str, *, symmetric:
         )
 
 
-def is_static_and_symmetric(topology: Topology) -> bool:
+def is_static_and_symmetric(topology: Schedule) -> bool:
     """Whether W is the same in every exchange, and W[i, j] = W[j, i]."""
     return _why_not_static(topology) is None and only_exchange(topology).is_symmetric
 
 
-def is_exact_in_every_round(topology: Topology) -> bool:
+def is_exact_in_every_round(topology: Schedule) -> bool:
     """Whether W[i, j] = 1/n in every exchange; without a period that cannot be known."""
     return _why_not_static(topology) is None and only_exchange(topology).uniform_groups == (
         tuple(range(topology.world_size)),
     )
 
 
-def only_graph(topology: Topology) -> nx.Graph:
+def only_graph(topology: Schedule) -> nx.Graph:
     """Who exchanges with whom in a topology that is static, undirected and without loops."""
     graph = only_exchange(topology).graph.to_undirected()
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     return graph
 
 
-def _why_not_static(topology: Topology) -> str | None:
+def _why_not_static(topology: Schedule) -> str | None:
     if topology.world_size == 1:
         return None
     found: Round | None = None
@@ -74,7 +75,7 @@ def _why_not_static(topology: Topology) -> str | None:
     return None
 
 
-def only_exchange(topology: Topology) -> Round:
+def only_exchange(topology: Schedule) -> Round:
     """Of a topology that is static; a round of no exchange if it has none."""
     exchanges = (
         phase.topology.round(exchange) for phase in topology.phases for exchange in range(phase.num_distinct(sampled=0))

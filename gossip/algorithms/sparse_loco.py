@@ -1,0 +1,111 @@
+"""SparseLoCo: DiLoCo with messages of a few values in a few bits; what they leave out is made up for later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.outer_arguments import check_fraction, check_period, check_rate
+from gossip.compression.sparse_quantization import SparseQuantization
+from topologies import Topology
+
+ANCHOR, ERROR = "anchor", "error"
+
+
+class SparseLoCo(Algorithm):
+    r"""Local steps, then the largest of what all ranks have moved, quantized, with error feedback.
+
+    All ranks begin at the anchor :math:`a`, and make H steps with their own optimizers, which end at :math:`x_i`. With
+    C the largest values of each block on a grid of few points, the outer rate :math:`\alpha` and the decay
+    :math:`\beta`:
+
+    .. math::
+        m_i = C\bigl(\beta\, e_i + a - x_i\bigr), \qquad e_i \leftarrow \beta\, e_i + a - x_i - m_i, \qquad
+        a \leftarrow a - \frac{\alpha}{n} \sum_j m_j, \qquad x_i \leftarrow a
+
+    The error :math:`e_i` takes the place of an outer momentum.
+
+    Sends of every H-th step the share ``ratio`` of the values, each in 16 + ``bits`` bits, and keeps two tensors per
+    bucket. Every round must be the exact average: the topology complete. It encodes its messages itself, and cannot be
+    combined with a compression. Use it where links are slower than DiLoCo can do with.
+
+    Parameters
+    ----------
+    period : int
+        H, the steps from one exchange to the next, at least 1.
+    ratio : float
+        Above 0 and at most 1.
+    bits : int
+        2, 4 or 8.
+    decay : float
+        :math:`\beta`, from 0 and below 1.
+    outer_lr : float
+        Above 0.
+    form : str
+        "atc": awaited before the next forward pass; "awc": the messages have the whole next iteration.
+
+    Raises
+    ------
+    ValueError
+        One of them is not what it may be.
+
+    References
+    ----------
+    Sarfi, Thérien, Lidin and Belilovsky, "Communication efficient LLM pre-training with SparseLoCo", 2025, algorithm 1.
+    """
+
+    requires = Requires(exact=True)
+    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", ERROR: "mean"}
+    reads_sent = True
+
+    def __init__(
+        self,
+        period: int = 50,
+        ratio: float = 1 / 64,
+        bits: int = 2,
+        decay: float = 0.95,
+        outer_lr: float = 1.0,
+        form: Form = "atc",
+    ) -> None:
+        self.period = check_period("period", period)
+        self.decay = check_fraction("decay", decay)
+        self.outer_lr = check_rate("outer_lr", outer_lr)
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+        self._compression = SparseQuantization(ratio, bits)
+
+    @property
+    def compression(self) -> SparseQuantization:
+        return self._compression
+
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.every(self.period)
+
+    def begin(self, bucket: BucketView) -> None:
+        super().begin(bucket)
+        self.averaged(bucket)
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        anchor, error = bucket.kept[ANCHOR], bucket.kept[ERROR]
+        difference, sent = got[VALUES]
+        assert sent is not None
+        error.copy_(self.message(bucket)[VALUES]).sub_(sent)
+        anchor.sub_(difference + sent, alpha=self.outer_lr)
+        bucket.values.copy_(anchor)
+
+    def averaged(self, bucket: BucketView) -> None:
+        bucket.kept[ANCHOR].copy_(bucket.values)
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {VALUES: bucket.kept[ANCHOR] - bucket.values + self.decay * bucket.kept[ERROR]}
+
+    def describe(self) -> str:
+        return (
+            f"{type(self).__name__}({self.form}: period={self.period} {self.compression.describe()} "
+            f"decay={self.decay:g} outer_lr={self.outer_lr:g})"
+        )
