@@ -180,12 +180,14 @@ class BucketView:
                 slot.copy_(entry)
         return flat
 
-    def add_to_optimizer_state(self, key: str, difference: torch.Tensor) -> None:
-        """Add to that entry, in place, where there is one."""
+    def add_to_optimizer_state(self, key: str, difference: torch.Tensor, *, minimum: float | None = None) -> None:
+        """Add to that entry, in place, where there is one; not below ``minimum``."""
         for slot, parameter in zip(self.slots(difference), self.parameters, strict=True):
             entry = self._entry(parameter).get(key)
             if entry is not None:
                 entry.add_(slot)
+                if minimum is not None:
+                    entry.clamp_(min=minimum)
 
     def _entry(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         for optimizer in self._optimizers:

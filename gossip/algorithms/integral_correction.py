@@ -5,7 +5,10 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+import torch
+from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
@@ -13,7 +16,7 @@ from gossip.algorithms.forms import Form, check_form
 from gossip.algorithms.integral_gains import Gains, gains_on
 from topologies import Topology
 
-CORRECTION = "correction"
+CORRECTION, SECOND_MOMENT = "correction", "exp_avg_sq"
 
 
 class IntegralCorrection(Algorithm):
@@ -40,7 +43,12 @@ class IntegralCorrection(Algorithm):
     is exact, else :math:`1 / \log(1 / \text{rate})` and at least a period; and :math:`\gamma = 1 - \kappa / 2`. With
     these a mode of a static W with a shared Hessian is stable wherever it is without the correction.
 
-    Sends one message per step, and keeps one tensor per bucket. Any doubly stochastic W. Use it where ranks hold
+    The correction is added to what Adam has made of a gradient, not to the gradient. So the replicas end where the
+    updates cancel each other, :math:`\sum_i u_i = 0`, which is not where the gradients do if ranks divide them by
+    different second moments, their noise being different. ``second_moment="exchange"`` mixes Adam's second moments like
+    the values: they become alike, and that bias vanishes.
+
+    Sends one message per step, with the second moments two, and keeps one tensor per bucket. Any doubly stochastic W. Use it where ranks hold
     different data, or where there are many.
 
     Parameters
@@ -49,6 +57,8 @@ class IntegralCorrection(Algorithm):
         "awc" or "atc".
     gamma, kappa : float, optional
         From 0 to 1, ``gamma`` above 0; by default as above, for each phase of a schedule.
+    second_moment : str
+        "local": each rank's own; "exchange": mixed, of ``torch.optim.Adam``, ``AdamW``, ``NAdam`` or ``RAdam``.
 
     Raises
     ------
@@ -66,11 +76,22 @@ class IntegralCorrection(Algorithm):
     keeps: ClassVar[Mapping[str, Resized]] = {CORRECTION: "zero"}
     follows_learning_rate = True
 
-    def __init__(self, form: Form = "awc", gamma: float | None = None, kappa: float | None = None) -> None:
+    def __init__(
+        self,
+        form: Form = "awc",
+        gamma: float | None = None,
+        kappa: float | None = None,
+        second_moment: Literal["local", "exchange"] = "local",
+    ) -> None:
         _check_gain("gamma", gamma, is_positive=True)
         _check_gain("kappa", kappa, is_positive=False)
         self.form = check_form(form)
         self.before_forward = form == "atc"
+        if second_moment not in ("local", "exchange"):
+            raise ValueError(f'second_moment must be "local" or "exchange", got {second_moment!r}')
+        self.second_moment = second_moment
+        if second_moment == "exchange":
+            self.sends = (VALUES, SECOND_MOMENT)  # type: ignore[misc]
         self._given = gamma, kappa
         self._gains: tuple[Gains, ...] = ()
 
@@ -78,6 +99,15 @@ class IntegralCorrection(Algorithm):
         fitted = copy.copy(self)
         fitted._gains = gains_on(topology, self.form, *self._given)
         return fitted
+
+    def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
+        for optimizer in optimizers if self.second_moment == "exchange" else ():
+            if not isinstance(optimizer, Adam | NAdam | RAdam):
+                raise ValueError(
+                    f'algorithm {type(self).__name__} with second_moment="exchange" mixes the second moments of '
+                    f"torch.optim.Adam, AdamW, NAdam or RAdam, but the optimizer is {type(optimizer).__name__}; choose "
+                    'one of these, or second_moment="local"'
+                )
 
     def gains(self, round_index: int) -> tuple[float, float]:
         """gamma and kappa in a round."""
@@ -89,6 +119,14 @@ class IntegralCorrection(Algorithm):
         difference = scaled(got[VALUES].difference, bucket.is_moving)
         bucket.kept[CORRECTION].add_(difference, alpha=kappa)
         add_(bucket.values, difference, gamma)
+        if SECOND_MOMENT in got:
+            bucket.add_to_optimizer_state(SECOND_MOMENT, got[SECOND_MOMENT].difference, minimum=0.0)
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        made = dict(super().message(bucket))
+        if self.second_moment == "exchange":
+            made[SECOND_MOMENT] = bucket.optimizer_state(SECOND_MOMENT)
+        return made
 
     def updated(self, bucket: BucketView) -> None:
         correction = bucket.kept[CORRECTION].mul_(bucket.learning_rate_ratio)
@@ -99,7 +137,8 @@ class IntegralCorrection(Algorithm):
             f"gamma={gamma:g} kappa={kappa:g}" + f" from round {start}" * (start > 0)
             for start, gamma, kappa in self._gains
         )
-        return f"{type(self).__name__}({self.form}{': ' * bool(gains)}{gains})"
+        exchanged = ", with second moments" * (self.second_moment == "exchange")
+        return f"{type(self).__name__}({self.form}{': ' * bool(gains)}{gains}{exchanged})"
 
 
 def _check_gain(name: str, gain: float | None, *, is_positive: bool) -> None:
