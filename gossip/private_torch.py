@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors as flatten_tensors
-from torch._utils import _unflatten_dense_tensors as unflatten_tensors
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = ["flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "unflatten_tensors"]
+__all__ = ["flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 #: By name, a range of the profiler that is open within a ``with``. torch's own faster kind where it has that: every
 #: bucket of every step opens four, and without a profiler that must cost nothing.

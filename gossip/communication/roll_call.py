@@ -107,8 +107,8 @@ class RollCall:
         store: Any = self._store
         if store is None:
             return [None] * self.world_size
-        if self._have_met and store.has_extended_api():
-            return [_arrival(note) for note in store.multi_get(self._keys)]
+        if self._have_met:
+            return [_arrival(note) for note in self._get(self._keys)]
         present = [store.check([key]) for key in self._keys]
         return [_arrival(store.get(key)) if there else None for key, there in zip(self._keys, present, strict=True)]
 
@@ -152,6 +152,12 @@ class RollCall:
         with contextlib.suppress(RuntimeError):
             self._store.set(key, json.dumps(content))
 
+    def _get(self, keys: Sequence[str]) -> list[bytes]:
+        """What is there; in one message, if the store can do that."""
+        store: Any = self._store
+        found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        return found
+
     def _meet(self, stop: threading.Event, timeout: timedelta) -> tuple[list[int], list[Arrival | None]]:
         """Who is absent once everybody is here, or somebody has ended, or ``timeout`` has passed; and all first notes.
 
@@ -163,7 +169,8 @@ class RollCall:
         deadline = time.monotonic() + timeout.total_seconds()
         absent = self._absent(self._keys, deadline, stop)
         if not absent:
-            self.processes = [Process(*json.loads(store.get(f"process{rank}"))) for rank in range(self.world_size)]
+            notes = self._get([f"process{rank}" for rank in range(self.world_size)])
+            self.processes = [Process(*json.loads(note)) for note in notes]
             if any(process.host for process in self.processes):
                 lifelines.connect(self.processes)
                 self._set(f"connected{self.rank}", True)

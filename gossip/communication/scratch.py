@@ -52,7 +52,7 @@ class Scratch:
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Rank 0's values for ``tensor``, of any dtype. Collective."""
         for scratch in self._copies(tensor, tensor.dtype, is_summed=False):
-            self._world.broadcast_(scratch, what)
+            self._world.broadcast_([scratch], what)
 
     def assign(self) -> None:
         """Assign what has come so far, once all ranks have it. Collective; to be called at the end.

@@ -161,7 +161,11 @@ class LocalMessages:
                 for rank, (machine, pid, descriptor, text) in enumerate(everyone)
                 if machine is not None and machine == own[0] and rank != world.rank and _can_read(pid, descriptor, text)
             ]
-            self._seen = [set(ranks) for ranks in _gather(world, seen)]
+            machines = [str(machine) for machine, *_ in everyone if machine is not None]
+            if len(set(machines)) < len(machines):
+                self._seen = [set(ranks) for ranks in _gather(world, seen)]
+            else:
+                self._seen = [set() for _ in everyone]  # so all ranks know by now
         finally:
             if fd is not None:
                 os.close(fd)

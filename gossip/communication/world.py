@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -31,8 +33,13 @@ from gossip.private_torch import known_groups
 
 _GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it names who and what, gloo only an address
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
+_LENGTH_BYTES, _HEAD_BYTES = 8, 248  # of what is gathered, and how much of it travels with its length
+_TOGETHER_BYTES = 2**20  # tensors below this size are broadcast in messages of up to this size
 _LONGEST_PAUSE_S = 0.005
 _parents_groups: list[object] = []  # in a forked child, those that its parent has joined
+
+_Post = Callable[[Tensors, Tensors], Any]
+"""Begins an operation that sends the first tensors and fills the second ones."""
 
 
 class World:
@@ -248,31 +255,55 @@ class World:
         return group
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)"""
+        """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)
+
+        What is short travels with its length, all at once; of what is longer, the rest follows.
+        """
         if self.group is None:
             return [payload]
-        length = torch.tensor([len(payload)], device=self.control_device)
-        sizes = [int(size) for size in self._all_gather(length, what)]
-        padded = bytearray(payload.ljust(max(*sizes, 1), b"\0"))
-        everyone = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(self.control_device), what)
-        return [data.cpu().numpy().tobytes()[:size] for data, size in zip(everyone, sizes, strict=True)]
+        head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:_HEAD_BYTES]
+        heads = self._gather_rows(head, _LENGTH_BYTES + _HEAD_BYTES, what)
+        lengths = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in heads]
+        rest = max(lengths) - _HEAD_BYTES
+        tails = self._gather_rows(payload[_HEAD_BYTES:], rest, what) if rest > 0 else [b""] * self.world_size
+        return [(row[_LENGTH_BYTES:] + tail)[:length] for row, tail, length in zip(heads, tails, lengths, strict=True)]
 
-    def _all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+    def _gather_rows(self, row: bytes, length: int, what: str) -> list[bytes]:
+        """Every rank's ``row``, padded to ``length``, by rank. Collective."""
+        assert self.membership is not None
+        own = torch.frombuffer(bytearray(row.ljust(length, b"\0")), dtype=torch.uint8).to(self.control_device)
+        rows = own.new_empty(self.world_size, length)
         group = self._open_group()
-        self._run(lambda sent, received: group.allgather([list(received)], list(sent)), [tensor], rows, what)
-        return rows
+        if self.membership.backends.get("cpu") == "gloo":
+            # gloo's own allgather goes round a ring: every rank waits for n - 1 messages, one after the other.
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            posts: list[_Post] = [
+                lambda sent, received: group.gather([list(received[0])] * (self.rank == 0), list(sent), options),
+                lambda _, received: group.broadcast(received[0], 0),
+            ]
+        else:
+            posts = [lambda sent, received: group.allgather([list(received[0])], list(sent))]
+        self._run(posts, [own], [rows], what)
+        return [values.tobytes() for values in rows.cpu().numpy()]
 
-    def broadcast_(self, tensor: torch.Tensor, what: str) -> None:
-        """Rank 0's values into ``tensor``, of any dtype, in place. Collective."""
-        if self.group is None or tensor.numel() == 0:
+    @torch.no_grad()
+    def broadcast_(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        """Rank 0's values into ``tensors``, of any dtypes, in place. Collective.
+
+        Those below 1 MiB travel together, copied into messages of up to that size.
+        """
+        if self.group is None:
             return
-        # As bytes: gloo knows some dtypes only, but it copies all alike.
-        data = self._on_wire(tensor.detach().contiguous().view(-1).view(torch.uint8))
         group = self._open_group()
-        self._run(lambda _, received: group.broadcast(received[0], 0), [data], [data], what)
-        if data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+        for load in _loads(tensors):
+            # As bytes: gloo knows some dtypes only, but it copies all alike.
+            rows = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in load]
+            data = self._on_wire(rows[0] if len(rows) == 1 else torch.cat(rows))
+            self._run([lambda _, received: group.broadcast(received[0], 0)], [data], [data], what)
+            for tensor, row in zip(load, data.split([row.numel() for row in rows]), strict=True):
+                if row.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned, it is aligned
 
     def average_(self, tensor: torch.Tensor, what: str) -> None:
         """The mean over ranks into ``tensor``, in place. Collective. Half precision is summed in float32.
@@ -299,7 +330,7 @@ class World:
             return
         data = self._on_wire(tensor)
         group = self._open_group()
-        self._run(lambda _, received: group.allreduce([received[0]]), [data], [data], what)
+        self._run([lambda _, received: group.allreduce([received[0]])], [data], [data], what)
         if data is not tensor:
             tensor.copy_(data)
 
@@ -349,12 +380,15 @@ class World:
             return ""
         return f" of process_group (ranks {list(self.membership.ranks)} of the default one)"
 
-    def _run(self, post: Callable[[Tensors, Tensors], Any], sent: Tensors, received: Tensors, what: str) -> None:
+    def _run(self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str) -> None:
+        """Begin each operation once the one before has ended, and wait for the last."""
         assert self.device_paths is not None
         self.roll_call.note(what)
 
         def job(*tensors: Tensors) -> Job:
-            yield (posted("all other ranks", lambda: post(*tensors)),)
+            for post in posts:
+                yield (posted("all other ranks", functools.partial(post, *tensors)),)
+                yield None
 
         pending = self.device_paths.submit(job, list(sent), list(received))
         failure = self.wait_for(
@@ -369,6 +403,22 @@ class World:
             f"{what}: not all of the {self.world_size} ranks took part within {failure.waited_s:.3g} s",
             advice=f"; every rank{self._in_group()} must call it, after the same number of steps",
         )
+
+
+def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Those that travel in one message, by the same rule on all ranks; none that are empty."""
+    filling: dict[torch.device, list[torch.Tensor]] = {}
+    filled: Counter[torch.device] = Counter()
+    for tensor in tensors:
+        if tensor.nbytes >= _TOGETHER_BYTES:
+            yield [tensor]
+        elif tensor.nbytes > 0:
+            if filled[tensor.device] + tensor.nbytes > _TOGETHER_BYTES:
+                yield filling.pop(tensor.device)
+                filled[tensor.device] = 0
+            filling.setdefault(tensor.device, []).append(tensor)
+            filled[tensor.device] += tensor.nbytes
+    yield from filling.values()
 
 
 class Ended(NamedTuple):

@@ -18,7 +18,6 @@ from gossip.errors import ManifestError
 from gossip.parameters.buckets import describe_tensor
 from gossip.parameters.digests import digest_of
 from gossip.parameters.manifest import compare_manifests
-from gossip.private_torch import flatten_tensors, unflatten_tensors
 
 _NUM_SAMPLES = 16
 _MAX_NAMES_LISTED = 3
@@ -243,37 +242,3 @@ def _check_kinds(found: Sequence[Mapping[str, tuple[str, str]]]) -> None:
                     f"frozen parameter {name!r} is {kind} on rank 0, but {entries[name][0]} on rank {rank}; convert it "
                     "alike on every rank"
                 )
-
-
-@torch.no_grad()
-def broadcast_parameters_(parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int, world: World) -> None:
-    """Rank 0's values into all ranks' parameters, in place. Collective.
-
-    Small ones travel together, in messages of at most ``cap_bytes``.
-    """
-    if world.world_size == 1:
-        return
-    together: list[nn.Parameter] = []
-    for _, parameter in parameters:
-        if together and not _fits(parameter, together, cap_bytes):
-            _broadcast_together_(together, world)
-            together = []
-        together.append(parameter)
-    _broadcast_together_(together, world)
-
-
-def _fits(parameter: nn.Parameter, others: Sequence[nn.Parameter], cap_bytes: int) -> bool:
-    first = others[0]
-    is_alike = (parameter.dtype, parameter.device) == (first.dtype, first.device)
-    return is_alike and sum(other.nbytes for other in others) + parameter.nbytes <= cap_bytes
-
-
-def _broadcast_together_(parameters: Sequence[nn.Parameter], world: World) -> None:
-    what = "broadcasting frozen parameters from rank 0"
-    if len(parameters) == 1:
-        world.broadcast_(parameters[0].detach(), what)
-    elif parameters:
-        flat = flatten_tensors([parameter.detach() for parameter in parameters])
-        world.broadcast_(flat, what)
-        for parameter, values in zip(parameters, unflatten_tensors(flat, parameters), strict=True):
-            parameter.copy_(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,7 +25,7 @@ from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.parameters.buckets import check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
-from gossip.parameters.frozen_parameters import FrozenParameters, broadcast_parameters_
+from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.step.announcement import announce
@@ -87,11 +88,10 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
     buckets = make_buckets(trained, arguments.bucket_cap_bytes)
-    for bucket in buckets:
-        world.broadcast_(bucket.block, "broadcasting parameters from rank 0")
-    broadcast_parameters_(frozen, arguments.bucket_cap_bytes, world)
-    for name, buffer in module.named_buffers():
-        world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+    world.broadcast_(
+        itertools.chain((bucket.block for bucket in buckets), (parameter for _, parameter in frozen), module.buffers()),
+        "broadcasting parameters and buffers from rank 0",
+    )
     schedule = algorithm.schedule(topology)
     everything: tuple[AnyBucket, ...] = buckets
     if arguments.buffers == "average":

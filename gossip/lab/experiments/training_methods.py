@@ -287,8 +287,8 @@ class AllReduceMethod:
         for name, buffer in self.module.named_buffers():
             if buffer.is_floating_point():
                 self.world.average_(buffer, f"averaging buffer {name!r}")
-            else:
-                self.world.broadcast_(buffer, f"broadcasting buffer {name!r} from rank 0")
+        others = (buffer for buffer in self.module.buffers() if not buffer.is_floating_point())
+        self.world.broadcast_(others, "broadcasting buffers from rank 0")
 
     def close(self) -> None:
         """Give the communicators back."""

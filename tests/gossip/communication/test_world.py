@@ -159,6 +159,46 @@ def test_wrapping_and_closing_leaves_no_thread_file_or_group(world_size: int, tr
         assert left[-1] == left[1]
 
 
+# ---------------------------------------------------------------------- few messages
+
+
+def num_collectives(num_layers: int) -> int:
+    """Of a construction with many buckets, frozen parameters and buffers."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(num_layers)))
+    for layer in module:
+        layer[0].bias.requires_grad_(False)
+    model = GossipDataParallel(module, SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
+    number = model._world.roll_call.sequence
+    model.close()
+    return number
+
+
+def test_construction_takes_as_many_collectives_for_many_tensors_as_for_one() -> None:
+    # The manifests; the values of rank 0; who is on this machine; and whose memory they can read.
+    assert [run_ranks(num_collectives, layers, world_size=3) for layers in (1, 20)] == [[4] * 3] * 2
+
+
+def broadcast_all_kinds() -> bool:
+    world = World(timedelta(seconds=60))
+    dtypes = (torch.bool, torch.float64, torch.int8, torch.float16, torch.complex64, torch.float32)
+    shapes = ((3,), (), (0,), (5, 7), (2**18,), (2**17 - 3,), (1,))  # below 1 MiB, alone and together, and above
+    values = [
+        torch.arange(torch.Size(shape).numel()).fmod(93).add(rank).to(dtype).view(shape)
+        for rank in (0, world.rank)
+        for shape in shapes
+        for dtype in dtypes
+    ]
+    wanted, own = values[: len(values) // 2], values[len(values) // 2 :]
+    own[3 * len(dtypes)] = own[3 * len(dtypes)].t().contiguous().t()
+    world.broadcast_(own, "broadcasting")
+    world.close()
+    return all(torch.equal(one, other) for one, other in zip(own, wanted, strict=True))
+
+
+def test_tensors_of_all_sizes_and_dtypes_are_broadcast_at_once() -> None:
+    assert all(run_ranks(broadcast_all_kinds, world_size=3))
+
+
 # ---------------------------------------------------------------------- who is absent
 
 

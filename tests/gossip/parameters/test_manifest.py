@@ -90,15 +90,19 @@ def test_manifest_tells_the_others_what_one_rank_refused() -> None:
     assert "hypercube" in odd
 
 
-def gather_words() -> tuple[list[bytes], list[bytes]]:
+LENGTHS = ((0, 0, 0), (0, 2, 4), (247, 248, 1), (249, 0, 248), (1, 300, 1000))  # 248 travel with the length
+
+
+def gather_words() -> list[list[bytes]]:
     world = World(timedelta(seconds=60))
-    everyone = world.gather_bytes(b"x" * (2 * world.rank), "testing"), world.gather_bytes(b"", "testing")
+    found = [world.gather_bytes((bytes(range(256)) * 4)[: lengths[world.rank]], "testing") for lengths in LENGTHS]
     world.close()
-    return everyone
+    return found
 
 
 def test_bytes_of_any_length_are_gathered() -> None:
-    assert run_ranks(gather_words, world_size=3) == [([b"", b"xx", b"xxxx"], [b"", b"", b""])] * 3
+    wanted = [[(bytes(range(256)) * 4)[:length] for length in lengths] for lengths in LENGTHS]
+    assert run_ranks(gather_words, world_size=3) == [wanted] * 3
 
 
 def stop_early(topology: str) -> str:
