@@ -48,8 +48,8 @@ class IntegralCorrection(Algorithm):
     different second moments, their noise being different. ``second_moment="exchange"`` mixes Adam's second moments like
     the values: they become alike, and that bias vanishes.
 
-    Sends one message per step, with the second moments two, and keeps one tensor per bucket. Any doubly stochastic W. Use it where ranks hold
-    different data, or where there are many.
+    Sends one message per step, with the second moments two, and keeps one tensor per bucket. Any doubly stochastic W.
+    Use it where ranks hold different data, or where there are many.
 
     Parameters
     ----------

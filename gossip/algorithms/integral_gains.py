@@ -61,18 +61,19 @@ def _of_phase(
     if is_static_and_symmetric(phase.topology):
         own_gamma, own_kappa = _OF_STATIC, _OF_STATIC / phase.every
     else:
-        own_kappa = 1 / ((2 if form == "atc" else 4) * _steps_to_mix(phase))
+        own_kappa = 1 / ((2 if form == "atc" else 4) * steps_to_mix(phase.topology, phase.every))
         own_gamma = 1 - (own_kappa if kappa is None else kappa) / 2
     return Gains(phase.start, own_gamma if gamma is None else gamma, own_kappa if kappa is None else kappa)
 
 
-def _steps_to_mix(phase: Phase[Topology]) -> float:
-    """Steps, with three digits: what ranks compute must be the same, whatever their processors round.
+def steps_to_mix(topology: Topology, every: int = 1) -> float:
+    """Steps in which a schedule mixes with an exchange in every so many, with three digits.
 
-    A schedule that repeats but is not exact takes at least a period: until then some ranks have not met.
+    What ranks compute must be the same, whatever their processors round. A schedule that repeats but is not exact takes
+    at least a period: until then some ranks have not met.
     """
-    rounds: float | None = known_exact_after(phase.topology)
+    rounds: float | None = known_exact_after(topology)
     if rounds is None:
-        rate = consensus_rate(phase.topology)
-        rounds = max(phase.topology.period or 1, -1 / math.log(rate) if rate > 0 else 1)
-    return float(f"{max(1.0, rounds) * phase.every:.3g}")
+        rate = consensus_rate(topology)
+        rounds = max(topology.period or 1, -1 / math.log(rate) if rate > 0 else 1)
+    return float(f"{max(1.0, rounds) * every:.3g}")

@@ -1,0 +1,96 @@
+"""scripts/stability.py: its recursion against the algorithms' own hooks, and its table at small sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from repository import REPOSITORY
+from torch import nn
+
+import topologies
+from gossip.algorithms import (
+    AdaptThenCombine,
+    AdaptWhileCommunicating,
+    Algorithm,
+    Arrived,
+    BucketView,
+    IntegralCorrection,
+)
+from gossip.algorithms.forms import Form
+from topologies import Topology
+
+PATH = REPOSITORY / "scripts" / "stability.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("stability", PATH)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def growth_of_hooks(algorithm: Algorithm, topology: Topology, step: float, num_steps: int) -> float:
+    """By what a random disagreement has grown per step, in the second half of the steps."""
+    algorithm = algorithm.on(topology)
+    x = nn.Parameter(
+        torch.randn(topology.world_size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
+    optimizer = torch.optim.SGD([x], lr=1.0)
+    view = BucketView(x.data, [x], lambda flat: [flat], [optimizer])
+    algorithm.begin(view)
+    got, norms = None, []
+    for number in range(num_steps):
+        x.grad = step * x.data
+        if got is not None and not algorithm.before_forward:
+            algorithm.arrive(view, got)
+        optimizer.step()
+        view.follow_learning_rate()
+        algorithm.updated(view)
+        matrix = torch.tensor(topology.round(number).matrix())
+        got = {"values": Arrived(matrix @ view.values - view.values)}
+        if algorithm.before_forward:
+            algorithm.arrive(view, got)
+        norms.append(float(x.data.norm()))
+    return float((norms[-1] / norms[num_steps // 2 - 1]) ** (2 / num_steps))
+
+
+@pytest.mark.parametrize("step", [0.3, 1.1, 1.9])
+@pytest.mark.parametrize("name", ["ring", "one_peer_exponential", "base"])
+@pytest.mark.parametrize("form", ["awc", "atc"])
+def test_growth_is_that_of_the_hooks(script: ModuleType, form: Form, name: str, step: float) -> None:
+    topology = topologies.build(name, 6)
+    gossip = AdaptWhileCommunicating() if form == "awc" else AdaptThenCombine()
+    for algorithm, gain in (
+        (gossip, script.Gain()),
+        (IntegralCorrection(form), script.default_gain(topology, form)),
+        (IntegralCorrection(form, gamma=0.9, kappa=0.9), script.Gain(0.9, 0.9)),
+    ):
+        expected = script.growth(topology, form, gain, step)
+        assert growth_of_hooks(algorithm, topology, step, 66) == pytest.approx(expected, abs=0.03)
+
+
+def test_limits_of_a_ring_are_those_of_its_eigenvalues(script: ModuleType) -> None:
+    """1 + lambda for the smallest, -1/3, and 2; EXTRA's, whose matrix is (1 + W) / 2, is larger."""
+    ring = topologies.build("ring", 8)
+    assert script.largest_rate(ring, "awc", script.Gain()) == pytest.approx(2 / 3, abs=1e-3)
+    assert script.largest_rate(ring, "awc", script.default_gain(ring, "awc")) == pytest.approx(1, abs=1e-3)
+    assert script.largest_rate(ring, "atc", script.Gain()) == pytest.approx(2, abs=0.003)
+
+
+def test_table_and_figure(tmp_path: Path) -> None:
+    figure = tmp_path / "gain.svg"
+    command = [sys.executable, PATH, "--families", "one_peer_exponential,torus,pushed", "--sizes", "4"]
+    run = subprocess.run([*command, "--figure", figure], capture_output=True, text=True, check=True, timeout=120)
+    rows = [line.split("|")[1:-1] for line in run.stdout.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["one_peer_exponential", "torus"]
+    assert all(0 < float(cell) <= 2 for row in rows for cell in row[2:])
+    assert figure.stat().st_size > 1000
