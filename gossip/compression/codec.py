@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from gossip.compression.conversation import Arrival, Conversation, Parts, Turns, chunks
+from gossip.compression.stacked_codec import StackedCodec
 from topologies import Round, Topology
 
 NO_MEMORY = "int8, which remembers nothing"
@@ -42,6 +43,17 @@ class Compression(ABC):
     def codec(self, bucket: BucketShape, rank: int) -> Codec:
         """The state of one bucket at one rank. Local."""
 
+    def stacked_codec(self, bucket: BucketShape, world_size: int) -> StackedCodec | None:
+        """The state of one bucket at all ranks, where these are replicas of one process on one device. Local.
+
+        Returns
+        -------
+        StackedCodec or None
+            It makes what :meth:`codec` makes for each rank, and is faster. None: every replica gets a codec of its own.
+        """
+        del bucket, world_size
+        return None
+
     def messages(self, values: torch.Tensor) -> torch.Tensor | None:
         """The messages of several replicas at once, where a message is the values themselves in some dtype.
 
@@ -54,7 +66,7 @@ class Compression(ABC):
         -------
         Tensor, [..., numel], or None
             What a :class:`Codec` sends for each; ``values`` itself if that is what is sent. None where a message is
-            something else: then every replica needs a codec of its own.
+            something else.
         """
         del values
         return None

@@ -40,6 +40,8 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 class LatticeKernels:
     """Passes over the blocks of one bucket, for one width of code on one device.
 
+    All tensors may have leading dimensions, which are ranks: so few that they fit the cache of a CPU together.
+
     Parameters
     ----------
     bits : int
@@ -61,9 +63,9 @@ class LatticeKernels:
     def peaks(self, values: torch.Tensor, num_blocks: int, block_numel: int) -> torch.Tensor:
         """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        found = torch.empty(num_blocks, dtype=wide, device=self.device)
+        found = torch.empty((*values.shape[:-1], num_blocks), dtype=wide, device=self.device)
         for blocks, part in _parts(values, block_numel, fill_up=False):
-            torch.maximum(part.amax(1), part.amin(1).neg_(), out=found[blocks])
+            torch.maximum(part.amax(-1), part.amin(-1).neg_(), out=found[..., blocks])
         return found
 
     def encode(
@@ -90,20 +92,21 @@ class LatticeKernels:
         checksums : Tensor, [num_blocks], int32
             Filled with a digest of the points.
         """
-        block_numel = points.shape[1]
+        block_numel, dim = points.shape[-1], levels.dim() - 1
         is_raw = levels == RAW
         steps = exponents(levels).masked_fill_(is_raw, 0)
-        sizes = power_of_two(steps).to(points.dtype)[:, None]
+        sizes = power_of_two(steps).to(points.dtype)[..., None]
         inverses = sizes.reciprocal()  # exactly
         weights = self._weights[:block_numel]
         for blocks, part in _parts(values, block_numel):
             noise = self._noise_of(offsets, blocks, block_numel)
-            some = (_some(each, blocks) for each in (inverses, sizes))
-            out = (_some(each, blocks) for each in (points, codes, checksums))
+            some = (_some(each, blocks, dim) for each in (inverses, sizes))
+            out = (_some(each, blocks, dim) for each in (points, codes, checksums))
             self._encode(part, noise, *some, weights, self.bits, *out)
         if self.device.type != "cpu" or bool(is_raw.any()):
             for blocks, part in _parts(values, block_numel):
-                points[blocks] = torch.where(is_raw[blocks, None], part, points[blocks])
+                chosen = _some(points, blocks, dim)
+                chosen.copy_(torch.where(_some(is_raw, blocks, dim)[..., None], part, chosen))
 
     def num_offsets(self, num_blocks: int, block_numel: int) -> int:
         """How many places of the noise an :meth:`encode` needs."""
@@ -147,20 +150,22 @@ class LatticeKernels:
             The largest difference.
         """
         digests = torch.empty_like(own_checksums)
-        largest, smallest = torch.empty((2, own_codes.shape[0]), dtype=torch.int8, device=self.device)
-        weights = self._weights[: differences.shape[1]]
+        largest, smallest = torch.empty((2, *digests.shape), dtype=torch.int8, device=self.device)
+        *_, num_blocks, block_numel = differences.shape
+        dim = digests.dim() - 1
+        weights = self._weights[:block_numel]
         near: torch.Tensor | None = None
         if shifts is not None:
             near = torch.maximum(*shifts) <= _MAX_SHIFT
             own_shifts, peer_shifts = (shift.clamp(max=_MAX_SHIFT) for shift in shifts)
-            is_shifted = (own_shifts + peer_shifts).ne(0).tolist()
+            is_shifted = (own_shifts + peer_shifts).ne(0)
             own_checksums, peer_checksums = own_checksums << own_shifts, peer_checksums << peer_shifts
-        for blocks in _block_ranges(own_codes.shape[0], differences.shape[1], self.device):
-            left, right = _some(own_codes, blocks), _some(peer_codes, blocks)
-            if shifts is not None and any(is_shifted[blocks]):
-                left = (left.to(torch.int32) << own_shifts[blocks, None]).to(torch.uint8)
-                right = (right.to(torch.int32) << peer_shifts[blocks, None]).to(torch.uint8)
-            out = (_some(each, blocks) for each in (differences, digests, largest, smallest))
+        for blocks in _block_ranges(num_blocks, block_numel, self.device):
+            left, right = _some(own_codes, blocks, dim), _some(peer_codes, blocks, dim)
+            if shifts is not None and bool(is_shifted[..., blocks].any()):
+                left = (left.to(torch.int32) << own_shifts[..., blocks, None]).to(torch.uint8)
+                right = (right.to(torch.int32) << peer_shifts[..., blocks, None]).to(torch.uint8)
+            out = (_some(each, blocks, dim) for each in (differences, digests, largest, smallest))
             _subtract_codes(left, right, weights, self.bits, *out)
         unit = self.unit
         fits = digests == (peer_checksums - own_checksums) * unit
@@ -176,12 +181,13 @@ class LatticeKernels:
 
     def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:
         """Yield the sum of differences [num_blocks, block_numel] times scales [num_blocks], some blocks at a time."""
-        num_blocks, block_numel = reads[0][0].shape
+        *leading, num_blocks, block_numel = reads[0][0].shape
+        dim = len(leading)
         for blocks in _block_ranges(num_blocks, block_numel, self.device):
-            shape = (blocks.stop - blocks.start, block_numel)
+            shape = (*leading, blocks.stop - blocks.start, block_numel)
             total = scratch(shape, dtype, self.device)
             for number, (differences, scales) in enumerate(reads):
-                some = _some(differences, blocks), _some(scales, blocks)[:, None]
+                some = _some(differences, blocks, dim), _some(scales, blocks, dim)[..., None]
                 if number == 0:
                     self._scale(*some, total)
                 else:
@@ -212,9 +218,9 @@ def _encode_blocks(
         codes.copy_(integers)
     else:
         # Two numbers in a byte, one as it is and one times 16: what the first carries over, a difference takes back.
-        low, high = scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=1)
+        low, high = scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=-1)
         torch.add(low, high, alpha=16, out=codes)
-    torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
+    torch.sum(integers.mul_(weights), -1, dtype=torch.int32, out=checksums)
     points.mul_(sizes)
 
 
@@ -231,17 +237,17 @@ def _subtract_codes(
     if bits == 8:
         torch.sub(peer_codes, own_codes, out=differences.view(torch.uint8))
     else:
-        low, high = differences.chunk(2, dim=1)
+        low, high = differences.chunk(2, dim=-1)
         both = torch.sub(peer_codes, own_codes, out=scratch(own_codes.shape, torch.uint8, own_codes.device)).view(
             torch.int8
         )
         torch.mul(both, 16, out=low)
         torch.bitwise_right_shift(low, 4, out=high)
         torch.sub(both, high, out=high)
-    torch.amax(differences, 1, out=largest)
-    torch.amin(differences, 1, out=smallest)
+    torch.amax(differences, -1, out=largest)
+    torch.amin(differences, -1, out=smallest)
     integers = scratch(differences.shape, torch.int32, differences.device).copy_(differences)
-    torch.sum(integers.mul_(weights), 1, dtype=torch.int32, out=checksums)
+    torch.sum(integers.mul_(weights), -1, dtype=torch.int32, out=checksums)
 
 
 def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
@@ -251,16 +257,16 @@ def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor)
 def _parts(values: torch.Tensor, block_numel: int, *, fill_up: bool = True) -> Iterator[tuple[slice, torch.Tensor]]:
     """Some blocks of flat values at a time, in the dtype of accumulation; the last block filled up with zeros."""
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    numel = values.numel()
+    *leading, numel = values.shape
     num_whole = numel // block_numel
     for blocks in _block_ranges(num_whole, block_numel, values.device):
-        part = values[blocks.start * block_numel : blocks.stop * block_numel]
-        yield blocks, part.to(wide).view(-1, block_numel)
+        part = values[..., blocks.start * block_numel : blocks.stop * block_numel]
+        yield blocks, part.to(wide).view(*leading, -1, block_numel)
     if missing := -numel % block_numel:
-        rest = (values[num_whole * block_numel :] if num_whole else values).to(wide)
+        rest = (values[..., num_whole * block_numel :] if num_whole else values).to(wide)
         if fill_up:
             rest = torch.constant_pad_nd(rest, (0, missing))
-        yield slice(num_whole, num_whole + 1), rest.view(1, -1)
+        yield slice(num_whole, num_whole + 1), rest.unsqueeze(-2)
 
 
 def _block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> list[slice]:
@@ -268,9 +274,10 @@ def _block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> li
     return [slice(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
-def _some(rows: torch.Tensor, blocks: slice) -> torch.Tensor:
-    """These rows; often all, and then it takes no view."""
-    return rows if blocks.start == 0 and blocks.stop == rows.shape[0] else rows[blocks]
+def _some(tensor: torch.Tensor, blocks: slice, dim: int) -> torch.Tensor:
+    """These blocks, which are dimension ``dim``; often all, and then it takes no view."""
+    length = blocks.stop - blocks.start
+    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, blocks.start, length)
 
 
 def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -20,12 +20,19 @@ from gossip.compression.lattice import (
     LEVELS_PER_OCTAVE,
     NOISE_PERIOD,
     RAW,
-    LatticeKernels,
     exponents,
     kernels,
     power_of_two,
 )
 from gossip.compression.random_draws import generator
+from gossip.compression.stacked_codec import (
+    KnownEdges,
+    Readers,
+    StackedArrival,
+    StackedCodec,
+    message_rows,
+    row_slices,
+)
 from topologies import Round
 
 _PATIENCE = 1  # in levels: how much finer the lattice may get from one exchange to the next
@@ -78,6 +85,9 @@ class ModuloQuantization(Compression):
     def codec(self, bucket: BucketShape, rank: int) -> ModuloCodec:
         return ModuloCodec(self, bucket, rank)
 
+    def stacked_codec(self, bucket: BucketShape, world_size: int) -> StackedModuloCodec:
+        return StackedModuloCodec(self, bucket, world_size)
+
     def describe(self) -> str:
         return f"int{self.bits}(headroom={self.headroom:g}, seed={self.seed})"
 
@@ -129,10 +139,13 @@ class Layout:
         return self.num_blocks * (4 + 2) + self._all_code_bytes
 
     def fields(self, message: torch.Tensor) -> Fields:
-        """The parts of a message; views."""
-        checksums, levels, codes = message.split((4 * self.num_blocks, 2 * self.num_blocks, self._all_code_bytes))
+        """The parts of a message, [..., num_bytes] or longer; views."""
+        after_checksums, after_levels = 4 * self.num_blocks, 6 * self.num_blocks
+        codes = message[..., after_levels : self.num_bytes]
         return Fields(
-            checksums.view(torch.int32), levels.view(torch.int16), codes.view(self.num_blocks, self.code_bytes)
+            message[..., :after_checksums].view(torch.int32),
+            message[..., after_checksums:after_levels].view(torch.int16),
+            codes.view(*message.shape[:-1], self.num_blocks, self.code_bytes),
         )
 
     @property
@@ -141,8 +154,20 @@ class Layout:
 
 
 @dataclass
-class _Read:
-    """What has become of the message of one source."""
+class Read:
+    """What has become of the message of one source.
+
+    Attributes
+    ----------
+    differences : Tensor, [num_blocks, block_numel], int8
+        Between its codes and the reader's.
+    sizes : Tensor, [num_blocks], float64
+        The lattice constants that they are multiples of.
+    resent : Tensor, [num_blocks], bool
+        Where they say nothing, and the block is asked for in full.
+    rows : Tensor, [num_resent, block_numel]
+        Those blocks, once they are there.
+    """
 
     differences: torch.Tensor
     sizes: torch.Tensor
@@ -150,88 +175,62 @@ class _Read:
     rows: torch.Tensor
 
 
-class ModuloCodec(Codec):
-    """One bucket's messages; see :class:`ModuloQuantization`.
+class ModuloArithmetic:
+    """How one bucket's values become messages, and messages differences.
+
+    All tensors may have leading dimensions, which are ranks.
+
+    Parameters
+    ----------
+    compression : ModuloQuantization
+    bucket : BucketShape
 
     Attributes
     ----------
-    levels : Tensor, [num_blocks], int16, CPU
-        Binary logarithm of each block's lattice constant as it is wanted next, in eighths; ``RAW`` where nothing is
-        known yet.
-    num_resent : int
-        Blocks that this rank had to ask for again so far.
+    layout : Layout
     """
 
-    def __init__(self, compression: ModuloQuantization, bucket: BucketShape, rank: int) -> None:
+    def __init__(self, compression: ModuloQuantization, bucket: BucketShape) -> None:
+        self.layout = Layout.of(bucket.numel, compression.bits)
         self._compression = compression
-        self._layout = layout = Layout.of(bucket.numel, compression.bits)
-        self._rank, self._bucket, self._numel, self._device = rank, bucket.index, bucket.numel, bucket.device
-        self._kernels: LatticeKernels = kernels(compression.bits, bucket.device)
-        self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
-        self._blocks = self._points.view(layout.num_blocks, layout.block_numel)
-        self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
-        self._fields = layout.fields(self._payload)
-        self._receive_buffers: dict[int, torch.Tensor] = {}
-        self._unpacked: list[torch.Tensor] = []
-        self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
-        self.num_resent = 0
+        self._bucket, self._numel = bucket.index, bucket.numel
 
-    @property
-    def sent(self) -> torch.Tensor:
-        return self._points[: self._numel]
+    def encode(
+        self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, fields: Fields
+    ) -> None:
+        """Write the messages of ``values``, on lattices of these ``levels`` or coarser ones, and what they stand for.
 
-    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
-        weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
-        self._encode(values, step)
-        del values
-        delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
-        sent, received = delivery.on_host
-        payload = next(iter(sent.values())) if sent else self._payload.cpu()
-        own = self._fields if payload is self._payload else self._layout.fields(payload)
-        wanted: list[torch.Tensor] = []
-        reads = {
-            source: self._check(own, self._layout.fields(message), number, wanted)
-            for number, (source, message) in enumerate(received.items())
-        }
-        # Backwards along every edge: which blocks are asked for again.
-        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
-        yield Turn({source: read.resent.to(torch.uint8) for source, read in reads.items()}, lambda: asked)
-        yield Turn(
-            {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
-            lambda: {source: read.rows for source, read in reads.items() if read.rows.shape[0]},
-        )
-        for read in reads.values():
-            self._learn_from_rows(read, wanted)
-        if wanted:
-            self.levels = torch.stack(wanted).amax(0)
-        return Arrival(self._parts(weights, reads), self._device.type != "cpu" or self._is_finite(reads.values()))
+        Parameters
+        ----------
+        values : Tensor, [numel]
+        levels : Tensor, [num_blocks], int16
+        step : int
+        points : Tensor, [num_blocks, block_numel]
+        fields : Fields
+        """
+        layout, device = self.layout, values.device
+        passes = kernels(self._compression.bits, device)
+        peaks = passes.peaks(values, layout.num_blocks, layout.block_numel)
+        levels = _levels_on_lattice(levels.to(device), peaks)
+        fields.levels.copy_(levels)
+        num_offsets = passes.num_offsets(layout.num_blocks, layout.block_numel)
+        offsets = _offsets(self._compression.seed, step, self._bucket, num_offsets).to(device)
+        passes.encode(values, levels, offsets, points, fields.codes, fields.checksums)
 
-    def _encode(self, values: torch.Tensor, step: int) -> None:
-        layout = self._layout
-        peaks = self._kernels.peaks(values, layout.num_blocks, layout.block_numel)
-        levels = self._levels_on_lattice(self.levels.to(self._device), peaks)
-        self._fields.levels.copy_(levels)
-        num_offsets = self._kernels.num_offsets(layout.num_blocks, layout.block_numel)
-        offsets = _offsets(self._compression.seed, step, self._bucket, num_offsets).to(self._device)
-        self._kernels.encode(values, levels, offsets, self._blocks, self._fields.codes, self._fields.checksums)
+    def read(
+        self, own: Fields, peers: Fields, unpacked: Callable[[], torch.Tensor], wanted: list[torch.Tensor]
+    ) -> Read:
+        """Find the difference of a message to our own, and the blocks where it does not fit; no rows yet.
 
-    def _levels_on_lattice(self, wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-        """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
-        steps = exponents(wanted.clamp(min=FINEST))
-        if peaks.is_cpu and bool((peaks <= LARGEST_INTEGER * power_of_two(steps)).all()):
-            return wanted  # the usual case
-        lowest = (torch.frexp(peaks).exponent - int(math.log2(LARGEST_INTEGER))) * LEVELS_PER_OCTAVE
-        levels = torch.maximum(wanted, lowest.clamp(FINEST, COARSEST + 1).to(torch.int16))
-        return levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
-
-    def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
-        for place in range(len(self._receive_buffers), len(weights)):
-            self._receive_buffers[place] = torch.empty_like(self._payload)
-        return {source: self._receive_buffers[place] for place, source in enumerate(weights)}
-
-    def _check(self, own: Fields, peers: Fields, number: int, wanted: list[torch.Tensor]) -> _Read:
-        """Replace the codes of a message by the difference to our own; find the blocks where it does not fit."""
-        layout = self._layout
+        Parameters
+        ----------
+        own, peers : Fields
+            The codes of ``peers`` are used up.
+        unpacked : callable
+            Makes memory for differences, [num_blocks, block_numel], int8; called where codes have 4 bits.
+        wanted : list of Tensor, [num_blocks], int16
+            Gets the levels at which the next message would fit.
+        """
         shifts = None
         if torch.equal(own.levels, peers.levels):
             coarser = finer = own.levels
@@ -247,37 +246,19 @@ class ModuloCodec(Codec):
             shifts = own_coarser, peers_coarser
         # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
         wanted.append((coarser - _PATIENCE).clamp_(min=FINEST).masked_fill_(coarser == RAW, RAW))
-        if self._compression.bits == 8:
-            differences = peers.codes.view(torch.int8)
-        else:
-            if number == len(self._unpacked):
-                self._unpacked.append(torch.empty((layout.num_blocks, layout.block_numel), dtype=torch.int8))
-            differences = self._unpacked[number]
-        fits, peaks = self._host_kernels.check(
-            own.codes, own.checksums, peers.codes, peers.checksums, shifts, differences
-        )
+        differences = peers.codes.view(torch.int8) if self._compression.bits == 8 else unpacked()
+        passes = kernels(self._compression.bits, own.codes.device)
+        fits, peaks = passes.check(own.codes, own.checksums, peers.codes, peers.checksums, shifts, differences)
         resent = fits.logical_not_().logical_or_(is_raw)
         sizes = power_of_two(steps).double()
         wanted.append(self._levels_for(peaks * sizes, resent))
-        num_resent = int(resent.sum())
-        self.num_resent += num_resent
-        rows = torch.empty((num_resent, layout.block_numel), dtype=self._points.dtype)
-        return _Read(differences, sizes, resent, rows)
+        return Read(differences, sizes, resent, torch.empty(0))
 
-    @property
-    def _host_kernels(self) -> LatticeKernels:
-        return kernels(self._compression.bits, torch.device("cpu"))
-
-    def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Our own points of some blocks, in full."""
-        return self._blocks[blocks.to(self._device)].cpu()
-
-    def _learn_from_rows(self, read: _Read, wanted: list[torch.Tensor]) -> None:
-        if read.rows.shape[0]:
-            peaks = torch.zeros(self._layout.num_blocks, dtype=torch.float64)
-            difference = read.rows - self._rows(read.resent)
-            peaks[read.resent] = difference.abs().amax(1).double()
-            wanted.append(self._levels_for(peaks, ~(read.resent & torch.isfinite(peaks))))
+    def learn_from_rows(self, read: Read, own_rows: torch.Tensor, wanted: list[torch.Tensor]) -> None:
+        """Add to ``wanted`` what the blocks that were sent in full say; ``own_rows`` are our own of these blocks."""
+        peaks = torch.zeros_like(read.sizes)
+        peaks[read.resent] = (read.rows - own_rows).abs().amax(1).double()
+        wanted.append(self._levels_for(peaks, ~(read.resent & torch.isfinite(peaks))))
 
     def _levels_for(self, peaks: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
         """The levels at which differences of ``headroom`` times ``peaks`` fit the code; RAW where nothing is known."""
@@ -286,7 +267,137 @@ class ModuloCodec(Codec):
         rounded: torch.Tensor = levels.nan_to_num_(nan=0.0).clamp_(FINEST, COARSEST).to(torch.int16)
         return rounded.masked_fill_(unknown, RAW)
 
-    def _is_finite(self, reads: Iterable[_Read]) -> bool:
+    def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
+        """The sum of the differences to what was read, by its weights, part by part.
+
+        Parameters
+        ----------
+        points : Tensor, [num_blocks, block_numel]
+            What our own message stands for.
+        reads : iterable of (Read, float or Tensor, [1], float64)
+        """
+        device, dtype, block_numel = points.device, points.dtype, self.layout.block_numel
+        passes = kernels(self._compression.bits, device)
+        scaled, rows = [], []
+        for read, weight in reads:
+            scales = (weight / passes.unit * read.sizes).masked_fill_(read.resent, 0.0)
+            scaled.append((read.differences.to(device), scales.to(device, dtype)))
+            if read.rows.shape[0]:
+                rows.append((read, weight))
+        for blocks, total in passes.decode(scaled, dtype):
+            for read, weight in rows:
+                _add_rows(read, weight, blocks, points, total)
+            first, last = blocks.start * block_numel, min(blocks.stop * block_numel, self._numel)
+            yield slice(first, last), total.view(*total.shape[:-2], -1)[..., : last - first]
+
+
+def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
+    steps = exponents(wanted.clamp(min=FINEST))
+    if peaks.is_cpu and bool((peaks <= LARGEST_INTEGER * power_of_two(steps)).all()):
+        return wanted  # the usual case
+    lowest = (torch.frexp(peaks).exponent - int(math.log2(LARGEST_INTEGER))) * LEVELS_PER_OCTAVE
+    levels = torch.maximum(wanted, lowest.clamp(FINEST, COARSEST + 1).to(torch.int16))
+    return levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
+
+
+def _add_rows(
+    read: Read, weight: float | torch.Tensor, blocks: slice, points: torch.Tensor, total: torch.Tensor
+) -> None:
+    """Add what was sent in full to the sum of some blocks."""
+    here = read.resent[..., blocks]
+    if not bool(here.any()):
+        return
+    rows = read.rows
+    if here.shape != read.resent.shape:
+        among = torch.zeros_like(read.resent)
+        among[..., blocks] = here
+        rows = rows[among[read.resent]]
+    if isinstance(weight, torch.Tensor):
+        weight = weight.expand(here.shape)[here][:, None].to(total.dtype)
+    here = here.to(total.device)
+    total[here] += weight * (rows.to(total.device) - points[..., blocks, :][here])
+
+
+class ModuloCodec(Codec):
+    """One bucket's messages; see :class:`ModuloQuantization`.
+
+    Attributes
+    ----------
+    levels : Tensor, [num_blocks], int16, CPU
+        Binary logarithm of each block's lattice constant as it is wanted next, in eighths; ``RAW`` where nothing is
+        known yet.
+    num_resent : int
+        Blocks that this rank had to ask for again so far.
+    """
+
+    def __init__(self, compression: ModuloQuantization, bucket: BucketShape, rank: int) -> None:
+        self._arithmetic = ModuloArithmetic(compression, bucket)
+        self._layout = layout = self._arithmetic.layout
+        self._rank, self._numel, self._device = rank, bucket.numel, bucket.device
+        self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
+        self._blocks = self._points.view(layout.num_blocks, layout.block_numel)
+        self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
+        self._fields = layout.fields(self._payload)
+        self._receive_buffers: dict[int, torch.Tensor] = {}
+        self._unpacked: list[torch.Tensor] = []
+        self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
+        self.num_resent = 0
+
+    @property
+    def sent(self) -> torch.Tensor:
+        return self._points[: self._numel]
+
+    def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
+        self._arithmetic.encode(values, self.levels, step, self._blocks, self._fields)
+        del values
+        delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
+        sent, received = delivery.on_host
+        payload = next(iter(sent.values())) if sent else self._payload.cpu()
+        own = self._fields if payload is self._payload else self._layout.fields(payload)
+        wanted: list[torch.Tensor] = []
+        reads = {
+            source: self._read(own, self._layout.fields(message), number, wanted)
+            for number, (source, message) in enumerate(received.items())
+        }
+        # Backwards along every edge: which blocks are asked for again.
+        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
+        yield Turn({source: read.resent.to(torch.uint8) for source, read in reads.items()}, lambda: asked)
+        yield Turn(
+            {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
+            lambda: {source: read.rows for source, read in reads.items() if read.rows.shape[0]},
+        )
+        for read in reads.values():
+            if read.rows.shape[0]:
+                self._arithmetic.learn_from_rows(read, self._rows(read.resent), wanted)
+        if wanted:
+            self.levels = torch.stack(wanted).amax(0)
+        return Arrival(self._parts(weights, reads), self._device.type != "cpu" or self._is_finite(reads.values()))
+
+    def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
+        for place in range(len(self._receive_buffers), len(weights)):
+            self._receive_buffers[place] = torch.empty_like(self._payload)
+        return {source: self._receive_buffers[place] for place, source in enumerate(weights)}
+
+    def _read(self, own: Fields, peers: Fields, number: int, wanted: list[torch.Tensor]) -> Read:
+        read = self._arithmetic.read(own, peers, partial(self._unpacked_of, number), wanted)
+        num_resent = int(read.resent.sum())
+        self.num_resent += num_resent
+        read.rows = torch.empty((num_resent, self._layout.block_numel), dtype=self._points.dtype)
+        return read
+
+    def _unpacked_of(self, number: int) -> torch.Tensor:
+        """Kept for the next exchange."""
+        if number == len(self._unpacked):
+            self._unpacked.append(torch.empty(self._blocks.shape, dtype=torch.int8))
+        return self._unpacked[number]
+
+    def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Our own points of some blocks, in full."""
+        return self._blocks[blocks.to(self._device)].cpu()
+
+    def _is_finite(self, reads: Iterable[Read]) -> bool:
         return all(
             bool(rows.isfinite().all())
             for read in reads
@@ -295,32 +406,9 @@ class ModuloCodec(Codec):
         )
 
     @torch.no_grad()
-    def _parts(self, weights: Mapping[int, float], reads: Mapping[int, _Read]) -> Parts:
-        if not weights:
-            return
-        block_numel = self._layout.block_numel
-        points = self._blocks
-        scaled = []
-        for source, weight in weights.items():
-            read = reads[source]
-            scales = (weight / self._kernels.unit * read.sizes).masked_fill_(read.resent, 0.0)
-            scaled.append((read.differences.to(self._device), scales.to(self._device, points.dtype)))
-        for blocks, total in self._kernels.decode(scaled, points.dtype):
-            for source, weight in weights.items():
-                self._add_rows(reads[source], weight, blocks, points, total)
-            first, last = blocks.start * block_numel, min(blocks.stop * block_numel, self._numel)
-            yield slice(first, last), total.view(-1)[: last - first]
-
-    def _add_rows(self, read: _Read, weight: float, blocks: slice, points: torch.Tensor, total: torch.Tensor) -> None:
-        """Add what was sent in full to the sum of some blocks."""
-        if not read.rows.shape[0]:
-            return
-        here = read.resent[blocks]
-        if bool(here.any()):
-            first = int(read.resent[: blocks.start].sum())
-            rows = read.rows[first : first + int(here.sum())].to(self._device)
-            here = here.to(self._device)
-            total[here] += weight * (rows - points[blocks][here])
+    def _parts(self, weights: Mapping[int, float], reads: Mapping[int, Read]) -> Parts:
+        if weights:
+            yield from self._arithmetic.parts(self._blocks, [(reads[source], weights[source]) for source in weights])
 
     def state_dict(self) -> dict[str, Any]:
         return {"levels": self.levels.clone(), "num_resent": self.num_resent}
@@ -328,6 +416,75 @@ class ModuloCodec(Codec):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.levels.copy_(state["levels"])
         self.num_resent = state["num_resent"]
+
+
+class StackedModuloCodec(StackedCodec):
+    """One bucket's messages at all ranks; see :class:`ModuloCodec`.
+
+    Attributes
+    ----------
+    levels : Tensor, [n, num_blocks], int16
+    num_resent : Tensor, [n], int64
+    """
+
+    def __init__(self, compression: ModuloQuantization, bucket: BucketShape, world_size: int) -> None:
+        self._arithmetic = ModuloArithmetic(compression, bucket)
+        self._layout = layout = self._arithmetic.layout
+        device = bucket.device
+        self._edges = KnownEdges(bucket.numel, device)
+        self._points = torch.zeros((world_size, layout.numel), dtype=bucket.accumulation_dtype, device=device)
+        self._blocks = self._points.view(world_size, layout.num_blocks, layout.block_numel)
+        self._messages = message_rows(world_size, layout.num_bytes, device)
+        self.levels = torch.full((world_size, layout.num_blocks), RAW, dtype=torch.int16, device=device)
+        self.num_resent = torch.zeros(world_size, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
+        (values,) = stacks
+        num_ranks, numel = values.shape
+        edges = self._edges.of(round_)
+        for rows in row_slices(num_ranks, numel, values.device):
+            fields = self._layout.fields(self._messages[rows])
+            self._arithmetic.encode(values[rows], self.levels[rows], step, self._blocks[rows], fields)
+        difference = torch.zeros_like(values, dtype=self._points.dtype)
+        num_bytes = edges.num * (self._layout.num_bytes + self._layout.num_blocks)
+        for readers in edges.readers:
+            num_bytes += self._take_in(readers, difference)
+        sent = self._points[:, :numel].to(values.dtype, copy=True)
+        sent[edges.idle] = values[edges.idle]
+        return StackedArrival([difference], [sent], num_bytes)
+
+    def _take_in(self, readers: Readers, difference: torch.Tensor) -> int:
+        """Fill the rows of these ranks; how many bytes were sent to them in full."""
+        ranks = readers.ranks
+        own, points = self._layout.fields(self._messages[ranks]), self._blocks[ranks]
+        wanted: list[torch.Tensor] = []
+        reads = []
+        num_bytes = 0
+        for sources in readers.sources:
+            peers = self._layout.fields(self._messages[sources])
+            unpacked = partial(torch.empty, points.shape, dtype=torch.int8, device=points.device)
+            read = self._arithmetic.read(own, peers, unpacked, wanted)
+            reads.append(read)
+            if bool(read.resent.any()):
+                self.num_resent[ranks] += read.resent.sum(1)
+                reader, block = read.resent.nonzero(as_tuple=True)
+                read.rows = self._blocks[sources[reader], block]
+                num_bytes += read.rows.nbytes
+        for read in reads:
+            if read.rows.shape[0]:
+                self._arithmetic.learn_from_rows(read, points[read.resent], wanted)
+        self.levels[ranks] = torch.stack(wanted).amax(0)
+        for place, part in self._arithmetic.parts(points, zip(reads, readers.weights, strict=True)):
+            difference[ranks, place] = part
+        return num_bytes
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        return {"levels": self.levels[rank].to("cpu", copy=True), "num_resent": int(self.num_resent[rank])}
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self.levels.copy_(torch.stack([state["levels"] for state in states]))
+        self.num_resent.copy_(torch.tensor([state["num_resent"] for state in states]))
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Rounds among replicas of one process: one sparse product where messages are values, else the codecs' own messages."""
+"""Rounds among replicas of one process: one sparse product where messages are values, else what codecs make of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.world import accumulation_dtype
-from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import carry
+from gossip.compression.codec import BucketShape, Compression
 from gossip.compression.part_memory import all_finite
+from gossip.compression.stacked_codec import StackedCodec
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from gossip.virtual.mixing_products import KnownRows, weighted_differences
+from gossip.virtual.rank_codecs import RankCodecs
 from gossip.virtual.shards import Shard, joined, mixed_buffers, stacked_views
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
@@ -87,8 +88,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
 
     Attributes
     ----------
-    codecs : dict of (int, str) to list of Codec
-        By block and channel, and then by rank; none of messages that are values.
+    codecs : dict of (int, str) to StackedCodec
+        By block and channel; none of messages that are values.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self._optimizers = optimizers
         self._buckets: dict[int, Bucket] = {}  # by block
         self._views: list[list[BucketView]] = []
-        self.codecs: dict[tuple[int, str], list[Codec]] = {}
+        self.codecs: dict[tuple[int, str], StackedCodec] = {}
         self._known_rows: KnownRows = {}
         self._blocks: list[tuple[Bucket | BufferBucket, list[int]]] = []  # by bucket of a rank
         self.add(buckets)
@@ -137,26 +138,21 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         )
 
     def _make_codecs(self, index: int) -> None:
-        """One for each channel and rank; none where messages are values."""
+        """One for each channel; none where messages are values."""
         bucket, world_size = self._buckets[index], self._topology.world_size
         if world_size == 1:
             return
         for number, channel in enumerate(self._channels(index)):
-            rows = self._rows([self._like(view, channel) for view in self._views[index]])
+            stacks = [self._like(view, channel) for view in self._views[index]]
             compression = self._compression_of(index, channel)
-            if compression.messages(rows[0][None]) is not None:
+            if compression.messages(stacks[0][:1]) is not None:
                 continue
-            layout = bucket.shape.views
-            codecs = [
-                compression.codec(BucketShape(bucket.index + CHANNEL_STRIDE * number, row, layout), rank)
-                for rank, row in enumerate(rows)
-            ]
-            self.codecs[index, channel] = codecs
-
-    @staticmethod
-    def _rows(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each rank's."""
-        return [row for stack in stacks for row in stack]
+            rows = [row for stack in stacks for row in stack]
+            shapes = [BucketShape(bucket.index + CHANNEL_STRIDE * number, row, bucket.shape.views) for row in rows]
+            stacked = compression.stacked_codec(shapes[0], world_size) if len(stacks) == 1 else None
+            self.codecs[index, channel] = stacked or RankCodecs(
+                [compression.codec(shape, rank) for rank, shape in enumerate(shapes)]
+            )
 
     # ------------------------------------------------------------------ what the policy asks for
 
@@ -257,7 +253,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
 
     def _codec_states(self, index: int, rank: int) -> dict[str, Any]:
         return {
-            channel: self.codecs[index, channel][rank].state_dict() if (index, channel) in self.codecs else {}
+            channel: self.codecs[index, channel].state_dict(rank) if (index, channel) in self.codecs else {}
             for channel in self._channels(index)
         }
 
@@ -274,8 +270,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             if any(saved):
                 self._load_in_flight(indices, saved)
             for channel in self._channels(indices[0]):
-                for codec, state in zip(self.codecs.get((indices[0], channel), ()), states, strict=False):
-                    codec.load_state_dict(state["codecs"][place][channel])
+                if (codec := self.codecs.get((indices[0], channel))) is not None:
+                    codec.load_state_dicts([state["codecs"][place][channel] for state in states])
 
     def _load_in_flight(self, indices: Sequence[int], saved: Sequence[Mapping[str, Any] | None]) -> None:
         """What a bucket of every rank, None of one that had no peer, had in flight."""
@@ -324,30 +320,15 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         step: int,
         meter: StackedMeter,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """One round of all ranks' codecs, their messages carried by hand: differences, and what was sent, by shard."""
-        codecs = self.codecs[index, channel]
-        active = [rank for rank in range(len(codecs)) if round_.peers(rank)]
-        values = self._rows(blocks)
-        conversations = {rank: codecs[rank].exchange(values[rank], round_, step) for rank in active}
-        meter.codec_bytes += carry(conversations) / len(codecs)
-        differences, sent = [], []
-        for shard, block in zip(self._shards, blocks, strict=True):
-            sent.append(block.clone())
-            total = torch.zeros(block.shape, dtype=accumulation_dtype(block.dtype), device=block.device)
-            for row, rank in enumerate(shard.ranks):
-                if rank not in conversations:
-                    continue
-                if (message := codecs[rank].sent) is not None:
-                    sent[-1][row] = message
-                arrival = conversations[rank].arrival
-                for place, part in arrival.parts:
-                    total[row, place] = part
-                if self.algorithm.requires.stochastic != "doubly":  # what was decoded takes the rows' sums for 1
-                    total[row].add_(sent[-1][row], alpha=row_sum(round_, rank) - 1)
-                if not arrival.is_finite:
-                    total[row] = torch.nan
-            differences.append(total)
-        return differences, sent
+        """One round of all ranks' codecs: differences, and what was sent, by shard."""
+        arrival = self.codecs[index, channel].exchange(blocks, round_, step)
+        meter.codec_bytes += arrival.num_bytes / self._topology.world_size
+        if self.algorithm.requires.stochastic != "doubly":  # what was decoded takes the rows' sums for 1
+            for shard, difference, sent in zip(self._shards, arrival.differences, arrival.sent, strict=True):
+                for row, rank in enumerate(shard.ranks):
+                    if round_.peers(rank):
+                        difference[row].add_(sent[row], alpha=row_sum(round_, rank) - 1)
+        return arrival.differences, arrival.sent
 
 
 def _values(compression: Compression, block: torch.Tensor) -> torch.Tensor:

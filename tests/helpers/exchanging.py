@@ -9,6 +9,8 @@ import torch
 
 from gossip import BucketShape, Codec, Compression
 from gossip.compression.conversation import Parts, carry
+from gossip.compression.stacked_codec import StackedArrival, StackedCodec
+from gossip.virtual.rank_codecs import RankCodecs
 from topologies import Topology
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -20,8 +22,77 @@ def one_matrix(numel: int) -> list[View]:
     return [((side, side), (side, 1), 0), ((numel - side * side,), (1,), side * side)]
 
 
-class Ranks:
-    """The replicas of one bucket, [n] tensors of [numel], and their codecs.
+def stacked_codec(compression: Compression, bucket: BucketShape, world_size: int) -> StackedCodec:
+    """As virtual workers make it: all ranks' at once, or of a codec for each."""
+    stacked = compression.stacked_codec(bucket, world_size)
+    return stacked or RankCodecs([compression.codec(bucket, rank) for rank in range(world_size)])
+
+
+class Replicas:
+    """The replicas of one bucket.
+
+    Parameters
+    ----------
+    topology : Topology
+    values : sequence of Tensor, [numel]
+
+    Attributes
+    ----------
+    stacked : Tensor, [n, numel]
+        The replicas; ``values`` are its rows.
+    """
+
+    def __init__(self, topology: Topology, values: Sequence[torch.Tensor]) -> None:
+        self.topology = topology
+        self.stacked = torch.stack(tuple(values))
+        self.values = list(self.stacked.unbind())
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Of the replicas, [numel], float64."""
+        return self.stacked.double().mean(0)
+
+    @property
+    def distance(self) -> float:
+        """The largest distance of a value from the mean over replicas."""
+        stacked = self.stacked.double()
+        return float((stacked - stacked.mean(0)).abs().max())
+
+
+class StackedRanks(Replicas):
+    """The replicas of one bucket, mixed all at once, as those of virtual workers are.
+
+    Parameters
+    ----------
+    compression : Compression
+    topology : Topology
+    values : sequence of Tensor
+    views : sequence of (shape, stride, offset), optional
+        Where the parameters lie in each.
+    """
+
+    def __init__(
+        self,
+        compression: Compression,
+        topology: Topology,
+        values: Sequence[torch.Tensor],
+        views: Sequence[View] | None = None,
+    ) -> None:
+        super().__init__(topology, values)
+        self.codec = stacked_codec(compression, BucketShape(0, values[0], views), len(values))
+
+    def exchange(self, step: int) -> StackedArrival:
+        """One round."""
+        return self.codec.exchange([self.stacked], self.topology.round(step), step)
+
+    def mix(self, step: int) -> None:
+        """One round, mixed in; nothing in which nobody has a peer."""
+        if not self.topology.round(step).is_identity:
+            self.stacked += self.exchange(step).differences[0].to(self.stacked.dtype)
+
+
+class Ranks(Replicas):
+    """Replicas, [n] tensors of [numel], and their codecs.
 
     Parameters
     ----------
@@ -33,8 +104,6 @@ class Ranks:
 
     Attributes
     ----------
-    stacked : Tensor, [n, numel]
-        The replicas; ``values`` are its rows.
     num_bytes : int
         What all of them sent in the newest round.
     are_finite : dict
@@ -48,9 +117,7 @@ class Ranks:
         values: Sequence[torch.Tensor],
         views: Sequence[View] | None = None,
     ) -> None:
-        self.topology = topology
-        self.stacked = torch.stack(tuple(values))
-        self.values = list(self.stacked.unbind())
+        super().__init__(topology, values)
         self.codecs: list[Codec] = [
             compression.codec(BucketShape(0, each, views), rank) for rank, each in enumerate(self.values)
         ]
@@ -87,14 +154,3 @@ class Ranks:
         for values, difference in zip(self.values, self.exchange(step), strict=True):
             if difference is not None:
                 values += difference.to(values.dtype)
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """Of the replicas, [numel], float64."""
-        return self.stacked.double().mean(0)
-
-    @property
-    def distance(self) -> float:
-        """The largest distance of a value from the mean over replicas."""
-        stacked = self.stacked.double()
-        return float((stacked - stacked.mean(0)).abs().max())

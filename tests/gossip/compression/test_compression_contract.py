@@ -1,17 +1,23 @@
-"""What every compression keeps, over every topology that it serves."""
+"""What every compression keeps, over every topology that it serves.
+
+What takes many rounds is run by stacked codecs, where there are any: test_stacked_codecs.py holds them to the ranks'.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 from compressions import COMPRESSIONS, TOPOLOGIES
-from exchanging import Ranks
+from exchanging import Ranks, StackedRanks, View
 
 import gossip
 import topologies
+from gossip import Compression
+from topologies import Topology
 
 SERVED = [(name, topology) for name, row in COMPRESSIONS.items() for topology in row.topologies]
 REFUSED = [
@@ -29,18 +35,25 @@ def replicas(topology: str, numel: int, dtype: torch.dtype = torch.float32, spre
 
 
 def make(name: str, topology: str, values: list[torch.Tensor], seed: int = 0) -> Ranks:
+    return Ranks(*arguments(name, topology, values, seed))
+
+
+def arguments(
+    name: str, topology: str, values: list[torch.Tensor], seed: int = 0
+) -> tuple[Compression, Topology, list[torch.Tensor], Sequence[View] | None]:
     compression = COMPRESSIONS[name].make(seed)
     compression.check(TOPOLOGIES[topology])
-    return Ranks(compression, TOPOLOGIES[topology], values, COMPRESSIONS[name].views(values[0].numel()))
+    return compression, TOPOLOGIES[topology], values, COMPRESSIONS[name].views(values[0].numel())
 
 
+@torch.no_grad()  # once for all rounds
 @pytest.mark.parametrize(
     ("name", "topology", "numel"),
     [*((*served, 5000) for served in SERVED), *((name, "ring", 1) for name in COMPRESSIONS)],
 )
 def test_replicas_left_alone_agree_up_to_the_floor_on_their_mean(name: str, topology: str, numel: int) -> None:
     row = COMPRESSIONS[name]
-    ranks = make(name, topology, replicas(topology, numel))
+    ranks = StackedRanks(*arguments(name, topology, replicas(topology, numel)))
     mean, largest = ranks.mean, float(ranks.mean.abs().max())
     every = 3 if topology == "every" else 1
     for step in range(every * row.num_rounds):
@@ -71,7 +84,7 @@ def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
     row = COMPRESSIONS[name]
     # Three ranks: what two give each other cancels whatever its rounding; and in one direction, where it may be.
     name_of_ring = "directed_ring" if "directed_ring" in row.topologies else "ring"
-    ranks = Ranks(row.make(0), topologies.build(name_of_ring, 3), replicas("ring", 40)[:3], row.views(40))
+    ranks = StackedRanks(row.make(0), topologies.build(name_of_ring, 3), replicas("ring", 40)[:3], row.views(40))
     generator = torch.Generator().manual_seed(1)
     mean = ranks.mean
     early, late = range(1000, 2000), range(9000, 10_000)

@@ -1,0 +1,57 @@
+"""A codec for each replica of a process: where they lie on several devices, or have none for all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gossip.communication.world import accumulation_dtype
+from gossip.compression.codec import Codec
+from gossip.compression.conversation import carry
+from gossip.compression.stacked_codec import StackedArrival, StackedCodec
+from topologies import Round
+
+
+class RankCodecs(StackedCodec):
+    """A codec of each rank's own, whose messages are carried by hand.
+
+    Parameters
+    ----------
+    codecs : sequence of Codec
+        By rank; each on the device of its rank's values.
+    """
+
+    def __init__(self, codecs: Sequence[Codec]) -> None:
+        self.codecs = codecs
+
+    def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
+        values = _rows(stacks)
+        active = [rank for rank in range(len(values)) if round_.peers(rank)]
+        conversations = {rank: self.codecs[rank].exchange(values[rank], round_, step) for rank in active}
+        num_bytes = carry(conversations)
+        sent = [stack.clone() for stack in stacks]
+        differences = [torch.zeros_like(stack, dtype=accumulation_dtype(stack.dtype)) for stack in stacks]
+        messages, rows = _rows(sent), _rows(differences)
+        for rank, conversation in conversations.items():
+            if (message := self.codecs[rank].sent) is not None:
+                messages[rank].copy_(message)
+            arrival = conversation.arrival
+            for place, part in arrival.parts:
+                rows[rank][place] = part
+            if not arrival.is_finite:
+                rows[rank].fill_(torch.nan)
+        return StackedArrival(differences, sent, num_bytes)
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        return self.codecs[rank].state_dict()
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for codec, state in zip(self.codecs, states, strict=True):
+            codec.load_state_dict(state)
+
+
+def _rows(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each rank's; views."""
+    return [row for stack in stacks for row in stack]

@@ -1,0 +1,203 @@
+"""What codecs of all ranks at once make is what each rank's own codec makes, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressions import COMPRESSIONS, TOPOLOGIES
+from replicas import SGD
+from torch import nn
+
+from gossip import BucketShape, Compression, ModuloQuantization, VirtualWorkers
+from gossip.compression import stacked_codec
+from gossip.compression.stacked_codec import StackedArrival, StackedCodec
+from gossip.virtual import stacked_exchanges
+from gossip.virtual.rank_codecs import RankCodecs
+from topologies import Round, Topology
+
+STACKED = ("int8", "int4")
+
+
+def uneven() -> Topology:
+    """Directed, each edge with a weight of its own; one rank only sends, two only read, one does neither."""
+    matrix = np.zeros((7, 7))
+    for reader, sources in {0: (1, 2, 4), 1: (0, 2), 2: (0, 1, 4), 3: (1,), 5: (0, 2, 4)}.items():
+        for source in sources:
+            matrix[reader, source] = 0.05 + 0.013 * reader + 0.007 * source
+    return Topology.from_rounds(
+        [Round.from_matrix(matrix + np.diag(1 - matrix.sum(1)))], stochasticity="row", name="uneven"
+    )
+
+
+SEVERAL = {name: TOPOLOGIES[name] for name in ("ring", "directed_ring", "star", "random_matching", "every", "then")}
+CASES = [(name, topology) for name in STACKED for topology in SEVERAL if topology in COMPRESSIONS[name].topologies]
+
+
+def test_table_has_every_compression_that_has_a_stacked_codec() -> None:
+    bucket = BucketShape(0, torch.ones(9))
+    made = [name for name, row in COMPRESSIONS.items() if row.make(0).stacked_codec(bucket, 2) is not None]
+    assert tuple(made) == STACKED
+
+
+class Both:
+    """The same replicas twice: mixed by their own codecs, and all at once."""
+
+    def __init__(self, compression: Compression, topology: Topology, numel: int, dtype: torch.dtype) -> None:
+        self.compression, self.topology = compression, topology
+        self.generator = torch.Generator().manual_seed(numel)
+        common = torch.randn(numel, generator=self.generator)
+        apart = 0.1 * torch.randn(topology.world_size, numel, generator=self.generator)
+        self.values = [(common + apart).to(dtype) for _ in range(2)]
+        self.codecs = self.make()
+
+    def make(self) -> tuple[StackedCodec, StackedCodec]:
+        bucket, size = BucketShape(2, self.values[0][0]), self.topology.world_size
+        stacked = self.compression.stacked_codec(bucket, size)
+        assert stacked is not None
+        return RankCodecs([self.compression.codec(bucket, rank) for rank in range(size)]), stacked
+
+    def exchange(self, step: int) -> tuple[StackedArrival, StackedArrival]:
+        round_ = self.topology.round(step)
+        one, other = (
+            codec.exchange([values], round_, step) for codec, values in zip(self.codecs, self.values, strict=True)
+        )
+        return one, other
+
+    def mix(self, step: int) -> None:
+        """A step of training, a round, and a look at all that comes of it."""
+        update = 0.01 * torch.randn(self.values[0].shape, generator=self.generator)
+        for values in self.values:
+            values += update.to(values.dtype)
+        if self.topology.round(step).is_identity:
+            return
+        one, other = self.exchange(step)
+        assert one.num_bytes == other.num_bytes
+        assert_same_bits(one.differences[0], other.differences[0])
+        assert_same_bits(one.sent[0], other.sent[0])
+        for values, arrival in zip(self.values, (one, other), strict=True):
+            values += arrival.differences[0].to(values.dtype)
+        self.assert_same_states()
+
+    def states(self) -> list[list[dict[str, Any]]]:
+        return [[codec.state_dict(rank) for rank in range(self.topology.world_size)] for codec in self.codecs]
+
+    def assert_same_states(self) -> None:
+        for one, other in zip(*self.states(), strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                if isinstance(value, torch.Tensor):
+                    assert_same_bits(value, other[key])
+                else:
+                    assert (type(value), value) == (type(other[key]), other[key])
+
+
+def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    assert torch.equal(one, other)
+    assert torch.equal(one.signbit(), other.signbit())
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [(1, torch.float32), (5000, torch.float32), (40, torch.float64), (40, torch.bfloat16), (40, torch.float16)],
+)
+@pytest.mark.parametrize("name", STACKED)
+def test_messages_differences_bytes_and_states_are_those_of_each_rank(
+    name: str, dtype: torch.dtype, numel: int
+) -> None:
+    for topology in SEVERAL:
+        if topology not in COMPRESSIONS[name].topologies:
+            continue
+        both = Both(COMPRESSIONS[name].make(3), SEVERAL[topology], numel, dtype)
+        for step in range(10):
+            if step == 6:  # some do not fit their code any more
+                for values in both.values:
+                    values[0, : -(-numel // 2)] += 100
+            if step == 8:  # and some are not to be had on a lattice
+                for values in both.values:
+                    values[-1, 0] = 5e4
+            both.mix(step)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_ranks_without_sources_readers_or_either_are_as_by_themselves(name: str) -> None:
+    both = Both(COMPRESSIONS[name].make(3), uneven(), 300, torch.float32)
+    for step in range(8):
+        both.mix(step)
+    _, arrival = both.exchange(8)
+    assert not arrival.differences[0][[4, 6]].any()
+    assert arrival.differences[0][[0, 1, 2, 3, 5]].any(1).all()
+    assert torch.equal(arrival.sent[0][6], both.values[1][6])
+
+
+@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("numel", [1000, 2**18 + 4096 + 100])
+def test_rows_that_do_not_fit_the_cache_together_are_worked_on_one_after_the_other(
+    name: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacked_codec, "CHUNK_NUMEL", 2000)
+    for topology in ("ring", "star"):
+        both = Both(COMPRESSIONS[name].make(3), SEVERAL[topology], numel, torch.float32)
+        for step in range(3):
+            both.mix(step)
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
+def test_states_go_from_the_one_to_the_other(name: str, topology: str) -> None:
+    both = Both(COMPRESSIONS[name].make(3), SEVERAL[topology], 300, torch.float32)
+    for step in range(5):
+        both.mix(step)
+    of_ranks, of_stack = both.states()
+    both.codecs = both.make()
+    both.codecs[0].load_state_dicts(of_stack)
+    both.codecs[1].load_state_dicts(of_ranks)
+    both.assert_same_states()
+    for step in range(5, 9):
+        both.mix(step)
+    for saved, other in zip(of_ranks, of_stack, strict=True):  # copies
+        assert all(torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(other[key])) for key in saved)
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad_step", [0, 3])
+def test_what_is_not_finite_is_seen_by_the_same_ranks(name: str, topology: str, bad: float, bad_step: int) -> None:
+    both = Both(COMPRESSIONS[name].make(3), SEVERAL[topology], 100, torch.float32)
+    for step in range(bad_step):
+        both.mix(step)
+    before = [values[0].clone() for values in both.values]
+    for values in both.values:
+        values[0, 5] = bad
+    one, other = (arrival.differences[0].isfinite().all(1) for arrival in both.exchange(bad_step))
+    assert torch.equal(one, other)
+    targets = SEVERAL[topology].round(bad_step).targets(0)
+    assert set((~one).nonzero().flatten().tolist()) == ({0, *targets} if targets else set())
+    both.assert_same_states()
+    for values, good in zip(both.values, before, strict=True):
+        values[0] = good
+    for step in range(bad_step + 1, bad_step + 4):
+        both.mix(step)
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("asked for")
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_virtual_workers_have_no_codec_for_each_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_exchanges, "RankCodecs", refuse)
+    train(COMPRESSIONS[name].make(0))
+
+
+def test_virtual_workers_on_several_devices_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModuloQuantization, "stacked_codec", refuse)
+    train(ModuloQuantization(), devices=("cpu", "cpu"))
+
+
+def train(compression: Compression, devices: tuple[str, ...] = ("cpu",)) -> None:
+    workers = VirtualWorkers(nn.Linear(3, 2), 4, SGD, "ring", compression=compression, devices=devices)
+    for _ in range(3):
+        workers(torch.randn(8, 3)).square().mean().backward()
