@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, chunks
-from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier
+from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages
+from gossip.compression.stacked_codec import Edges, KnownEdges, StackedArrival, StackedCodec, message_rows
+from gossip.errors import GossipError
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
 
@@ -95,6 +97,9 @@ class Choco(Compression):
     def codec(self, bucket: BucketShape, rank: int) -> ChocoCodec:
         return ChocoCodec(SPARSIFIERS[self.sparsifier](bucket, self.ratio, self.seed), self.gamma, rank)
 
+    def stacked_codec(self, bucket: BucketShape, world_size: int) -> StackedChocoCodec:
+        return StackedChocoCodec(SPARSIFIERS[self.sparsifier](bucket, self.ratio, self.seed), self.gamma, world_size)
+
     def describe(self) -> str:
         constants = {
             "top_k": f"ratio={self.ratio:g}",
@@ -144,8 +149,7 @@ class ChocoCodec(WholeCodec):
             self._sparsifier.encode_(values, self.known, self._message)
         else:
             self._message = values.detach().clone()
-            for part in chunks(len(values), values.device):
-                self.known[part] = _finite(values[part])
+            _begin(self._message, self.known)
         del values
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), self._message), partial(self._make_buffers, weights)
@@ -159,32 +163,13 @@ class ChocoCodec(WholeCodec):
 
     @torch.no_grad()
     def _take_in(self, received: Messages, weights: Mapping[int, float]) -> None:
+        messages = [(received[source], weight) for source, weight in weights.items()]
         if self.has_begun:
-            self._add_increments(received, weights)
+            own = self._message, -sum(weights.values())
+            _add_increments(self._sparsifier, [own, *messages], self.total, self._difference, self._gamma)
         else:
-            self._add_values(received, weights)
+            _add_values(self._message, messages, self.known, self.total, self._difference, self._gamma)
             self.has_begun = True
-
-    def _add_increments(self, received: Messages, weights: Mapping[int, float]) -> None:
-        messages = [(self._message, -sum(weights.values()))]
-        messages += [(received[source], weight) for source, weight in weights.items()]
-        for number, part in enumerate(self._sparsifier.parts):
-            self._scale(part.values, self._sparsifier.add_(self.total, number, messages))
-
-    def _add_values(self, received: Messages, weights: Mapping[int, float]) -> None:
-        for part in chunks(len(self.total), self.total.device):
-            spoilt = self._message[part].double().sum().mul_(0)
-            own = self.known[part].double()
-            for source, weight in weights.items():
-                values = received[source][part].double()
-                spoilt += values.sum().mul_(0)
-                self.total[part].add_(_finite(values).sub_(own), alpha=weight)
-            self._scale(part, spoilt)
-
-    def _scale(self, part: slice, spoilt: torch.Tensor) -> None:
-        total, difference, factor = self.total[part], self._difference[part], spoilt + self._gamma
-        for piece in chunks(len(total), total.device):
-            difference[piece].copy_(total[piece]).mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         return {"known": self.known.clone(), "total": self.total.clone(), "has_begun": self.has_begun}
@@ -193,6 +178,134 @@ class ChocoCodec(WholeCodec):
         self.known.copy_(state["known"])
         self.total.copy_(state["total"])
         self.has_begun = bool(state["has_begun"])
+
+
+class StackedChocoCodec(StackedCodec):
+    """One bucket's messages at all ranks; see :class:`ChocoCodec`.
+
+    Attributes
+    ----------
+    known : Tensor, [n, numel]
+    total : Tensor, [n, numel], float64
+    has_begun : Tensor, [n], bool, CPU
+    """
+
+    def __init__(self, sparsifier: Sparsifier, gamma: float, world_size: int) -> None:
+        bucket = sparsifier.bucket
+        self._sparsifier = sparsifier
+        self._gamma = gamma
+        self._edges = KnownEdges(bucket.numel, bucket.device)
+        shape = world_size, bucket.numel
+        self.known = torch.zeros(shape, dtype=bucket.accumulation_dtype, device=bucket.device)
+        self.total = torch.zeros(shape, dtype=torch.float64, device=bucket.device)
+        self.has_begun = torch.zeros(world_size, dtype=torch.bool)
+
+    @torch.no_grad()
+    def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
+        (values,) = stacks
+        edges = self._edges.of(round_)
+        has_begun = self._have_begun(edges)
+        if has_begun:
+            self._sparsifier.begin(step)
+            messages = message_rows(len(values), self._sparsifier.num_bytes, values.device)
+        else:
+            messages = values.clone()
+        for readers in edges.readers:
+            known, own = self.known[readers.ranks], messages[readers.ranks]
+            if has_begun:
+                self._sparsifier.encode_(values[readers.ranks], known, own)
+                readers.write_back(own, messages)
+            else:
+                _begin(own, known)
+            readers.write_back(known, self.known)
+        difference = torch.zeros_like(self.known)
+        for readers in edges.readers:
+            ranks, sources, weights = readers
+            received = [(messages[source], weight) for source, weight in zip(sources, weights, strict=True)]
+            total, some = self.total[ranks], difference[ranks]
+            if has_begun:
+                own_and_received = [(messages[ranks], -sum(weights)), *received]
+                _add_increments(self._sparsifier, own_and_received, total, some, self._gamma)
+            else:
+                _add_values(messages[ranks], received, self.known[ranks], total, some, self._gamma)
+            readers.write_back(total, self.total)
+            readers.write_back(some, difference)
+        self.has_begun[edges.active] = True
+        num_bytes = self._sparsifier.num_bytes if has_begun else messages[0].nbytes
+        return StackedArrival([difference], [values.clone()], edges.num * num_bytes)
+
+    def _have_begun(self, edges: Edges) -> bool:
+        """Whether all who take part have sent their values in full."""
+        begun = self.has_begun[edges.active]
+        if bool(begun.any()) and not bool(begun.all()):
+            before, new = (edges.active[begun == has][0] for has in (True, False))
+            raise GossipError(
+                f"rank {before} has exchanged with its peers before, and rank {new} has not: they expect messages of "
+                "different kinds; go on with the topology of the checkpoint"
+            )
+        return bool(begun.all())
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        return {
+            "known": self.known[rank].clone(),
+            "total": self.total[rank].clone(),
+            "has_begun": bool(self.has_begun[rank]),
+        }
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for rank, state in enumerate(states):
+            self.known[rank].copy_(state["known"])
+            self.total[rank].copy_(state["total"])
+            self.has_begun[rank] = bool(state["has_begun"])
+
+
+# What follows is the arithmetic of both codecs: all tensors may have leading dimensions, which are ranks.
+
+
+def _begin(values: torch.Tensor, known: torch.Tensor) -> None:
+    """From now on the values are known, as far as they are finite."""
+    for part in chunks(values.shape[-1], values.device):
+        known[..., part] = _finite(values[..., part])
+
+
+def _add_increments(
+    sparsifier: Sparsifier, messages: WeightedMessages, total: torch.Tensor, difference: torch.Tensor, gamma: float
+) -> None:
+    for number, part in enumerate(sparsifier.parts):
+        _scale(part.values, sparsifier.add_(total, number, messages), total, difference, gamma)
+
+
+def _add_values(
+    own: torch.Tensor,
+    received: WeightedMessages,
+    known: torch.Tensor,
+    total: torch.Tensor,
+    difference: torch.Tensor,
+    gamma: float,
+) -> None:
+    for part in chunks(total.shape[-1], total.device):
+        spoilt = own[..., part].double().sum(-1, keepdim=True).mul_(0)
+        public = known[..., part].double()
+        for message, weight in received:
+            values = message[..., part].double()
+            spoilt += values.sum(-1, keepdim=True).mul_(0)
+            _add_weighted(total[..., part], _finite(values).sub_(public), weight)
+        _scale(part, spoilt, total, difference, gamma)
+
+
+def _add_weighted(total: torch.Tensor, values: torch.Tensor, weight: float | torch.Tensor) -> None:
+    """One rounding for product and sum: by ``alpha``, which is one number for all."""
+    if isinstance(weight, torch.Tensor):
+        for row, each, number in zip(total, values, weight.tolist(), strict=True):
+            row.add_(each, alpha=number[0])
+    else:
+        total.add_(values, alpha=weight)
+
+
+def _scale(part: slice, spoilt: torch.Tensor, total: torch.Tensor, difference: torch.Tensor, gamma: float) -> None:
+    sums, scaled, factor = total[..., part], difference[..., part], (spoilt + gamma).to(difference.dtype)
+    for piece in chunks(sums.shape[-1], sums.device):
+        scaled[..., piece].copy_(sums[..., piece]).mul_(factor)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

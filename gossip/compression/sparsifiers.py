@@ -14,8 +14,8 @@ from gossip.compression.codec import BucketShape
 from gossip.compression.conversation import chunks
 from gossip.compression.random_draws import generator
 
-Messages = Sequence[tuple[torch.Tensor, float]]
-"""Payloads with their weights."""
+WeightedMessages = Sequence[tuple[torch.Tensor, float | torch.Tensor]]
+"""Payloads with their weights: a number, or one for each rank, [g, 1], float64."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Part:
     width: int
     first_block: int
 
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These blocks of flat values, [..., num_blocks, width]; a view."""
+        return flat[..., self.values].view(*flat.shape[:-1], self.num_blocks, self.width)
+
 
 def parts_of(numel: int, block_numel: int, device: torch.device) -> Iterator[Part]:
     """Full blocks, as many at a time as stay in the cache of a CPU, and at last the one that is shorter."""
@@ -51,7 +55,8 @@ def parts_of(numel: int, block_numel: int, device: torch.device) -> Iterator[Par
 class Sparsifier(ABC):
     """Makes C(x - y) of a bucket's values x and of what is known of them, y.
 
-    What C makes is a function of the payload, of ``seed``, step and bucket: the same for all who read it.
+    What C makes is a function of the payload, of ``seed``, step and bucket: the same for all who read it. All tensors
+    may have leading dimensions, which are ranks; payloads then are rows of :func:`message_rows`.
 
     Parameters
     ----------
@@ -85,13 +90,13 @@ class Sparsifier(ABC):
         """Write C(values - known) into ``payload``, and add to ``known`` what of it is finite."""
 
     @abstractmethod
-    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+    def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         """Add what of the messages is finite, times their weights, to part ``number`` of ``total``, [numel], float64.
 
         Returns
         -------
-        Tensor
-            A scalar, 0; NaN if something was not finite.
+        Tensor, [1], float64
+            0; NaN if something was not finite.
         """
 
     def _num_kept(self, width: int) -> int:
@@ -115,32 +120,32 @@ class TopK(Sparsifier):
         self.num_bytes = total * (self.wide.itemsize + 2)
 
     def _values(self, payload: torch.Tensor) -> torch.Tensor:
-        return payload[: self._num_values * self.wide.itemsize].view(self.wide)
+        return payload[..., : self._num_values * self.wide.itemsize].view(self.wide)
 
     def _places(self, payload: torch.Tensor) -> torch.Tensor:
-        return payload[self._num_values * self.wide.itemsize :].view(torch.int16)
+        return payload[..., self._num_values * self.wide.itemsize : self.num_bytes].view(torch.int16)
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
         kept_values, kept_places = self._values(payload), self._places(payload)
         for part, kept in zip(self.parts, self._kept, strict=True):
-            shape = part.num_blocks, part.width
-            public = known[part.values].view(shape)
-            difference = values[part.values].view(shape) - public
-            places = difference.abs().topk(self._num_kept(part.width), dim=1, sorted=False).indices
-            chosen = difference.gather(1, places)
-            kept_values[kept].view(part.num_blocks, -1).copy_(chosen)
-            kept_places[kept].view(part.num_blocks, -1).copy_(places)
-            public.scatter_add_(1, places, _finite(chosen))
+            public = part.of(known)
+            difference = part.of(values) - public
+            places = difference.abs().topk(self._num_kept(part.width), dim=-1, sorted=False).indices
+            chosen = difference.gather(-1, places)
+            kept_values[..., kept].view(chosen.shape).copy_(chosen)
+            kept_places[..., kept].view(places.shape).copy_(places)
+            public.scatter_add_(-1, places, _finite(chosen))
 
-    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+    def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, kept = self.parts[number], self._kept[number]
-        blocks = total[part.values].view(part.num_blocks, part.width)
-        spoilt = total.new_zeros(())
+        blocks = part.of(total)
+        shape = *blocks.shape[:-1], self._num_kept(part.width)
+        spoilt = _zeros(total)
         for payload, weight in messages:
-            values = self._values(payload)[kept].view(part.num_blocks, -1).double()
-            places = self._places(payload)[kept].view(part.num_blocks, -1).long()
-            spoilt += values.sum()
-            blocks.scatter_add_(1, places, _finite(values).mul_(weight))
+            values = self._values(payload)[..., kept].double()
+            places = self._places(payload)[..., kept].long()
+            spoilt += values.sum(-1, keepdim=True)
+            blocks.scatter_add_(-1, places.view(shape), _finite(values).mul_(weight).view(shape))
         return spoilt.mul_(0)
 
 
@@ -168,19 +173,22 @@ class RandomK(Sparsifier):
         self._places = uniform.mul_(self._lengths).long().add_(self._starts).to(self.bucket.device)
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
-        chosen = values[self._places].to(self.wide) - known[self._places]
-        known.index_add_(0, self._places, _finite(chosen))
-        least, largest = values.aminmax()
+        chosen = values[..., self._places].to(self.wide) - known[..., self._places]
+        known.scatter_add_(-1, self._places.expand(chosen.shape), _finite(chosen))
         # What is not finite may be in none of the places that are sent.
-        payload.view(self.wide).copy_(chosen.add_((least - largest).to(self.wide).mul_(0)))
+        apart = values.amin(-1, keepdim=True) - values.amax(-1, keepdim=True)
+        self._values(payload).copy_(chosen.add_(apart.to(self.wide).mul_(0)))
 
-    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+    def _values(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload[..., : self.num_bytes].view(self.wide)
+
+    def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         del number
-        spoilt = total.new_zeros(())
+        spoilt = _zeros(total)
         for payload, weight in messages:
-            values = payload.view(self.wide).double()
-            spoilt += values.sum()
-            total.index_add_(0, self._places, _finite(values), alpha=weight)
+            values = self._values(payload).double()
+            spoilt += values.sum(-1, keepdim=True)
+            total.scatter_add_(-1, self._places.expand(values.shape), _finite(values).mul_(weight))
         return spoilt.mul_(0)
 
 
@@ -207,37 +215,37 @@ class Sign(Sparsifier):
         self._shifts = torch.arange(8, dtype=torch.uint8, device=bucket.device)[:, None]
 
     def _scales(self, part: Part, payload: torch.Tensor) -> torch.Tensor:
-        scales = payload[: self._num_scales * self.wide.itemsize].view(self.wide)
-        return scales[part.first_block : part.first_block + part.num_blocks]
+        scales = payload[..., : self._num_scales * self.wide.itemsize].view(self.wide)
+        return scales[..., part.first_block : part.first_block + part.num_blocks]
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
         integers = torch.int64 if self.wide == torch.float64 else torch.int32
         for part, place in zip(self.parts, self._bits, strict=True):
-            shape = part.num_blocks, part.width
-            public = known[part.values].view(shape)
-            difference = values[part.values].view(shape) - public
-            scales = self._scales(part, payload).copy_(difference.abs().mean(1))
+            public = part.of(known)
+            difference = part.of(values) - public
+            scales = self._scales(part, payload).copy_(difference.abs().mean(-1))
             negative = (difference.view(integers) < 0).view(torch.uint8)  # several times as fast as signbit()
             # Bit p of a byte is a value of the p-th eighth of the part.
-            bits = payload[place]
-            planes = torch.constant_pad_nd(negative.view(-1), (0, 8 * bits.shape[0] - negative.numel())).view(8, -1)
-            planes = planes.bitwise_left_shift_(self._shifts)
+            bits = payload[..., place]
+            missing = 8 * bits.shape[-1] - part.num_blocks * part.width
+            planes = torch.constant_pad_nd(negative.view(*bits.shape[:-1], -1), (0, missing))
+            planes = planes.view(*bits.shape[:-1], 8, -1).bitwise_left_shift_(self._shifts)
             for half in (4, 2):
-                planes = planes[:half].bitwise_or_(planes[half:])
-            torch.bitwise_or(planes[0], planes[1], out=bits)
-            public.add_(torch.copysign(_finite(scales)[:, None], difference, out=difference))
+                planes = planes[..., :half, :].bitwise_or_(planes[..., half:, :])
+            torch.bitwise_or(planes[..., 0, :], planes[..., 1, :], out=bits)
+            public.add_(torch.copysign(_finite(scales)[..., None], difference, out=difference))
 
-    def add_(self, total: torch.Tensor, number: int, messages: Messages) -> torch.Tensor:
+    def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, place = self.parts[number], self._bits[number]
-        blocks = total[part.values].view(part.num_blocks, part.width)
-        spoilt, steps = total.new_zeros(()), total.new_zeros((part.num_blocks, 1))
+        blocks = part.of(total)
+        spoilt, steps = _zeros(total), total.new_zeros((*blocks.shape[:-1], 1))
         for payload, weight in messages:
             scales = self._scales(part, payload).double()
-            spoilt += scales.sum()
-            step = _finite(scales).mul_(weight)[:, None]
+            spoilt += scales.sum(-1, keepdim=True)
+            step = _finite(scales).mul_(weight)[..., None]
             steps += step
-            planes = (payload[place] >> self._shifts).bitwise_and_(1).view(-1)
-            negative = planes[: blocks.numel()].view(blocks.shape).double()
+            planes = (payload[..., None, place] >> self._shifts).bitwise_and_(1).view(*payload.shape[:-1], -1)
+            negative = planes[..., : part.num_blocks * part.width].view(blocks.shape).double()
             blocks.addcmul_(negative, step, value=-2)  # 1 - 2 b is the sign
         blocks.add_(steps)
         return spoilt.mul_(0)
@@ -249,3 +257,8 @@ SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, 
 def _finite(values: torch.Tensor) -> torch.Tensor:
     """A copy with zeros in place of what is not finite."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _zeros(total: torch.Tensor) -> torch.Tensor:
+    """One for each rank."""
+    return total.new_zeros((*total.shape[:-1], 1))

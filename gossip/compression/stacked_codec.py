@@ -83,6 +83,11 @@ class Readers(NamedTuple):
     sources: list[torch.Tensor]
     weights: list[torch.Tensor]
 
+    def write_back(self, rows: torch.Tensor, stack: torch.Tensor) -> None:
+        """Write what was ``stack[ranks]`` there again, unless it was a view."""
+        if isinstance(self.ranks, torch.Tensor):
+            stack[self.ranks] = rows
+
 
 class Edges:
     """The edges of a round between rows of one stack.
@@ -99,8 +104,8 @@ class Edges:
     num : int
     readers : list of Readers
         All ranks that read another one, each once.
-    idle : Tensor, [k], int64
-        Those who have no peers.
+    active, idle : Tensor, [...], int64
+        Those who have peers, on the CPU, and those who have none.
     """
 
     def __init__(self, round_: Round, numel: int, device: torch.device) -> None:
@@ -108,7 +113,9 @@ class Edges:
         num_sources = round_.num_sources()
         first = np.cumsum(num_sources) - num_sources
         self.num = len(targets)
-        self.idle = torch.from_numpy(np.flatnonzero(num_sources + round_.num_targets() == 0)).to(device)
+        has_peers = num_sources + round_.num_targets() > 0
+        self.active = torch.from_numpy(np.flatnonzero(has_peers))
+        self.idle = torch.from_numpy(np.flatnonzero(~has_peers)).to(device)
         self.readers: list[Readers] = []
         for number in np.unique(num_sources[num_sources > 0]):
             alike = np.flatnonzero(num_sources == number)

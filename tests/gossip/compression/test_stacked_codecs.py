@@ -11,27 +11,32 @@ from compressions import COMPRESSIONS, TOPOLOGIES
 from replicas import SGD
 from torch import nn
 
-from gossip import BucketShape, Compression, ModuloQuantization, VirtualWorkers
+import topologies
+from gossip import BucketShape, Compression, GossipError, ModuloQuantization, VirtualWorkers
 from gossip.compression import stacked_codec
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.virtual import stacked_exchanges
 from gossip.virtual.rank_codecs import RankCodecs
 from topologies import Round, Topology
 
-STACKED = ("int8", "int4")
+STACKED = ("int8", "int4", "choco", "choco random_k", "choco sign")
 
 
-def uneven() -> Topology:
-    """Directed, each edge with a weight of its own; one rank only sends, two only read, one does neither."""
+def uneven(edges: dict[int, tuple[int, ...]]) -> Topology:
+    """Of seven ranks, who read these; each edge has a weight of its own, the same in both directions."""
     matrix = np.zeros((7, 7))
-    for reader, sources in {0: (1, 2, 4), 1: (0, 2), 2: (0, 1, 4), 3: (1,), 5: (0, 2, 4)}.items():
+    for reader, sources in edges.items():
         for source in sources:
-            matrix[reader, source] = 0.05 + 0.013 * reader + 0.007 * source
+            matrix[reader, source] = 0.05 + 0.01 * (reader + source) + 0.003 * abs(reader - source)
     return Topology.from_rounds(
         [Round.from_matrix(matrix + np.diag(1 - matrix.sum(1)))], stochasticity="row", name="uneven"
     )
 
 
+# Rank 4 only sends, 3 and 5 only read, and 6 does neither.
+DIRECTED = uneven({0: (1, 2, 4), 1: (0, 2), 2: (0, 1, 4), 3: (1,), 5: (0, 2, 4)})
+# Two ranks each have one, two and three peers, and rank 4 has none.
+UNDIRECTED = uneven({0: (1,), 1: (0, 2), 2: (1, 3, 5), 3: (2, 5), 5: (2, 3, 6), 6: (5,)})
 SEVERAL = {name: TOPOLOGIES[name] for name in ("ring", "directed_ring", "star", "random_matching", "every", "then")}
 CASES = [(name, topology) for name in STACKED for topology in SEVERAL if topology in COMPRESSIONS[name].topologies]
 
@@ -122,15 +127,27 @@ def test_messages_differences_bytes_and_states_are_those_of_each_rank(
             both.mix(step)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_ranks_without_sources_readers_or_either_are_as_by_themselves(name: str) -> None:
-    both = Both(COMPRESSIONS[name].make(3), uneven(), 300, torch.float32)
+@pytest.mark.parametrize(
+    ("name", "topology", "silent", "idle"),
+    [*((name, UNDIRECTED, [4], 4) for name in STACKED), *((name, DIRECTED, [4, 6], 6) for name in ("int8", "int4"))],
+)
+def test_ranks_with_few_peers_or_none_are_as_by_themselves(
+    name: str, topology: Topology, silent: list[int], idle: int
+) -> None:
+    both = Both(COMPRESSIONS[name].make(3), topology, 300, torch.float32)
     for step in range(8):
         both.mix(step)
     _, arrival = both.exchange(8)
-    assert not arrival.differences[0][[4, 6]].any()
-    assert arrival.differences[0][[0, 1, 2, 3, 5]].any(1).all()
-    assert torch.equal(arrival.sent[0][6], both.values[1][6])
+    assert (~arrival.differences[0].any(1)).nonzero().flatten().tolist() == silent
+    assert torch.equal(arrival.sent[0][idle], both.values[1][idle])
+
+
+def test_choco_refuses_ranks_of_which_some_have_not_begun() -> None:
+    both = Both(COMPRESSIONS["choco"].make(0), UNDIRECTED, 300, torch.float32)
+    both.mix(0)
+    ring = topologies.build("ring", 7).round(1)
+    with pytest.raises(GossipError, match="rank 0 has exchanged with its peers before, and rank 4 has not"):
+        both.codecs[1].exchange([both.values[1]], ring, 1)
 
 
 @pytest.mark.parametrize("name", STACKED)
