@@ -1,7 +1,8 @@
-"""Five hundred programs end without ``close()``, also where peers are late or stuck: every status is the program's."""
+"""Two hundred programs end without ``close()``, also where peers are late or stuck: every status is the program's."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import ctypes
 from gossip.communication import daemon_threads
 
 STUCK_RANK = world_size - 1
-if number % 5:  # what C++ libraries do after the interpreter is gone takes most of the time: one in five shows it
+if not case["unloads"]:  # what C++ libraries do after the interpreter is gone takes most of the time
     libc = ctypes.CDLL(None)
     libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
@@ -45,21 +46,34 @@ if case["end"] == "an exception":
 """
 
 STATUSES = {"in a function": 0, "globally": 0, "sys.exit": 3, "an exception": 1, "destroy_process_group": 0}
+YES_NO = (False, True)
+
+FINISHED = [
+    {"end": end, "stuck": False, "late": late, "scales": scales, "unloads": unloads}
+    for end, late, scales, unloads in itertools.product(STATUSES, YES_NO, YES_NO, YES_NO)
+]
+STUCK = [
+    {"end": end, "stuck": True, "late": False, "scales": number > 0, "unloads": number == 1}
+    for end in STATUSES
+    for number in range(6)
+]
 
 
 @pytest.mark.parametrize(
-    ("is_stuck", "world_size", "num_worlds"), [(False, 2, 25), (True, 6, 10)], ids=["finished", "stuck peer"]
+    ("cases", "world_size"), [pytest.param(FINISHED, 2, id="finished"), pytest.param(STUCK, 6, id="stuck peer")]
 )
 def test_every_program_ends_with_its_own_status(
-    tmp_path: Path, is_stuck: bool, world_size: int, num_worlds: int
+    tmp_path: Path, cases: list[dict[str, object]], world_size: int
 ) -> None:
-    cases = [
-        {"end": end, "stuck": is_stuck, "late": not is_stuck and number % 2 == 0, "scales": number % 3 == 0}
-        for end in STATUSES
-        for number in range(num_worlds)
-    ]
+    """Every way to end in every state once; and again and again where a fault is seen by chance.
+
+    Without the end of the threads, or with threads that abort where they are stuck, one in 25 programs fails that has
+    a gradient scaler and a stuck peer: of the 125 that are here none would in 6 of 1000 runs. Of other programs,
+    hundreds do not; what those faults do to them is found without chance in tests/gossip/communication.
+    """
     ended = run_programs(PROGRAM, tmp_path, cases=cases, world_size=world_size, at_once=6, timeout_s=280)
-    found: Counter[tuple[object, int]] = Counter()
+    found, wanted = Counter[tuple[object, int]](), Counter[tuple[object, int]]()
     for case, statuses in zip(cases, ended.statuses, strict=True):
         found.update((case["end"], status) for status in statuses.values())
-    assert found == dict.fromkeys(STATUSES.items(), 50), ended.output
+        wanted[case["end"], STATUSES[str(case["end"])]] += world_size - bool(case["stuck"])
+    assert found == wanted, ended.output
