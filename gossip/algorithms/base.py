@@ -32,12 +32,16 @@ class Requires(NamedTuple):
         Whether W must be the same in every exchange, and W[i, j] = W[j, i], along the edges of a spanning tree.
     exact : bool
         Whether every exchange must be the exact average, W[i, j] = 1/n.
+    prompt : bool
+        Whether an exchange must deliver all of a difference: compressions that leave a part of it to later exchanges
+        are refused.
     """
 
     stochastic: Literal["doubly", "row", "column"] = "doubly"
     static: bool = False
     symmetric: bool = False
     exact: bool = False
+    prompt: bool = False
     tree: bool = False
 
     def check(self, topology: Topology, algorithm: str) -> None:
@@ -140,15 +144,21 @@ class Algorithm:
     follows_learning_rate: ClassVar[bool] = False
     weighs_by: ClassVar[str | None] = None
 
-    def on(self, topology: Topology) -> Algorithm:
+    def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
         """The algorithm with what it takes from the topology, which meets :attr:`requires`; by default itself.
+
+        Parameters
+        ----------
+        topology : Topology
+        delivers : float
+            The share of a difference that an exchange delivers: :attr:`gossip.Compression.delivers`.
 
         Raises
         ------
         ValueError
             The topology has not what it needs; says what to choose.
         """
-        del topology
+        del topology, delivers
         return self
 
     def schedule(self, topology: Topology) -> Topology:

@@ -41,7 +41,7 @@ class DecentLaM(OwnMomentum):
     ICCV 2021, algorithm 2.
     """
 
-    requires = Requires(static=True, symmetric=True)
+    requires = Requires(static=True, symmetric=True, prompt=True)
     keeps: ClassVar[Mapping[str, Resized]] = {MOMENTUM: "mean", UPDATE: "zero"}
     before_forward = True
 

@@ -54,7 +54,7 @@ class DiLoCo(Algorithm):
     Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1.
     """
 
-    requires = Requires(exact=True)
+    requires = Requires(exact=True, prompt=True)
     keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
 
     def __init__(

@@ -33,7 +33,7 @@ class ExactDiffusion(IntegralCorrection):
     ICML 2018.
     """
 
-    requires = Requires(static=True, symmetric=True)
+    requires = Requires(static=True, symmetric=True, prompt=True)
 
     def __init__(self) -> None:
         super().__init__("atc")

@@ -22,7 +22,7 @@ class Extra(IntegralCorrection):
     Journal on Optimization 25 (2), 2015, recursion (2.13).
     """
 
-    requires = Requires(static=True, symmetric=True)
+    requires = Requires(static=True, symmetric=True, prompt=True)
 
     def __init__(self) -> None:
         super().__init__("awc")

@@ -41,7 +41,8 @@ class IntegralCorrection(Algorithm):
     these are the gains on such a topology. On any other :math:`\kappa = 1 / (4 \tau)` for "awc" and
     :math:`1 / (2 \tau)` for "atc", with :math:`\tau` the steps in which the schedule mixes: the rounds after which it
     is exact, else :math:`1 / \log(1 / \text{rate})` and at least a period; and :math:`\gamma = 1 - \kappa / 2`. With
-    these a mode of a static W with a shared Hessian is stable wherever it is without the correction.
+    these a mode of a static W with a shared Hessian is stable wherever it is without the correction. Where a
+    compression delivers but a share of a difference in an exchange, as CHOCO does, :math:`\kappa` is that share of it.
 
     The correction is added to what Adam has made of a gradient, not to the gradient. So the replicas end where the
     updates cancel each other, :math:`\sum_i u_i = 0`, which is not where the gradients do if ranks divide them by
@@ -95,9 +96,9 @@ class IntegralCorrection(Algorithm):
         self._given = gamma, kappa
         self._gains: tuple[Gains, ...] = ()
 
-    def on(self, topology: Topology) -> IntegralCorrection:
+    def on(self, topology: Topology, delivers: float = 1.0) -> IntegralCorrection:
         fitted = copy.copy(self)
-        fitted._gains = gains_on(topology, self.form, *self._given)
+        fitted._gains = gains_on(topology, self.form, *self._given, delivers)
         return fitted
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:

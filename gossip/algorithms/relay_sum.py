@@ -48,13 +48,14 @@ class RelaySum(Algorithm):
     data", NeurIPS 2021, algorithm 1.
     """
 
-    requires = Requires(static=True, symmetric=True, tree=True)
+    requires = Requires(static=True, symmetric=True, tree=True, prompt=True)
 
     def __init__(self, form: Form = "atc") -> None:
         self.form = check_form(form)
         self.before_forward = form == "atc"
 
-    def on(self, topology: Topology) -> RelaySum:
+    def on(self, topology: Topology, delivers: float = 1.0) -> RelaySum:
+        del delivers
         return _Relaying(self.form, topology)
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:

@@ -23,11 +23,15 @@ class Compression(ABC):
     ----------
     follows_up : bool
         Whether an exchange may need further turns after its opening: see :meth:`Codec.turns`.
+    delivers : float
+        The share of a difference between two ranks that an exchange delivers, where the rest follows in later ones; 1:
+        all of it, but for rounding.
     adds_on_wire : bool
         Whether messages are the values as they are, so that those of several ranks may also be added on the wire.
     """
 
     follows_up: ClassVar[bool] = False
+    delivers: float = 1.0
     adds_on_wire: ClassVar[bool] = False
 
     def check(self, topology: Topology) -> None:  # noqa: B027 -- most serve all

@@ -170,6 +170,12 @@ def prepare_algorithm(
             f"{compression.describe()}; choose compression=None"
         )
     compression.check(algorithm.schedule(topology))
+    if algorithm.requires.prompt and compression.delivers < 1:
+        raise ValueError(
+            f"compression {compression.describe()} delivers a part of a difference at a time, with which algorithm "
+            f'{algorithm.describe()} diverges; choose int8 or int4, or algorithm="integral_correction", whose gain '
+            "follows"
+        )
     if not compression.shows_messages:
         _refuse_readers_of_messages(algorithm, compression, optimizers)
     if averages_buffers and topology.stochasticity != "doubly":
@@ -183,7 +189,7 @@ def prepare_algorithm(
                 f"algorithm {algorithm.describe()} puts another gradient in each gradient's place, but "
                 f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
             )
-    return algorithm.on(topology)
+    return algorithm.on(topology, compression.delivers)
 
 
 def _refuse_readers_of_messages(

@@ -1,4 +1,8 @@
-"""What each replica is to add after a round, for messages that are values: W m - m without a dense W."""
+"""What each replica is to add after a round, for messages that are values: W m - m without a dense W.
+
+It is rounded like the differences between messages, not like the messages: what algorithms sum up over many rounds must
+add up to nothing over ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from topologies import Round
 _GROUPS_FROM = 8
 """In uniform groups of so many ranks, one mean per group is less work than a weighted sum per rank."""
 _CHUNK_ROWS = 64
+_CHUNK_NUMEL = 2**18
 _MAX_KNOWN = 128
 
 
@@ -26,6 +31,8 @@ class Rows:
     places: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor
+    surplus: torch.Tensor | None
+    """By how much the weights of a row exceed 1, [k, 1]; None: by nothing."""
 
 
 KnownRows = dict[tuple[int, range], tuple[Round, Rows]]
@@ -72,11 +79,15 @@ def _from_means(
         for rows, numbers in zip(message.split(_CHUNK_ROWS), own.split(_CHUNK_ROWS), strict=True):
             means.index_add_(0, numbers, rows.to(device, torch.float64))
     means /= torch.tensor([len(group) for group in groups], dtype=torch.float64, device=device)[:, None]
-    narrow = means.to(wide)
-    return [
-        narrow.to(message.device)[group_of[shard.ranks.start : shard.ranks.stop].to(message.device)].sub_(message)
-        for shard, message in zip(shards, messages, strict=True)
-    ]
+    differences = []
+    for shard, message in zip(shards, messages, strict=True):
+        own = group_of[shard.ranks.start : shard.ranks.stop].to(message.device)
+        means = means.to(message.device)
+        difference = torch.empty_like(message, dtype=wide)
+        for part in _columns(message):
+            difference[:, part] = means[:, part][own].sub_(message[:, part])
+        differences.append(difference)
+    return differences
 
 
 def _from_sums(
@@ -86,23 +97,31 @@ def _from_sums(
     wide: torch.dtype,
     known: KnownRows,
 ) -> list[torch.Tensor]:
-    """A weighted sum of rows for each rank."""
+    """A weighted sum of rows for each rank, all counted from the first rank's."""
     differences = []
+    origin = messages[0][0].to(wide)
     for shard, message in zip(shards, messages, strict=True):
-        rows = _rows_of(round_, shard.ranks, known)
-        if len(shards) == 1:
-            table = message.to(wide)
-        else:
-            table = torch.cat([chosen.to(message.device, wide) for chosen in _chosen(rows.sources, shards, messages)])
-        total = functional.embedding_bag(  # a sum of weighted rows of a table
-            rows.places.to(message.device),
-            table,
-            rows.offsets.to(message.device),
-            mode="sum",
-            per_sample_weights=rows.weights.to(message.device, wide),
-        )
-        differences.append(total.sub_(message))
+        rows, device = _rows_of(round_, shard.ranks, known), message.device
+        places, offsets, weights = rows.places.to(device), rows.offsets.to(device), rows.weights.to(device, wide)
+        total = torch.empty_like(message, dtype=wide)
+        for part in _columns(message):
+            here = origin[part].to(device)
+            own = message[:, part] - here
+            table = own if len(shards) == 1 else _table(rows.sources, shards, messages, part, here)
+            total[:, part] = functional.embedding_bag(  # a sum of weighted rows of a table
+                places, table, offsets, mode="sum", per_sample_weights=weights
+            ).sub_(own)
+            if rows.surplus is not None:
+                total[:, part].addcmul_(rows.surplus.to(device, wide), here)
+        differences.append(total)
     return differences
+
+
+def _columns(message: torch.Tensor) -> Iterator[slice]:
+    """Parts of the values of several ranks: small ones on a CPU, for what is made of one to stay in its cache."""
+    num_ranks, numel = message.shape
+    size = max(_CHUNK_NUMEL // num_ranks, 1024) if message.is_cpu else max(numel, 1)
+    return (slice(start, start + size) for start in range(0, numel, size))
 
 
 def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
@@ -113,11 +132,13 @@ def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
         sources, places = np.arange(len(ranks)), rows.indices
     else:
         sources, places = np.unique(rows.indices, return_inverse=True)
+    surplus = np.asarray(rows.sum(1)).reshape(-1, 1) - 1
     made = Rows(
         sources,
         torch.from_numpy(places.astype(np.int64)),
         torch.from_numpy(rows.indptr[:-1].astype(np.int64)),
         torch.from_numpy(rows.data.astype(np.float64)),
+        torch.from_numpy(surplus) if np.abs(surplus).max(initial=0) > 1e-12 else None,
     )
     if len(known) >= _MAX_KNOWN:
         known.clear()
@@ -125,10 +146,16 @@ def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
     return made
 
 
-def _chosen(
-    sources: np.ndarray[tuple[int], np.dtype[np.int64]], shards: Sequence[Shard], messages: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """The messages of some ranks, in their order, shard by shard."""
+def _table(
+    sources: np.ndarray[tuple[int], np.dtype[np.int64]],
+    shards: Sequence[Shard],
+    messages: Sequence[torch.Tensor],
+    part: slice,
+    origin: torch.Tensor,
+) -> torch.Tensor:
+    """A part of the messages of some ranks, in their order, counted from ``origin``."""
+    chosen = []
     for shard, message in zip(shards, messages, strict=True):
         here = sources[(sources >= shard.ranks.start) & (sources < shard.ranks.stop)] - shard.ranks.start
-        yield message[torch.from_numpy(here.astype(np.int64)).to(message.device)]
+        chosen.append(message[torch.from_numpy(here.astype(np.int64)).to(message.device), part].to(origin))
+    return torch.cat(chosen).sub_(origin)
