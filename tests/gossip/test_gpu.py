@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from compressions import COMPRESSIONS
-from exchanging import Ranks
+from compressions import COMPRESSIONS, TOPOLOGIES
+from exchanging import Ranks, StackedRanks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet
 from separate import stacked
 
@@ -141,6 +141,27 @@ def test_lattice_on_a_gpu_is_the_one_on_the_cpu(bits: int) -> None:
         points.append(codec.sent.cpu())
     assert torch.equal(*messages)
     assert torch.equal(*points)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("name", ["int8", "int4", "choco", "choco random_k", "choco sign"])
+@pytest.mark.parametrize("topology", ["ring", "star"])
+def test_codecs_of_all_ranks_on_a_gpu_are_those_on_the_cpu(name: str, topology: str) -> None:
+    size = TOPOLOGIES[topology].world_size
+    values = 0.1 * torch.randn(size, 10_007, generator=torch.Generator().manual_seed(0))
+    ranks = {
+        device: StackedRanks(COMPRESSIONS[name].make(0), TOPOLOGIES[topology], list(values.to(device)))
+        for device in ("cpu", "cuda")
+    }
+    for step in range(4):
+        states = [ranks["cpu"].codec.state_dict(rank) for rank in range(size)]
+        ranks["cuda"].codec.load_state_dicts(states)
+        ranks["cuda"].stacked.copy_(ranks["cpu"].stacked)
+        arrivals = {device: replicas.exchange(step) for device, replicas in ranks.items()}
+        assert arrivals["cuda"].num_bytes == arrivals["cpu"].num_bytes
+        difference = arrivals["cpu"].differences[0]
+        torch.testing.assert_close(arrivals["cuda"].differences[0].cpu(), difference, rtol=0, atol=1e-6)
+        ranks["cpu"].stacked += difference
 
 
 def train_compressed(kind: str, name: str) -> list[torch.Tensor]:
