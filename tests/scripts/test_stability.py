@@ -96,3 +96,17 @@ def test_table_and_figure(tmp_path: Path) -> None:
     assert [row[0].strip() for row in rows] == ["one_peer_exponential", "torus"]
     assert all(0 < float(cell) <= 2 for row in rows for cell in row[2:])
     assert figure.stat().st_size > 1000
+
+
+def test_documented_table_is_what_is_computed(script: ModuleType) -> None:
+    lines = (REPOSITORY / "docs" / "stability.md").read_text().splitlines()
+    documented = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
+    assert {row[0] for row in documented} >= {name for name in topologies.available() if script.built(name, 4)}
+    for name, size, *cells in documented[:: len(documented) // 20]:
+        topology = script.built(name, int(size))
+        if int(size) > 16 or topology.period is None:
+            continue  # takes its time
+        for number, form in enumerate(script.FORMS):
+            assert f"{script.largest_rate(topology, form, script.Gain()):.3f}" == cells[2 * number]
+            gain = script.default_gain(topology, form)
+            assert f"{script.largest_rate(topology, form, gain):.3f}" == cells[2 * number + 1]
