@@ -105,6 +105,9 @@ class _Relaying(RelaySum):
     def begin(self, bucket: BucketView) -> None:
         bucket.kept.update({state: bucket.zeros().copy_(bucket.values) for state in self._states})
 
+    def averaged(self, bucket: BucketView) -> None:
+        self.begin(bucket)
+
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         for state, (channel, message) in zip(self._states, self._messages(bucket).items(), strict=True):
             bucket.kept[state].copy_(message.add_(got[channel].difference))
