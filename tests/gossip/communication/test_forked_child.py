@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from programs import Ended, run_programs
 
@@ -20,7 +23,7 @@ def attempt(call):
     try:
         call()
     except gossip.GossipError as error:
-        os.write(1, f"{case} refused: {type(error).__name__}: {error}\\n".encode())
+        os.write(1, f"{case} refused {fork}: {type(error).__name__}: {error}\\n".encode())
         return
     os._exit(99)
 
@@ -74,7 +77,7 @@ ACTS = {
 
 def act():
     signal.alarm(PATIENCE_S)  # a child that hangs has that status
-    ACTS[case["act"]]()
+    ACTS[fork["act"]]()
 
 
 class Rows(torch.utils.data.Dataset):
@@ -90,69 +93,77 @@ def digest():
     return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:8]
 
 
-if number % 5:  # what C++ libraries do after the interpreter is gone takes half of the time: one in five shows it
+if number % 4 != 1:  # what C++ libraries do after the interpreter is gone takes half of the time: one in four shows it
     libc = ctypes.CDLL(None)
     libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-model = build(**case.get("options", {}))
-steps = step_by_hand if "step_in_backward" in case.get("options", {}) else partial(train, model, 1)
+model = build(**case["options"])
+steps = step_by_hand if "step_in_backward" in case["options"] else partial(train, model, 1)
 for _ in range(3):
     steps()
-how = case["how"]
-if how == "fork":
+
+
+def status_of_forked():
     pid = os.fork()
     if pid == 0:
         act()
-        sys.exit(7)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-elif how == "fork in a function":
-    def fork():
+        if fork["how"] == "os._exit":
+            os._exit(7)
+        raise ValueError("of the child's own")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def status_of_child():
+    if fork["how"] == "multiprocessing":
+        process = multiprocessing.get_context("fork").Process(target=act)
+        process.start()
+        process.join()
+        return process.exitcode
+    if fork["how"] == "DataLoader":
+        loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork")
+        return 0 if [int(each) for each in loader] == [0, 1, 2, 3] else 1
+    return status_of_forked()
+
+
+codes = []
+for fork in case["forks"]:
+    if fork["how"] == "sys.exit":  # at the top of the program, not in a function
         pid = os.fork()
         if pid == 0:
             act()
-            raise ValueError("of the child's own")
-        return pid
-    code = os.waitstatus_to_exitcode(os.waitpid(fork(), 0)[1]) + 6
-elif how == "os._exit":
-    pid = os.fork()
-    if pid == 0:
-        act()
-        os._exit(7)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-elif how == "multiprocessing":
-    process = multiprocessing.get_context("fork").Process(target=act)
-    process.start()
-    process.join()
-    code = process.exitcode + 7
-elif how == "DataLoader":
-    loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork")
-    code = 7 if [int(each) for each in loader] == [0, 1, 2, 3] else 1
-else:
-    code = 7
+            sys.exit(7)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    else:
+        codes.append(status_of_child())
 for _ in range(3):
     steps()
 model.global_avg()
-os.write(1, f"{case} rank {rank}: child {code}, parameters {digest()}\\n".encode())
+os.write(1, f"{case} rank {rank}: children {codes}, parameters {digest()}\\n".encode())
 """
 
 HARMLESS = ["nothing", "drop", "close", "evaluate", "train plainly after closing"]
 REFUSED = ["train", "global_avg", "idle_step", "save", "export", "join", "wrap another"]
-OPTIONS: list[dict[str, object]] = [
+OPTIONS: list[dict[str, Any]] = [
     {"step_in_backward": False},
     {"algorithm": "adapt_then_combine"},
     {"transport": "debug"},
     {"timeout_s": 30.0, "compression": "int8", "buffers": "average"},
 ]
-ENDS = ["fork in a function", "os._exit", "multiprocessing", "DataLoader"]
+ENDS = {"an exception": 1, "os._exit": 7, "multiprocessing": 0, "DataLoader": 0, "sys.exit": 7}
+"""How a child ends, and its status."""
 
 
-CASES: dict[str, list[dict[str, object]]] = {
-    "harmless": [{"how": "no fork"}, *({"how": "fork", "act": act} for act in HARMLESS)],
-    "of any kind": [{"how": how, "act": "close"} for how in ENDS],
-    "refused": [{"how": "fork", "act": act} for act in REFUSED],
-    "with options": [
-        {"how": "fork", "act": act, "options": options} for options in OPTIONS for act in ("close", "train")
-    ],
-    "reading": [{"how": "fork", "act": "read what is under way", "options": {"algorithm": "adapt_then_combine"}}],
+def case_of(acts: Sequence[str], ends: Sequence[str] = ("sys.exit",), **options: Any) -> dict[str, Any]:
+    """A world whose ranks have a child after another at the same step, and train on."""
+    return {"forks": [{"how": end, "act": act} for end in ends for act in acts], "options": options}
+
+
+CASES: dict[str, list[dict[str, Any]]] = {
+    "none": [case_of([])],
+    "harmless": [case_of(HARMLESS)],
+    "of any kind": [case_of(["close"], list(ENDS))],
+    "refused": [case_of(REFUSED)],
+    "with options": [case_of(["close", "train"], **options) for options in OPTIONS],
+    "reading": [case_of(["read what is under way"], algorithm="adapt_then_combine")],
 }
 
 
@@ -170,9 +181,14 @@ def said_in(group: str, ended: Ended) -> list[str]:
         assert ended.statuses[cases.index(case)] == {0: 0, 1: 0}, ended.output
         ends = [line for line in ended.output.splitlines() if line.startswith(f"{case} rank ")]
         assert len(ends) == 2, ended.output
-        assert all(": child 7, parameters " in line for line in ends), ended.output
-    starts = tuple(f"{case} refused: " for case in CASES[group])
+        codes = [ENDS[fork["how"]] for fork in case["forks"]]
+        assert all(f": children {codes}, parameters " in line for line in ends), ended.output
+    starts = tuple(f"{case} refused " for case in CASES[group])
     return [line for line in ended.output.splitlines() if line.startswith(starts)]
+
+
+def test_parent_without_children_trains(ended: Ended) -> None:
+    assert said_in("none", ended) == []
 
 
 def test_child_ends_as_it_wants_and_the_parent_trains_on(ended: Ended) -> None:
@@ -185,6 +201,8 @@ def test_children_of_any_kind_end_with_their_own_status(ended: Ended) -> None:
 
 def test_training_in_a_child_is_refused_at_once(ended: Ended) -> None:
     refusals = said_in("refused", ended)
+    for act in REFUSED:
+        assert sum(f"refused {{'how': 'sys.exit', 'act': '{act}'}}: " in line for line in refusals) == 2, refusals
     assert len(refusals) == 2 * len(REFUSED), refusals
     assert all("this process was forked from the one that trains" in line for line in refusals), refusals
     assert sum("rank 0: step 3: this process" in line for line in refusals) >= 5, refusals
@@ -197,7 +215,7 @@ def test_child_of_a_model_with_other_options(ended: Ended) -> None:
 def test_child_cannot_read_what_is_still_to_be_combined(ended: Ended) -> None:
     refusals = said_in("reading", ended)
     assert len(refusals) == 2, refusals
-    assert all("refused: ExchangeError: " in line for line in refusals), refusals
+    assert all("}: ExchangeError: " in line for line in refusals), refusals
 
 
 def test_parents_train_alike_whatever_their_children_did(ended: Ended) -> None:

@@ -45,7 +45,7 @@ HELD_ELSEWHERE = {
     "accumulated gradients differ from one large batch's":
         "test_accumulation.py::test_accumulation_equals_one_large_batch",
     "the first mix uses another round's weights":
-        "test_oracle.py::test_parameters_equal_dense_recursion",
+        "test_oracle.py::test_processes_equal_dense_recursion",
     "rounds 0 and 2 are skipped, or a hook advances the topology once per call":
         "test_wrapper.py::test_rounds_count_from_0_without_a_skip_in_every_bucket",
     "the hook for communicated data is told the wrong round":
