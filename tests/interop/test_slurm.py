@@ -58,19 +58,19 @@ def result(folder: Path) -> tuple[object, ...]:
     return numbers, losses, (folder / "model.safetensors").read_bytes()
 
 
-def test_srun_of_four_tasks_is_one_run_with_the_bits_of_four_workers(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_srun_of_three_tasks_is_one_run_with_the_bits_of_three_workers(tmp_path: Path, slurm: dict[str, str]) -> None:
     srun = subprocess.Popen(
-        ["srun", "-n", "4", *TRAIN, *TINY], cwd=tmp_path, env=slurm, stderr=subprocess.PIPE, text=True
+        ["srun", "-n", "3", *TRAIN, *TINY], cwd=tmp_path, env=slurm, stderr=subprocess.PIPE, text=True
     )
     # A batch script of one task has SLURM_NTASKS and SLURM_PROCID too, and starts its own workers.
-    script = batch_script(tmp_path, *TRAIN, *TINY, "launch.world_size=4", "hydra.run.dir=workers")
+    script = batch_script(tmp_path, *TRAIN, *TINY, "launch.world_size=3", "hydra.run.dir=workers")
     batch = run(slurm, tmp_path, "sbatch", "--wait", "--ntasks=1", "--output=batch.out", script)
     assert batch.returncode == 0, (tmp_path / "batch.out").read_text()
     _, errors = srun.communicate(timeout=TIMEOUT_S)
     assert srun.returncode == 0, errors
     (folder,) = (tmp_path / "outputs").iterdir()
     assert result(folder) == result(tmp_path / "workers")
-    assert json.loads((folder / "summary.json").read_text())["world_size"] == 4
+    assert json.loads((folder / "summary.json").read_text())["world_size"] == 3
     assert errors.count("run folder: ") == 1
 
 
