@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
+from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO, SECONDS, Quantity
 from gossip.lab.report.report_document import Metric, Row
 from gossip.lab.report.series import setting
 
@@ -43,6 +43,10 @@ _COLUMNS = (
     Column("averaged_loss", "Loss", "of the averaged model", NUMBER, "lower"),
     Column("local_accuracy_mean", "Local accuracy, mean", "over the ranks", FRACTION, "higher"),
     Column("local_accuracy_worst", "Local accuracy, worst", "of the ranks", FRACTION, "higher"),
+    Column("average_difference", "To all-reduce", "accuracy in points", POINTS, "higher", ("gossip",)),
+    Column("loss_ratio", "Loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
+    Column("worst_difference", "Worst local to all-reduce", "accuracy in points", POINTS, "higher", ("gossip",)),
+    Column("worst_loss_ratio", "Worst local loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
     Column(
         "consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower",
         ("gossip",),

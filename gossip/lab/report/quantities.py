@@ -48,8 +48,14 @@ class Quantity:
         return self._number(value, self.unit(value)) + self.unit(value).suffix
 
     def value_text(self, value: Value) -> str:
-        """A mean with its spread, where there is one, in one unit and with as many decimals as the spread tells."""
+        """A mean with its interval, or with its spread, where there is one, in one unit.
+
+        It has as many decimals as the quantity says, or else the spread tells.
+        """
         unit = self.unit(value.mean)
+        if value.interval is not None:
+            low, high = (self._number(end, unit) for end in value.interval)
+            return f"{self._number(value.mean, unit)} ({low} to {high}){unit.suffix}"
         if value.spread is None or (value.spread == 0 and self.decimals is None):
             return self._number(value.mean, unit) + unit.suffix
         mean, spread = value.mean / unit.size, value.spread / unit.size
@@ -133,6 +139,8 @@ SECONDS = Quantity(
     _time_ticks,
 )  # fmt: skip
 NUMBER = Quantity((Unit("", 1.0),), _decimal_ticks)
+POINTS = Quantity((Unit("", 1.0),), _decimal_ticks, decimals=2)
+RATIO = Quantity((Unit("", 1.0),), _decimal_ticks, decimals=3)
 
 
 def linear_ticks(quantity: Quantity, low: float, high: float) -> list[float]:

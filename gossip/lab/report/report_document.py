@@ -17,11 +17,64 @@ DESCRIPTION = "description"
 
 @dataclass(frozen=True)
 class Value:
-    """A result over the seeds: its mean, its sample standard deviation (None for one seed), and of how many."""
+    """A result over the seeds.
+
+    Attributes
+    ----------
+    mean, spread, count
+        The sample standard deviation is None for one seed.
+    interval
+        In which the true mean lies with 95 % confidence, where it is known.
+    """
 
     mean: float
     spread: float | None
     count: int
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a row should reach against all-reduce, and whether it has; None: not known."""
+
+    bar: float
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A value that was tried, and what the averaged model was worth at the end; the reason, if the run failed."""
+
+    value: float
+    accuracy: float | None
+    loss: float | None
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.reason:
+            return f"{self.value:g}: {self.reason}"
+        accuracy, loss = ("not finite" if what is None else f"{what:.4f}" for what in (self.accuracy, self.loss))
+        return f"{self.value:g}: accuracy {accuracy}, loss {loss}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """With which value of a parameter a row was run, chosen among trials with a seed of their own."""
+
+    parameter: str
+    seed: int
+    value: float | None
+    is_at_end: bool
+    trials: tuple[Trial, ...]
+
+    @property
+    def text(self) -> str:
+        """The value, and whether a better one may lie beyond; a dash for none."""
+        if self.value is None:
+            return "-"
+        return f"{self.value:g}, at the end of the grid" if self.is_at_end else f"{self.value:g}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +118,18 @@ class Row:
     reasons: tuple[str, ...]
     commands: tuple[str, ...]
     values: Mapping[str, Value | None]
+    bars: Mapping[str, Bar]
+    tuning: Tuning | None
     curves: Curves | None
+
+    @property
+    def verdict(self) -> str:
+        """Which of its bars it has met, in words; empty without any."""
+        missed = [name for name, bar in self.bars.items() if bar.met is False]
+        if missed:
+            return f"not met: {', '.join(missed)}"
+        unknown = [name for name, bar in self.bars.items() if bar.met is None]
+        return f"not known: {', '.join(unknown)}" if unknown else "met" if self.bars else ""
 
     def mean(self, name: str) -> float | None:
         """The mean of a value, None where there is none."""
@@ -136,6 +200,8 @@ def _row(row: Field) -> Row:
         reasons=tuple(reason.text() for reason in row.get("reasons").items()),
         commands=tuple(command.text() for command in row.get("commands").items()),
         values={name: _value(value) for name, value in row["values"].named()},
+        bars={name: Bar(bar["bar"].number(), bar["met"].optional_boolean()) for name, bar in row.get("bars").named()},
+        tuning=_tuning(row.get("tuning")),
         curves=_curves(row.get("curves")),
     )
 
@@ -143,8 +209,35 @@ def _row(row: Field) -> Row:
 def _value(value: Field) -> Value | None:
     if value.is_null:
         return None
+    ends = [end.number() for end in value.get("interval").items()]
+    if len(ends) not in (0, 2):
+        raise ValueError(f"{value.place}.interval must be a lower and an upper end or null, got {ends}")
     return Value(
-        value["mean"].number(), value.get("spread").optional_number(minimum=0.0), value["count"].integer(minimum=1)
+        value["mean"].number(),
+        value.get("spread").optional_number(minimum=0.0),
+        value["count"].integer(minimum=1),
+        (ends[0], ends[1]) if ends else None,
+    )
+
+
+def _tuning(tuning: Field) -> Tuning | None:
+    if tuning.is_null:
+        return None
+    trials = [
+        Trial(
+            trial["value"].number(),
+            trial["accuracy"].optional_number(),
+            trial["loss"].optional_number(),
+            trial["reason"].text(),
+        )
+        for trial in tuning["trials"].items()
+    ]
+    return Tuning(
+        tuning["parameter"].text(),
+        tuning["seed"].integer(),
+        tuning["value"].optional_number(),
+        tuning["is_at_end"].boolean(),
+        tuple(trials),
     )
 
 

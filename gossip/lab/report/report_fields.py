@@ -76,6 +76,9 @@ class Field:
             self._refuse("true or false")
         return self.value
 
+    def optional_boolean(self) -> bool | None:
+        return None if self.is_null else self.boolean()
+
     def integer(self, *, minimum: int | None = None) -> int:
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             self._refuse("an integer")

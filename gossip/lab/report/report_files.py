@@ -10,9 +10,10 @@ from typing import Any
 
 from gossip.lab.report.columns import value_names
 from gossip.lab.report.report_document import Document, Row, read_document
+from gossip.lab.report.report_markdown import markdown
 from gossip.lab.report.report_page import render_page
 
-PAGE_FILE, TABLE_FILE, DOCUMENT_FILE = "report.html", "results.csv", "results.json"
+PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
 _SETTINGS = (
     "label", "method", "topology", "world_size", "partition", "algorithm", "compression", "engine",
     "num_failed", "status",
@@ -20,7 +21,7 @@ _SETTINGS = (
 
 
 def write_report(document: Mapping[str, Any], folder: Path) -> None:
-    """Write report.html, results.csv and results.json of a sweep; ones that are there are replaced.
+    """Write report.html, results.csv, results.json and results.md of a sweep; ones that are there are replaced.
 
     Parameters
     ----------
@@ -42,26 +43,40 @@ def write_report(document: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PAGE_FILE).write_text(page, encoding="utf-8")
     (folder / DOCUMENT_FILE).write_text(plain + "\n", encoding="utf-8")
+    (folder / MARKDOWN_FILE).write_text(markdown(checked), encoding="utf-8")
     _write_table(checked, folder / TABLE_FILE)
 
 
 def _write_table(document: Document, path: Path) -> None:
-    """Write one line per row: its settings, each value as ``name`` and ``name_spread``, its seeds and commands."""
-    names = value_names(document.rows)
-    columns = [*_SETTINGS, *(column for name in names for column in (name, f"{name}_spread"))]
+    """Write one line per row: its settings, each value as ``name`` and ``name_spread``, its seeds and commands.
+
+    Where a value has an interval, its ends are ``name_low`` and ``name_high``.
+    """
+    lines = [_cells(row, value_names(document.rows)) for row in document.rows]
+    columns = dict.fromkeys(name for line in lines for name in line)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*columns, "seeds", "reasons", "commands"])
-        for row in document.rows:
-            writer.writerow(
-                [*_cells(row, names), " ".join(map(str, row.seeds)), "; ".join(row.reasons), "; ".join(row.commands)]
-            )
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(lines)
 
 
-def _cells(row: Row, names: list[str]) -> list[Any]:
-    """What is None is left empty."""
-    cells: list[Any] = [getattr(row, name) for name in _SETTINGS]
+def _cells(row: Row, names: list[str]) -> dict[str, Any]:
+    """By the column; what is None is left empty."""
+    cells: dict[str, Any] = {name: getattr(row, name) for name in _SETTINGS}
     for name in names:
         value = row.values.get(name)
-        cells += (None, None) if value is None else (value.mean, value.spread)
-    return cells
+        cells[name], cells[f"{name}_spread"] = (None, None) if value is None else (value.mean, value.spread)
+    for name, known in row.values.items():
+        if known is not None and known.interval is not None:
+            cells[f"{name}_low"], cells[f"{name}_high"] = known.interval
+    if row.tuning is not None:
+        cells |= {"tuned": row.tuning.parameter, "tuned_value": row.tuning.value}
+        cells["trials"] = "; ".join(trial.text for trial in row.tuning.trials)
+    if row.bars:
+        cells["bars"] = row.verdict
+    return {
+        **cells,
+        "seeds": " ".join(map(str, row.seeds)),
+        "reasons": "; ".join(row.reasons),
+        "commands": "; ".join(row.commands),
+    }

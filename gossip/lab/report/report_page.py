@@ -90,7 +90,8 @@ def _results(document: Document) -> Element:
     total = len(document.rows)
     count = element("p", _counted(total, "row"), id="count", role="status", aria_live="polite", data_total=str(total))
     legend = (
-        "Mean ± sample standard deviation over the seeds. ★ is the best among the rows with as many ranks and the "
+        "Mean ± sample standard deviation over the seeds; against all-reduce's model the mean over pairs of the same "
+        "seed, with its 95 % interval. ★ is the best among the rows with as many ranks and the "
         "same partition; what is sent and how long it takes is compared among rows that communicate, consensus "
         "among gossip rows. – means not reached or not measured."  # noqa: RUF001
     )
@@ -128,7 +129,8 @@ def _reproduce(document: Document) -> Iterator[Element]:
     text = "The commands of a row, one for each seed, unfold in the table beside its name."
     yield element("p", text) if document.rows else element("p", "There are no commands without rows.")
     files_ = element("p", "The numbers of this page: ")
-    extend(files_, element("a", "results.csv", href="results.csv"), " (one line per row) and ")
+    extend(files_, element("a", "results.csv", href="results.csv"), " (one line per row), ")
+    extend(files_, element("a", "results.md", href="results.md"), " (the chief ones) and ")
     yield extend(files_, element("a", "results.json", href="results.json"), " (everything, with the curves).")
     yield from _described("Environment", document.environment)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gossip.lab.report.columns import Column, best, columns
 from gossip.lab.report.markup import Element, element, extend
@@ -20,6 +20,8 @@ SETTINGS = {
 }
 #: The first column has it already, with its options.
 _IN_LABEL = "topology"
+_OUTCOMES = ("Tuned", "Bars")
+"""What is said of a row in words."""
 _NOTHING = "–"  # noqa: RUF001
 _LONGEST_REASON = 160
 
@@ -49,16 +51,18 @@ def make_table(document: Document) -> Element:
     rows = document.rows
     settings = [name for name in varying(rows, list(SETTINGS)) if name != _IN_LABEL]
     values = columns(rows, document.metric)
+    outcomes = [name for name in _OUTCOMES if any(_outcome(row, name) for row in rows)]
     stars = [best(rows, column) for column in values]
     head = element("tr", _header("Setting", "", is_number=False))
     extend(head, *(_header(SETTINGS[name], "", is_number=name == "world_size") for name in settings))
+    extend(head, *(_header(title, "", is_number=False) for title in outcomes))
     extend(head, *(_header(column.title, column.explanation, is_number=True) for column in values))
     table = element(
         "table", element("caption", "Results; the headings sort", class_="hidden-text"), element("thead", head),
         id="results-table",
     )  # fmt: skip
     for index, row in enumerate(rows):
-        table.append(_body(index, row, settings, values, stars))
+        table.append(_body(index, row, settings, outcomes, values, stars))
     return element(
         "div", table, class_="scroller", tabindex="0", role="region", aria_label="Table of results, scrolls sideways"
     )
@@ -77,7 +81,12 @@ def _header(title: str, explanation: str, *, is_number: bool) -> Element:
 
 
 def _body(
-    index: int, row: Row, settings: Sequence[str], values: Sequence[Column], stars: Sequence[set[int]]
+    index: int,
+    row: Row,
+    settings: Sequence[str],
+    outcomes: Sequence[str],
+    values: Sequence[Column],
+    stars: Sequence[set[int]],
 ) -> Element:
     identifier = f"details-{index}"
     line = element("tr", _label_cell(row, identifier))
@@ -85,6 +94,9 @@ def _body(
         text = setting_text(row, name)
         is_number = name == "world_size"
         line.append(element("td", text, class_="number" if is_number else None, data_value=text))
+    for name in outcomes:
+        text = _outcome(row, name)
+        line.append(element("td", text or _NOTHING, data_value=text or None))
     for column, starred in zip(values, stars, strict=True):
         line.append(_value_cell(row, column, index in starred))
     details = element("tr", element("td", _details(row), colspan=str(len(line))), id=identifier, hidden=True)
@@ -125,6 +137,12 @@ def _value_cell(row: Row, column: Column, is_best: bool) -> Element:
     return extend(cell, column.quantity.value_text(value))
 
 
+def _outcome(row: Row, name: str) -> str:
+    if name == "Bars":
+        return row.verdict
+    return "" if row.tuning is None else f"{row.tuning.parameter} {row.tuning.text}"
+
+
 def _counted(row: Row, count: int) -> str | None:
     """A word where not all seeds are in a mean."""
     return None if count == len(row.seeds) else f"mean of {count} of {len(row.seeds)} seeds"
@@ -139,11 +157,23 @@ def _details(row: Row) -> Element:
     extend(details, element("p", "; ".join([row.label, *facts])))
     for reason in row.reasons:
         extend(details, element("p", reason, class_="reason"))
+    for fact in _compared(row):
+        extend(details, element("p", fact))
     if not row.commands:
         return extend(details, element("p", "No command was recorded."))
     commands = element("pre", *(element("code", command) for command in row.commands), tabindex="0")
     copy = element("button", "Copy", type="button", class_="copy")
     return extend(details, commands, copy, element("span", class_="copied", role="status"))
+
+
+def _compared(row: Row) -> Iterator[str]:
+    """How the row was tuned, and which bars it had."""
+    if row.tuning is not None:
+        tried = "; ".join(trial.text for trial in row.tuning.trials)
+        yield f"{row.tuning.parameter} with seed {row.tuning.seed}: {tried}"
+    if row.bars:
+        said = {True: "met", False: "not met", None: "not known"}
+        yield "bars: " + ", ".join(f"{name} {bar.bar:g} {said[bar.met]}" for name, bar in row.bars.items())
 
 
 def _searched(row: Row) -> str:

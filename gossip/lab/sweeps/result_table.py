@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from gossip.lab.experiments.console_table import print_table
 from gossip.lab.experiments.run_summary import percent, size
+from gossip.lab.report import Document, Value
 
 
-def print_rows(document: Mapping[str, Any], folder: Path) -> None:
+def print_rows(document: Document, folder: Path) -> None:
     """Print the rows, then why runs failed that did, and where the report is."""
     from rich.table import Table
 
-    metric = document["metric"]
-    target = "target" if metric["target"] is None else f"{metric['target']:g}"
-    table = Table(title=f"{document['title']}: mean and standard deviation over seeds")
-    for column in ("", "ranks", "partition", "algorithm", "compression", "seeds"):
+    rows, metric = document.rows, document.metric
+    target = "target" if metric.target is None else f"{metric.target:g}"
+    table = Table(title=f"{document.title}: mean and standard deviation over seeds, or 95 % interval in brackets")
+    parameters = list(dict.fromkeys(row.tuning.parameter for row in rows if row.tuning is not None))
+    for column in ("", "ranks", "partition", "algorithm", "compression", "seeds", *parameters):
         table.add_column(column)
-    columns = _columns(metric["name"])
+    columns = _columns(metric.name)
     for heading, _, _ in columns:
         table.add_column(heading.format(target=target), justify="right")
-    for row in document["rows"]:
+    verdicts = [row.verdict for row in rows]
+    if any(verdicts):
+        table.add_column("bars")
+    for row, verdict in zip(rows, verdicts, strict=True):
         table.add_row(
-            row["label"],
-            str(row["world_size"]),
-            row["partition"],
-            row["algorithm"] or "",
-            row["compression"] or "",
-            f"{len(row['seeds']) - row['num_failed']}" + (f" of {len(row['seeds'])}" if row["num_failed"] else ""),
-            *(_cell(row["values"].get(name), shown) for _, name, shown in columns),
+            row.label,
+            str(row.world_size),
+            row.partition,
+            row.algorithm or "",
+            row.compression or "",
+            f"{len(row.seeds) - row.num_failed}" + (f" of {len(row.seeds)}" if row.num_failed else ""),
+            *("" if row.tuning is None else row.tuning.text for _ in parameters),
+            *(_cell(row.values.get(name), shown) for _, name, shown in columns),
+            *([verdict] if any(verdicts) else ()),
         )
     print_table(table)
-    for row in document["rows"]:
-        for reason in row["reasons"]:
-            print(f"{row['label']}, {row['world_size']} ranks, {row['partition']}: failed: {reason}")
+    for row in rows:
+        for reason in row.reasons:
+            print(f"{row.label}, {row.world_size} ranks, {row.partition}: failed: {reason}")
     print(f"sweep folder: {folder}")
 
 
@@ -43,10 +49,17 @@ def _columns(metric: str) -> list[tuple[str, str, Callable[[float], str]]]:
     """Heading, name of the value, and how it is shown."""
     value = percent if metric == "accuracy" else "{:.4f}".format
     local = "local_accuracy" if metric == "accuracy" else "local_loss"
+    against = [
+        ("average\nto all-reduce", "average_difference", "{:+.2f}".format),
+        ("its loss\nto all-reduce", "loss_ratio", "{:.3f}".format),
+        ("worst\nto all-reduce", "worst_difference", "{:+.2f}".format),
+        ("its loss\nto all-reduce", "worst_loss_ratio", "{:.3f}".format),
+    ]
     return [
         (f"averaged\n{metric}", f"averaged_{metric}", value),
         ("local\nmean", f"{local}_mean", value),
         ("local\nworst", f"{local}_worst", value),
+        *(column for column in against if metric == "accuracy" or column[1].endswith("ratio")),
         ("relative\nconsensus distance", "consensus_distance_relative", "{:.2g}".format),
         ("sent per\nrank and step", "bytes_per_step", size),
         ("rounds\nto {target}", "rounds_to_target", "{:.0f}".format),
@@ -55,7 +68,10 @@ def _columns(metric: str) -> list[tuple[str, str, Callable[[float], str]]]:
     ]
 
 
-def _cell(value: Mapping[str, Any] | None, shown: Callable[[float], str]) -> str:
+def _cell(value: Value | None, shown: Callable[[float], str]) -> str:
     if value is None:
         return "-"
-    return shown(value["mean"]) if value["spread"] is None else f"{shown(value['mean'])} ± {shown(value['spread'])}"
+    if value.interval is not None:
+        low, high = map(shown, value.interval)
+        return f"{shown(value.mean)} ({low} to {high})"
+    return shown(value.mean) if value.spread is None else f"{shown(value.mean)} ± {shown(value.spread)}"

@@ -11,7 +11,8 @@ from gossip.lab.experiments.experiment_build import make_topology
 from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.experiments.run_settings import METRICS, ConfigurationError, Settings, nearest, value_of
 from gossip.lab.sweeps.sweep_curves import Metric, read_curve
-from gossip.lab.sweeps.sweep_jobs import Job, Setting
+from gossip.lab.sweeps.sweep_jobs import Job, Setting, topology_label
+from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 from gossip.lab.sweeps.sweep_rows import Result, make_rows
@@ -57,10 +58,11 @@ def check_described(plan: Plan) -> None:
     Raises
     ------
     ConfigurationError
-        The metric, its target or the cluster is none.
+        The metric, its target, a bar or the cluster is none.
     """
     make_metric(plan.jobs[0].config)
     for job in plan.jobs:
+        read_bars(job.config)
         make_cluster(job.config, job.setting.world_size)
 
 
@@ -101,14 +103,17 @@ def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What a reader must know besides the rows: those settings in which no two runs differ."""
     texts = [_settings(config) for config in configs]
     first = texts[0]
-    return {name: text for name, text in first.items() if all(other.get(name) == text for other in texts)}
+    parts = {
+        part: _common_text([config[part] for config in configs]) for part in ("model", "data", "optimizer", "scheduler")
+    }
+    common = {name: text for name, text in first.items() if all(other.get(name) == text for other in texts)}
+    return {**{part: text for part, text in parts.items() if text}, **common}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     settings = Settings.from_config(config)
     total = value_of(config, "training.total_batch_size")
     return {
-        **{part: _text(config[part]) for part in ("model", "data", "optimizer", "scheduler")},
         "samples per rank and step": str(settings.batch_size),
         "samples per step": str(settings.batch_size * settings.world_size if total is None else total),
         "length": f"{settings.epochs} epochs" if settings.steps is None else f"{settings.steps} steps",
@@ -116,10 +121,17 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _text(part: Mapping[str, Any]) -> str:
-    """A part of the configuration as a call."""
-    name = str(part["_target_"]).rpartition(".")[2]
-    options = [f"{key}={value}" for key, value in part.items() if key not in ("_target_", "partition")]
+def _common_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    """A part of the configurations as a call, with those options that are alike in all; empty if the calls differ."""
+    first = parts[0]
+    if any(part["_target_"] != first["_target_"] for part in parts):
+        return ""
+    name = str(first["_target_"]).rpartition(".")[2]
+    options = [
+        f"{key}={value}"
+        for key, value in first.items()
+        if key not in ("_target_", "partition") and all(key in part and part[key] == value for part in parts)
+    ]
     return f"{name}({', '.join(options)})"
 
 
@@ -144,7 +156,7 @@ def _drawings(jobs: Sequence[Job]) -> dict[str, str]:
     smallest: dict[str, Job] = {}
     for job in sorted(jobs, key=lambda job: job.setting.world_size):
         if job.setting.topology is not None and job.setting.world_size <= _MAX_DRAWN_WORLD_SIZE:
-            smallest.setdefault(job.setting.label, job)
+            smallest.setdefault(topology_label(job.config), job)
     drawings = {}
     for label, job in smallest.items():
         topology = make_topology(job.config, Settings.from_config(job.config))

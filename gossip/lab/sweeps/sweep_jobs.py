@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import topologies
+from gossip import ALGORITHMS
 from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.registered_choices import options_of
 from gossip.lab.experiments.run_settings import ConfigurationError, value_of
+from gossip.lab.experiments.targets import TARGET
+from gossip.lab.sweeps.sweep_grid import Run
+from gossip.lab.sweeps.sweep_tuning import Choice
 
 _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "cluster")
 """Parts of a configuration that change nothing of what a run computes."""
@@ -44,17 +49,30 @@ class Job:
 
     Attributes
     ----------
-    overrides : sequence of str
-        That make the run's configuration of the primary one.
+    run : Run
+        Of the grid.
     config : mapping
         The resolved configuration.
     setting : Setting
         The row that it belongs to.
+    choice : Choice or None
+        What tuning has added to the run; without a value it cannot be run. None: it is not tuned.
     """
 
-    overrides: tuple[str, ...]
+    run: Run
     config: Mapping[str, Any]
     setting: Setting
+    choice: Choice | None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """That make the run's configuration of the primary one."""
+        return self.run.overrides if self.choice is None else (*self.run.overrides, *self.choice.overrides)
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be run; empty if it can."""
+        return "" if self.choice is None else self.choice.problem
 
     @property
     def seed(self) -> int:
@@ -77,7 +95,7 @@ class Job:
         """What the run has left, or why it has left nothing."""
         nothing = {
             "status": "failed",
-            "reason": f"its process ended without leaving {run_folder.SUMMARY_FILE}",
+            "reason": self.problem or f"its process ended without leaving {run_folder.SUMMARY_FILE}",
             "overrides": list(self.overrides),
         }
         try:
@@ -115,33 +133,39 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
 
 def make_job(
-    overrides: Sequence[str], config: Mapping[str, Any], choices: Mapping[str, str], other: Sequence[str]
+    run: Run,
+    config: Mapping[str, Any],
+    choices: Mapping[str, str],
+    other: Sequence[str],
+    choice: Choice | None = None,
 ) -> Job:
     """Describe a run.
 
     Parameters
     ----------
-    overrides : sequence of str
+    run : Run
     config : mapping
         Resolved and plain.
     choices : mapping
         The file that was chosen of each group.
     other : sequence of str
         Keys of axes that a row is told apart by, besides those that it has fields for.
+    choice : Choice, optional
+        What tuning has added to the configuration.
     """
     method = str(value_of(config, "method"))
     is_gossip = method == "gossip"
     setting = Setting(
-        label=_label(config, method, [override for override in overrides if override.partition("=")[0] in other]),
+        label=_label(config, method, [override for override in run.overrides if override.partition("=")[0] in other]),
         method=method,
         topology=str(value_of(config, "topology.name")) if is_gossip else None,
         world_size=int(value_of(config, "launch.world_size")),
         partition=_partition(config["data"].get("partition") or {}),
-        algorithm=choices["algorithm"] if is_gossip else None,
+        algorithm=_algorithm(config, choices["algorithm"]) if is_gossip else None,
         compression=choices["compression"] if is_gossip else None,
         engine=str(value_of(config, "engine")),
     )
-    return Job(tuple(overrides), config, setting)
+    return Job(run, config, setting, choice)
 
 
 def check_distinct(jobs: Sequence[Job]) -> None:
@@ -162,21 +186,31 @@ def check_distinct(jobs: Sequence[Job]) -> None:
             )
 
 
+def topology_label(config: Mapping[str, Any]) -> str:
+    """The topology's name, with the options that are not its defaults."""
+    options = config["topology"].get("options") or {}
+    defaults = _defaults(str(value_of(config, "topology.name")))
+    shown = [f"{key}={value}" for key, value in options.items() if value != defaults.get(key) and key not in _NOT_SHOWN]
+    label = str(config["topology"]["name"]) + (f"({', '.join(shown)})" if shown else "")
+    if config["topology"]["every"] > 1:
+        label += f", every {config['topology']['every']} steps"
+    if config["topology"]["warmup_rounds"]:
+        label += f", after {config['topology']['warmup_rounds']} all-reduces"
+    return label
+
+
 def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
-    if method == "gossip":
-        options = config["topology"].get("options") or {}
-        defaults = _defaults(str(value_of(config, "topology.name")))
-        shown = [
-            f"{key}={value}" for key, value in options.items() if value != defaults.get(key) and key not in _NOT_SHOWN
-        ]
-        name = config["topology"]["name"] + (f"({', '.join(shown)})" if shown else "")
-        if config["topology"]["every"] > 1:
-            name += f", every {config['topology']['every']} steps"
-        if config["topology"]["warmup_rounds"]:
-            name += f", after {config['topology']['warmup_rounds']} all-reduces"
-    else:
-        name = {"ddp": "all-reduce", "local": "no communication"}[method]
+    name = topology_label(config) if method == "gossip" else {"ddp": "all-reduce", "local": "no communication"}[method]
     return ", ".join([name, *other])
+
+
+def _algorithm(config: Mapping[str, Any], name: str) -> str:
+    """Its name, with the options that are not its defaults."""
+    of_file = {key: value for key, value in config["algorithm"].items() if key not in (TARGET, "name", "options")}
+    options = {**of_file, **(config["algorithm"].get("options") or {})}
+    defaults = options_of("algorithm", name) if name in ALGORITHMS.available() else {}
+    shown = [f"{key}={value}" for key, value in options.items() if key not in defaults or value != defaults[key]]
+    return name + (f"({', '.join(shown)})" if shown else "")
 
 
 def _defaults(topology: str) -> dict[str, Any]:

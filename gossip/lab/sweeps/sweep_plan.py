@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gossip.lab.experiments.experiment_build import import_modules, make_compression, make_topology
-from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.sweeps import sweep_grid
+from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import Job, check_distinct, make_job
+from gossip.lab.sweeps.sweep_tuning import Choice
+
+_OF_VARIANTS = (*sweep_grid.GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
+"""Parts of the configuration in which a setting may differ from all-reduce and still be compared with it."""
 
 _TOLD_APART = (
     "topology",
@@ -43,16 +49,23 @@ class Plan:
     left_out: Sequence[str]
 
 
-def make_plan(axes: Mapping[str, Sequence[str]], compose: Compose) -> Plan:
+def make_plan(
+    axes: Mapping[str, Sequence[str]],
+    compose: Compose,
+    variants: Sequence[Sequence[str]] = ((),),
+    choose: Callable[[Run], Choice | None] = lambda _: None,
+) -> Plan:
     """Expand, compose and sort out.
 
     Parameters
     ----------
-    axes : mapping
+    axes, variants : mapping, sequence
         As of :func:`gossip.lab.sweeps.sweep_grid.expand`.
     compose : callable
         From overrides to the resolved configuration and the file that was chosen of each group; it raises for what does
         not exist.
+    choose : callable, optional
+        What tuning has chosen for a run; None: nothing.
 
     Raises
     ------
@@ -62,13 +75,14 @@ def make_plan(axes: Mapping[str, Sequence[str]], compose: Compose) -> Plan:
     first = [overrides[0] for overrides in axes.values()]
     base, _ = compose(first)
     import_modules(base)
-    other = sweep_grid.swept(axes, _TOLD_APART)
+    other = _told_in_label(axes, variants)
     jobs: list[Job] = []
     reasons: dict[str, str | None] = {}
     left_out: dict[str, None] = {}
-    for overrides in sweep_grid.expand(axes, str(base["method"])):
-        config, choices = compose(overrides)
-        job = make_job(overrides, config, choices, other)
+    for run in sweep_grid.expand(axes, str(base["method"]), variants):
+        choice = choose(run)
+        config, choices = compose(run.overrides if choice is None else (*run.overrides, *choice.overrides))
+        job = make_job(run, config, choices, other, choice)
         key = json.dumps([config[part] for part in ("method", "topology", "algorithm", "compression", "launch")])
         if key not in reasons:
             reasons[key] = why_not_served(config)
@@ -79,6 +93,44 @@ def make_plan(axes: Mapping[str, Sequence[str]], compose: Compose) -> Plan:
             left_out[f"{job.setting.label} on {job.setting.world_size} ranks is left out: {reason}"] = None
     check_distinct(jobs)
     return Plan(jobs, list(left_out))
+
+
+def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
+    """What ``sweep.variants`` says; one variant of no overrides, if it is empty.
+
+    Raises
+    ------
+    ConfigurationError
+        A variant would not be comparable with all-reduce, or undoes what the sweep says elsewhere.
+    """
+    texts = value_of(config, "sweep.variants")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigurationError(
+            f"sweep.variants must be a list of texts, each of them options with spaces between them, got {texts!r}"
+        )
+    for text in texts:
+        for override in shlex.split(text):
+            key, equals, _ = override.partition("=")
+            if not equals:
+                raise ConfigurationError(f"sweep.variants={text}: {key} has no value; write {key}=...")
+            if key in axes:
+                raise ConfigurationError(
+                    f"sweep.variants={text}: {key} is an option of the sweep too; leave it out there, or set "
+                    "sweep.variants=[]"
+                )
+            if sweep_grid.section_of(key) not in _OF_VARIANTS:
+                raise ConfigurationError(
+                    f"sweep.variants={text}: {key} would be another one than all-reduce's; a variant may have options "
+                    f"of {', '.join(_OF_VARIANTS)}"
+                )
+    return [tuple(shlex.split(text)) for text in texts] or [()]
+
+
+def _told_in_label(axes: Mapping[str, Sequence[str]], variants: Sequence[Sequence[str]]) -> list[str]:
+    """The keys for which a row has no field."""
+    keys = [*sweep_grid.swept(axes, _TOLD_APART)]
+    keys += [override.partition("=")[0] for variant in variants for override in variant]
+    return [key for key in dict.fromkeys(keys) if key not in _TOLD_APART and sweep_grid.section_of(key) != "algorithm"]
 
 
 def why_not_served(config: Mapping[str, Any]) -> str | None:

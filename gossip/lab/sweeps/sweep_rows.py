@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gossip.lab.sweeps.sweep_curves import Metric, Point, mean_curve, steps_to_target
+from gossip.lab.sweeps.sweep_grid import REFERENCE
 from gossip.lab.sweeps.sweep_jobs import Job, Setting
+from gossip.lab.sweeps.sweep_pairs import differences, judge, read_bars
 
 _FROM_SUMMARY = {
     "averaged_accuracy": "averaged_test_accuracy",
@@ -47,11 +49,15 @@ class Result:
 
 
 def make_rows(results: Sequence[Result], metric: Metric) -> list[dict[str, Any]]:
-    """One row per setting, in the order in which the settings come; the seeds of a setting are aggregated."""
+    """One row per setting, in the order in which the settings come; the seeds of a setting are aggregated.
+
+    Each run is compared with the one of all-reduce that has its seed, ranks and data, where both have ended well.
+    """
     by_setting: dict[Setting, list[Result]] = {}
     for result in results:
         by_setting.setdefault(result.job.setting, []).append(result)
-    return [_row(setting, of_setting, metric) for setting, of_setting in by_setting.items()]
+    summaries = {result.job.run.overrides: result.summary for result in results if _is_completed(result)}
+    return [_row(setting, of_setting, summaries, metric) for setting, of_setting in by_setting.items()]
 
 
 def aggregate(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -66,10 +72,26 @@ def aggregate(values: Sequence[float | None]) -> dict[str, Any] | None:
     return {"mean": statistics.fmean(present), "spread": spread, "count": len(present)}
 
 
-def _row(setting: Setting, results: Sequence[Result], metric: Metric) -> dict[str, Any]:
-    completed = [result for result in results if result.summary["status"] == "completed"]
-    failed = [result for result in results if result.summary["status"] != "completed"]
-    values = [_values(result, metric) for result in completed]
+def _is_completed(result: Result) -> bool:
+    return bool(result.summary["status"] == "completed")
+
+
+def _row(
+    setting: Setting,
+    results: Sequence[Result],
+    summaries: Mapping[tuple[str, ...], Mapping[str, Any]],
+    metric: Metric,
+) -> dict[str, Any]:
+    completed = [result for result in results if _is_completed(result)]
+    failed = [result for result in results if not _is_completed(result)]
+    by_run = [_values(result, metric) for result in completed]
+    values = {name: aggregate([of_run[name] for of_run in by_run]) for name in by_run[0]} if by_run else {}
+    if completed and setting.method != REFERENCE:
+        references = ((result, summaries.get(result.job.run.reference)) for result in completed)
+        pairs = [(result.summary, reference) for result, reference in references if reference is not None]
+        values |= differences(pairs, metric.name)
+    job = results[0].job
+    choice = job.choice
     step_times = [result.step_time_s for result in completed]
     step_time_s = None if None in step_times or not step_times else step_times[0]
     return {
@@ -79,7 +101,9 @@ def _row(setting: Setting, results: Sequence[Result], metric: Metric) -> dict[st
         "status": "completed" if not failed else "partly failed" if completed else "failed",
         "reasons": [f"seed {result.job.seed}: {result.summary['reason']}" for result in failed],
         "commands": [result.job.command for result in results],
-        "values": {name: aggregate([of_run[name] for of_run in values]) for name in values[0]} if values else {},
+        "values": values,
+        "bars": judge(read_bars(job.config), values) if setting.method == "gossip" else {},
+        "tuning": None if choice is None else {**asdict(choice), "is_at_end": choice.is_at_end},
         "curves": mean_curve([result.curve for result in completed], metric, step_time_s),
     }
 

@@ -14,9 +14,10 @@ from gossip.lab.experiments.progress_bar import configure_logging
 from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.sweeps.result_table import print_rows
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
-from gossip.lab.sweeps.sweep_document import check_described, make_document
+from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job
-from gossip.lab.sweeps.sweep_plan import Plan, make_plan
+from gossip.lab.sweeps.sweep_plan import Plan, make_plan, read_variants
+from gossip.lab.sweeps.sweep_tuning import read_tuning
 
 if TYPE_CHECKING:
     from hydra.plugins.launcher import Launcher
@@ -60,24 +61,49 @@ class GridSweeper:
         """
         configure_logging(rank=0)
         folder = Path(self._config.hydra.sweep.dir)
-        plan = make_plan(self._axes(arguments), self._compose)
+        axes = self._axes(arguments)
+        config, _ = self._compose([overrides[0] for overrides in axes.values()])
+        tuning, variants = read_tuning(config, axes), read_variants(config, axes)
+        if tuning is None:
+            plan = self._plan(axes, variants)
+            with run_folder.lock(folder):
+                summaries = self._run_plan(plan, folder)
+        else:
+            trials = self._plan(tuning.trial_axes(axes), variants)
+            with run_folder.lock(folder):
+                logger.info("tuning of {} with seed {}", tuning.parameter, tuning.seed)
+                self._run_missing(trials.jobs, folder)
+                choose = tuning.choose(trials.jobs, folder, make_metric(config))
+                plan = make_plan(tuning.compared_axes(axes), self._compose, variants, choose)
+                _warn_of_ends(plan)
+                summaries = self._run_plan(plan, folder, trials.jobs)
+        if any(summary["status"] != "completed" for summary in summaries):
+            raise SystemExit(1)
+
+    def _plan(self, axes: Mapping[str, Sequence[str]], variants: Sequence[Sequence[str]]) -> Plan:
+        """Make a plan and check what its runs do not; say what it leaves out."""
+        plan = make_plan(axes, self._compose, variants)
         check_described(plan)
         for line in plan.left_out:
             logger.info("{}", line)
-        with run_folder.lock(folder):
-            waiting = [job for job in plan.jobs if not job.is_finished(folder)]
-            num_finished = len(plan.jobs) - len(waiting)
-            logger.info("{} runs, {} of them finished before; sweep folder: {}", len(plan.jobs), num_finished, folder)
-            for job in waiting:
-                job.forget(folder)
-            try:
-                self._run(waiting, folder)
-            except Exception:  # the launcher's own: what has been run is worth a report
-                finish(plan, folder)
-                raise
-            summaries = finish(plan, folder)
-        if any(summary["status"] != "completed" for summary in summaries):
-            raise SystemExit(1)
+        return plan
+
+    def _run_plan(self, plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
+        """Run what has not been run, and report on all; returns the summaries of trials and runs."""
+        try:
+            self._run_missing(plan.jobs, folder)
+        except Exception:  # the launcher's own: what has been run is worth a report
+            finish(plan, folder, trials)
+            raise
+        return finish(plan, folder, trials)
+
+    def _run_missing(self, jobs: Sequence[Job], folder: Path) -> None:
+        waiting = [job for job in jobs if not job.is_finished(folder) and not job.problem]
+        num_finished = len(jobs) - len(waiting)
+        logger.info("{} runs, {} of them finished before; sweep folder: {}", len(jobs), num_finished, folder)
+        for job in waiting:
+            job.forget(folder)
+        self._run(waiting, folder)
 
     def _run(self, jobs: Sequence[Job], folder: Path) -> None:
         """Launch the jobs. One whose process is killed takes joblib's other processes with it: these run again."""
@@ -134,16 +160,30 @@ class GridSweeper:
         return {str(key): value for key, value in plain.items()}, choices
 
 
-def finish(plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """Write the report and the tables over the runs of a sweep, and print the result; returns the runs' summaries."""
-    from gossip.lab.report import write_report
+def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
+    """Write the report and the tables over the runs of a sweep, and print the result; returns the runs' summaries.
 
-    summaries = [job.summary(folder) for job in plan.jobs]
+    The trials of a tuning stand in the table of all runs and not in the report.
+    """
+    from gossip.lab.report import read_document, write_report
+
+    summaries = [job.summary(folder) for job in (*trials, *plan.jobs)]
     write_csv(summaries, folder / SWEEP_FILE)
     document = make_document(plan, folder, title=folder.name)
     write_report(document, folder)
-    print_rows(document, folder)
+    print_rows(read_document(document), folder)
     return summaries
+
+
+def _warn_of_ends(plan: Plan) -> None:
+    """Say for which settings the grid should be longer."""
+    choices = {job.setting: job.choice for job in plan.jobs if job.choice is not None and job.choice.is_at_end}
+    for setting, choice in choices.items():
+        name = ", ".join(filter(None, (setting.label, setting.algorithm)))
+        logger.warning(
+            "{}, {} ranks, {}: {}={:g} is the best and at the end of sweep.tune.values; a better one may lie beyond",
+            name, setting.world_size, setting.partition, choice.parameter, choice.value,
+        )  # fmt: skip
 
 
 def register() -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from composing import composed
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
 from repository import CONFIGS
 
 import topologies
 from gossip.lab.experiments.experiment_build import build, check
+from gossip.lab.sweeps import sweeper
+from gossip.lab.sweeps.sweep_pairs import read_bars
+from gossip.lab.sweeps.sweep_plan import read_variants
+from gossip.lab.sweeps.sweep_tuning import read_tuning
 
 pytestmark = pytest.mark.xdist_group("configs")  # what its fixtures make is made once
 
@@ -100,11 +104,33 @@ def test_configs_topology_local_steps_and_warm_up() -> None:
         assert build(composed("topology=ring", *overrides)).topology == wanted
 
 
-@pytest.mark.parametrize("name", [name for name in options("experiment") if "sweeper" in experiment_text(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in options("experiment") if "For gossip sweep" in experiment_text(name)]
+)
 def test_configs_sweeps_leave_no_topology_out(name: str) -> None:
-    params = OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml").hydra.sweeper.params
+    sweeper.register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("sweep", [f"experiment={name}"], return_hydra_config=True)
+    params = config.hydra.sweeper.params
     sizes = [int(size) for size in str(params.get("launch.world_size", 16)).split(",")]
     for topology in params.topology.split(","):
         for size in sizes:
             assert topologies.build(topology, size).world_size == size
-    assert len(params.seed.split(",")) > 1
+    assert params.seed == "range(21)" or len(params.seed.split(",")) > 1
+
+
+@pytest.mark.parametrize("name", ["algorithms", "batch_norm", "heterogeneity", "language", "scaling"])
+def test_configs_of_paired_sweeps_build_every_variant_and_have_bars(name: str) -> None:
+    config = composed(f"experiment={name}")
+    tuning = read_tuning(config, {"seed": ["seed=0", "seed=1"]})
+    assert tuning is not None
+    assert tuning.values == tuple(sorted(tuning.values))
+    bars = {
+        "heterogeneity": ["data.partition.scheme=dirichlet", "data.partition.scheme=by_class"],
+        "scaling": ["launch.world_size=256", "launch.world_size=1024"],
+    }
+    for override in bars.get(name, ["seed=0"]):
+        assert read_bars(composed(f"experiment={name}", override))
+    small = ["launch.world_size=2", *(["data.max_bytes=60000"] if name == "language" else [])]
+    for variant in read_variants(config, {}):
+        assert check(composed(f"experiment={name}", *small, *variant)).topology is not None

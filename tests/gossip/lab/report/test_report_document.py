@@ -46,6 +46,17 @@ def drop(name: str) -> Callable[[dict[str, Any]], None]:
         (first_row({"values": {"steps": 3}}), r"rows\[0\].values\['steps'\] must be a mapping, got 3"),
         (first_row({"values": {"steps": value(float("inf"))}}), r"values\['steps'\].mean must be a finite number"),
         (first_row({"values": {"steps": value(1.0, -1.0)}}), r"values\['steps'\].spread must be at least 0, got -1.0"),
+        (
+            first_row({"values": {"steps": {**value(1.0), "interval": [0.5]}}}),
+            r"interval must be a lower and an upper end",
+        ),
+        (
+            first_row({"values": {"steps": {**value(1.0), "interval": [0, None]}}}),
+            r"interval\[1\] must be a finite number",
+        ),
+        (first_row({"bars": {"average": {"bar": 1.0, "met": "yes"}}}), r"bars\['average'\].met must be true or false"),
+        (first_row({"bars": {"average": {"met": True}}}), r"bars\['average'\] has no 'bar'"),
+        (first_row({"tuning": {"parameter": "optimizer.lr"}}), r"rows\[0\].tuning has no 'trials'"),
         (first_row({"curves": {"step": []}}), r"rows\[0\].curves has no 'bytes'"),
         (lambda whole: whole["rows"][0]["curves"]["step"].pop(), r"rows\[0\].curves must hold lists of one length"),
         (lambda whole: whole.update(drawings={"ring": "<svg"}), r"drawings\['ring'\] must be well-formed SVG, but: "),
@@ -87,6 +98,75 @@ def test_csv_has_one_line_per_row_and_json_is_the_document(tmp_path: Path) -> No
     assert (torus["averaged_accuracy"], torus["averaged_accuracy_spread"], torus["num_failed"]) == ("", "", "3")
     assert torus["reasons"].startswith("seed 0: RuntimeError")
     assert (all_reduce["own_measure"], all_reduce["own_measure_spread"], all_reduce["topology"]) == ("2.5", "", "")
+
+
+def compared_row(label: str, **changes: Any) -> dict[str, Any]:
+    """A row that was tuned and held against bars."""
+    differences = {"average_difference": (-0.125, [-0.3, 0.05]), "loss_ratio": (1.02, [0.99, 1.05])}
+    trials = [
+        {"value": 0.1, "accuracy": 0.9625, "loss": 0.125, "reason": ""},
+        {"value": 0.2, "accuracy": 0.1, "loss": None, "reason": ""},
+        {"value": 0.4, "accuracy": None, "loss": None, "reason": "because"},
+    ]
+    whole = row(label, **changes)
+    of_values = {name: {**(value(mean, 0.5) or {}), "interval": ends} for name, (mean, ends) in differences.items()}
+    return {
+        **whole,
+        "values": {**whole["values"], **of_values},
+        "bars": {"average": {"bar": -0.2, "met": True}, "loss_ratio": {"bar": 1.01, "met": False}},
+        "tuning": {"parameter": "optimizer.lr", "seed": 0, "value": 0.1, "is_at_end": True, "trials": trials},
+    }
+
+
+TRIED = "0.1: accuracy 0.9625, loss 0.1250; 0.2: accuracy 0.1000, loss not finite; 0.4: because"
+
+
+def test_csv_has_intervals_trials_and_bars_where_there_are_any(tmp_path: Path) -> None:
+    write_report(document([compared_row("ring"), row("all-reduce")]), tmp_path)
+    with (tmp_path / "results.csv").open() as file:
+        ring, all_reduce = csv.DictReader(file)
+    assert [float(ring[f"average_difference{end}"]) for end in ("", "_low", "_high")] == [-0.125, -0.3, 0.05]
+    assert (ring["tuned"], ring["tuned_value"], ring["trials"]) == ("optimizer.lr", "0.1", TRIED)
+    assert ring["bars"] == "not met: loss_ratio"
+    assert all_reduce["average_difference_low"] == all_reduce["tuned"] == all_reduce["bars"] == ""
+    assert "averaged_accuracy_low" not in ring
+
+
+def test_page_shows_intervals_trials_and_bars(tmp_path: Path) -> None:
+    write_report(document([compared_row("ring"), row("all-reduce")]), tmp_path)
+    _, text = check_page(tmp_path)
+    assert "-0.12 (-0.30 to 0.05)" in text
+    assert "1.020 (0.990 to 1.050)" in text
+    assert "optimizer.lr 0.1, at the end of the grid" in text
+    assert f"optimizer.lr with seed 0: {TRIED}" in text
+    assert "not met: loss_ratio" in text
+    assert "bars: average -0.2 met, loss_ratio 1.01 not met" in text
+
+
+@pytest.mark.parametrize(
+    ("met", "verdict"),
+    [
+        ({}, ""),
+        ({"average": True, "worst": True}, "met"),
+        ({"average": True, "worst": None}, "not known: worst"),
+        ({"average": False, "worst": None, "loss_ratio": False}, "not met: average, loss_ratio"),
+    ],
+)
+def test_verdict_is_met_only_if_every_bar_is(met: dict[str, bool | None], verdict: str) -> None:
+    bars = {name: {"bar": 0.0, "met": value} for name, value in met.items()}
+    assert read_document(document([row("ring", bars=bars)])).rows[0].verdict == verdict
+
+
+def test_markdown_is_one_line_per_row(tmp_path: Path) -> None:
+    write_report(document([compared_row("ring"), row("all-reduce"), failed_row("torus")]), tmp_path)
+    _, _, headings, alignment, ring, all_reduce, torus = (tmp_path / "results.md").read_text().splitlines()
+    assert {line.count("|") for line in (headings, alignment, ring, all_reduce, torus)} == {headings.count("|")}
+    assert headings.startswith("| setting | optimizer.lr | accuracy of the averaged model | ")
+    assert ring.startswith("| ring | 0.1, at the end of the grid | ")
+    assert "| -0.12 (-0.30 to 0.05) | 1.020 (0.990 to 1.050) | " in ring
+    assert ring.endswith(" KiB | not met: loss_ratio |")
+    assert all_reduce.endswith(" | - |")
+    assert torus.startswith("| torus | - | - | ")
 
 
 class Checker(HTMLParser):

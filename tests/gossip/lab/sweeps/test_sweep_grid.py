@@ -9,14 +9,18 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.run_settings import ConfigurationError
-from gossip.lab.sweeps.sweep_grid import expand
-from gossip.lab.sweeps.sweep_plan import make_plan, why_not_served
+from gossip.lab.sweeps.sweep_grid import Run, expand
+from gossip.lab.sweeps.sweep_plan import make_plan, read_variants, why_not_served
 
 
 def axes(**values: str) -> dict[str, list[str]]:
     """``topology="ring,star"`` as the overrides of an axis; ``__`` stands for a dot."""
     keys = {key: key.replace("__", ".") for key in values}
     return {keys[key]: [f"{keys[key]}={value}" for value in text.split(",")] for key, text in values.items()}
+
+
+def overrides_of(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    return [run.overrides for run in runs]
 
 
 def compose(overrides: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
@@ -28,7 +32,9 @@ def compose(overrides: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, s
 
 
 def test_grid_has_every_combination_and_each_baseline_once_per_setting() -> None:
-    runs = expand(axes(topology="ring,star", compression="none,int8", launch__world_size="4,8", seed="0,1,2"))
+    runs = overrides_of(
+        expand(axes(topology="ring,star", compression="none,int8", launch__world_size="4,8", seed="0,1,2"))
+    )
     gossip = [run for run in runs if "method=ddp" not in run and "method=local" not in run]
     assert len(gossip) == len(set(gossip)) == 2 * 2 * 2 * 3
     for method in ("ddp", "local"):
@@ -40,7 +46,7 @@ def test_grid_has_every_combination_and_each_baseline_once_per_setting() -> None
 
 def test_grid_baselines_drop_what_means_nothing_to_them() -> None:
     runs = expand(axes(topology="base", topology__options__k="2", algorithm="adapt_then_combine", optimizer__lr="0.1"))
-    assert runs == [
+    assert overrides_of(runs) == [
         ("topology=base", "topology.options.k=2", "algorithm=adapt_then_combine", "optimizer.lr=0.1"),
         ("optimizer.lr=0.1", "method=ddp"),
         ("optimizer.lr=0.1", "method=local"),
@@ -49,8 +55,26 @@ def test_grid_baselines_drop_what_means_nothing_to_them() -> None:
 
 @pytest.mark.parametrize("methods", ["ddp", "local,ddp"])
 def test_grid_of_baselines_alone_has_both_once(methods: str) -> None:
-    assert expand(axes(method=methods, topology="ring,star")) == [("method=ddp",), ("method=local",)]
-    assert expand(axes(topology="ring,star"), "ddp") == [("method=ddp",), ("method=local",)]
+    assert overrides_of(expand(axes(method=methods, topology="ring,star"))) == [("method=ddp",), ("method=local",)]
+    assert overrides_of(expand(axes(topology="ring,star"), "ddp")) == [("method=ddp",), ("method=local",)]
+
+
+def test_grid_runs_know_the_run_of_all_reduce_that_they_are_compared_with() -> None:
+    runs = expand(axes(topology="ring", launch__world_size="4,8", seed="0,1", optimizer="sgd,adamw"))
+    for run in runs:
+        common = tuple(override for override in run.overrides if not override.startswith(("topology=", "method=")))
+        assert run.reference == (*common, "method=ddp")
+        assert run.reference in overrides_of(runs)
+
+
+def test_grid_variants_are_run_by_gossip_alone() -> None:
+    variants = [("algorithm=adapt_then_combine",), ("algorithm=decentlam", "optimizer.momentum=0")]
+    runs = expand(axes(topology="ring", seed="0,1"), variants=variants)
+    assert overrides_of(runs) == [
+        *(("topology=ring", f"seed={seed}", *variant) for seed in (0, 1) for variant in variants),
+        *((f"seed={seed}", f"method={method}") for seed in (0, 1) for method in ("ddp", "local")),
+    ]
+    assert {run.reference for run in runs} == {("seed=0", "method=ddp"), ("seed=1", "method=ddp")}
 
 
 def test_plan_leaves_out_what_is_not_served_and_says_why() -> None:
@@ -74,6 +98,46 @@ def test_plan_leaves_out_compressions_that_a_topology_cannot_have() -> None:
         ("all-reduce", None),
         ("no communication", None),
     ]
+
+
+def test_plan_tells_variants_apart() -> None:
+    variants = [
+        ("algorithm=integral_correction", "algorithm.form=awc"),
+        ("algorithm=integral_correction", "algorithm.form=atc"),
+        ("algorithm=quasi_global_momentum", "optimizer.momentum=0", "optimizer.nesterov=false"),
+    ]
+    plan = make_plan(axes(topology="ring", seed="0,1"), compose, variants)
+    rows = list(dict.fromkeys((job.setting.label, job.setting.algorithm) for job in plan.jobs))
+    assert rows == [
+        ("ring", "integral_correction"),
+        ("ring", "integral_correction(form=atc)"),
+        ("ring, optimizer.momentum=0, optimizer.nesterov=false", "quasi_global_momentum"),
+        ("all-reduce", None),
+        ("no communication", None),
+    ]
+    assert len(plan.jobs) == 2 * len(rows)
+
+
+def test_plan_variants_are_read_as_a_shell_would() -> None:
+    config = {"sweep": {"variants": ["algorithm=extra wrapper.clip='bucket'", "topology=star"]}}
+    assert read_variants(config, axes(seed="0")) == [("algorithm=extra", "wrapper.clip=bucket"), ("topology=star",)]
+    assert read_variants({"sweep": {"variants": []}}, {}) == [()]
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ("algorithm=extra", r"sweep\.variants must be a list of texts, .*, got 'algorithm=extra'"),
+        ([{"algorithm": "extra"}], r"sweep\.variants must be a list of texts"),
+        (["algorithm"], r"sweep\.variants=algorithm: algorithm has no value"),
+        (["algorithm=extra seed=3"], r"sweep\.variants=algorithm=extra seed=3: seed is an option of the sweep too"),
+        (["algorithm=extra model=cnn"], r"sweep\.variants=.*: model=?.* would be another one than all-reduce's"),
+        (["launch.world_size=9"], r"launch\.world_size would be another one than all-reduce's; .* topology, algorithm"),
+    ],
+)
+def test_plan_refuses_variants_that_cannot_be_compared(variants: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_variants({"sweep": {"variants": variants}}, axes(seed="0,1"))
 
 
 def test_plan_served_settings_have_no_reason() -> None:

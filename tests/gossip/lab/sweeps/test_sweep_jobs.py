@@ -8,13 +8,14 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.run_folder import FolderError, claim, lock, write_failure, write_summary
+from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import Job, fingerprint, make_job
 
 CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 
 
 def job(*overrides: str) -> Job:
-    return make_job(overrides, composed(*overrides), CHOICES, other=[])
+    return make_job(Run(overrides, ()), composed(*overrides), CHOICES, other=[])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.sweeps.sweep_curves import Metric, Point, mean_curve, read_curve, steps_to_target
+from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import make_job
 from gossip.lab.sweeps.sweep_rows import Result, aggregate, make_rows
 
@@ -23,10 +24,13 @@ def point(step: int, accuracy: float | None, loss: float | None = None, consensu
 
 
 def result(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Result:
-    overrides = [f"method={method}", f"seed={seed}"]
-    job = make_job(overrides, composed(*overrides), CHOICES, other=[])
+    overrides = (f"method={method}", f"seed={seed}")
+    run = Run(overrides, ("method=ddp", f"seed={seed}"))
+    job = make_job(run, composed(*overrides), CHOICES, other=[])
     summary: dict[str, Any] = {"status": status, "reason": "because", "steps": 10 * len(accuracies)}
-    summary["averaged_test_accuracy"] = accuracies[-1] if accuracies else None
+    accuracy = accuracies[-1] if accuracies else None
+    losses = ("averaged_test_loss", "local_test_loss_worst")
+    summary |= {"averaged_test_accuracy": accuracy, "local_test_accuracy_worst": accuracy, **dict.fromkeys(losses, 0.5)}
     curve = [point(10 * number, accuracy) for number, accuracy in enumerate(accuracies, start=1)]
     return Result(job, summary, curve, step_time_s=0.5)
 
@@ -113,3 +117,23 @@ def test_rows_name_the_seeds_that_failed() -> None:
     assert (partly["status"], partly["num_failed"], partly["reasons"]) == ("partly failed", 1, ["seed 1: because"])
     assert partly["values"]["averaged_accuracy"]["count"] == 1
     assert (failed["status"], failed["values"], failed["curves"]) == ("failed", {}, None)
+
+
+def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_well() -> None:
+    accuracies = {0: 0.9, 1: 0.8, 2: 0.7, 3: 0.6}
+    of_all_reduce = [
+        result(1, [0.9], method="ddp"),
+        result(0, [0.92], method="ddp"),
+        result(2, [], status="failed", method="ddp"),
+    ]
+    gossip, all_reduce = make_rows(
+        [*(result(seed, [value]) for seed, value in accuracies.items()), *of_all_reduce], ACCURACY
+    )
+    difference = gossip["values"]["average_difference"]
+    assert (difference["mean"], difference["count"]) == (
+        pytest.approx(-6.0),
+        2,
+    )  # seed 2 failed there, seed 3 is none there
+    assert "average_difference" not in all_reduce["values"]
+    alone, _ = make_rows([result(2, [0.7]), result(2, [], status="failed", method="ddp")], ACCURACY)
+    assert alone["values"]["average_difference"] is None

@@ -145,6 +145,95 @@ def test_sweep_that_is_interrupted_goes_on(sweep: Sweep, ran: list[str], monkeyp
     assert ran == ["local"]
 
 
+TUNED = ("launch.world_size=2", "seed=0,1,2", "sweep.tune={parameter:optimizer.lr,values:[0.01,0.5],seed:0}")
+COMPARED = (
+    "topology=ring",
+    "sweep.bars={average:-100,loss_ratio:0.001}",
+    "sweep.variants=['algorithm=adapt_then_combine','algorithm=quasi_global_momentum optimizer.momentum=0 "
+    "optimizer.nesterov=false']",
+)
+
+
+def test_sweep_tunes_every_method_and_compares_pairs(
+    sweep: Sweep, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(*TUNED, *COMPARED) == 0
+    assert ran == (["ring"] * 4 + ["ddp", "local"] * 2) * 2  # 2 values with seed 0, then 2 seeds with the best of them
+    document = results()
+    rows = {row["algorithm"] or row["label"]: row for row in document["rows"]}
+    assert list(rows) == ["adapt_then_combine", "quasi_global_momentum", "all-reduce", "no communication"]
+    for row in rows.values():
+        tuning = row["tuning"]
+        assert row["seeds"] == [1, 2]
+        assert [trial["value"] for trial in tuning["trials"]] == [0.01, 0.5]
+        best = min(tuning["trials"], key=lambda trial: (-trial["accuracy"], trial["loss"]))
+        assert (tuning["parameter"], tuning["seed"], tuning["value"]) == ("optimizer.lr", 0, best["value"])
+        assert tuning["is_at_end"]
+        assert all(command.endswith(f"optimizer.lr={tuning['value']}") for command in row["commands"])
+    with (FOLDER / "sweep.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    assert len(runs) == 4 * (2 + 2)
+
+    def accuracies(*overrides: str) -> list[float]:
+        fitting = [run for run in runs if set(overrides) <= set(run["overrides"].split()) and run["seed"] != "0"]
+        return [float(run["averaged_test_accuracy"]) for run in sorted(fitting, key=lambda run: run["seed"])]
+
+    gossip, ddp = accuracies("algorithm=quasi_global_momentum"), accuracies("method=ddp")
+    difference = rows["quasi_global_momentum"]["values"]["average_difference"]
+    assert difference["mean"] == pytest.approx(50 * (sum(gossip) - sum(ddp)))
+    assert difference["mean"] != 0
+    assert difference["count"] == 2
+    assert rows["quasi_global_momentum"]["bars"] == {
+        "average": {"bar": -100.0, "met": True},
+        "loss_ratio": {"bar": 0.001, "met": False},
+    }
+    assert "average_difference" not in rows["all-reduce"]["values"]
+    assert (rows["all-reduce"]["bars"], rows["no communication"]["bars"]) == ({}, {})
+    assert document["settings"]["optimizer"] == "SGD(lr=0.5, weight_decay=0.002)"  # the momentum differs
+    printed = capsys.readouterr()
+    assert "not met: loss_ratio" in printed.out
+    assert printed.err.count("at the end of sweep.tune.values") == 4
+
+
+@pytest.mark.parametrize("begun", [3, 6])
+def test_sweep_that_is_interrupted_while_tuning_or_after_goes_on(
+    sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch, begun: int
+) -> None:
+    finish = training._finish
+
+    def interrupt(experiment: Any, *rest: Any) -> dict[str, Any]:
+        if len(ran) == begun:
+            raise KeyboardInterrupt
+        return finish(experiment, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_finish", interrupt)
+        assert sweep("method=ddp", *TUNED) == 130
+    assert len(ran) == begun
+    assert sweep("method=ddp", *TUNED) == 0
+    assert len(ran) == 2 * (2 + 2) + 1  # the interrupted one once more
+    assert statuses() == {"all-reduce": "completed", "no communication": "completed"}
+
+
+def test_sweep_without_a_trial_that_went_well_runs_the_other_methods(
+    sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = training._finish
+
+    def fail(experiment: Any, *rest: Any) -> dict[str, Any]:
+        if experiment.settings.method == "ddp":
+            raise ArithmeticError("injected")
+        return finish(experiment, *rest)
+
+    monkeypatch.setattr(training, "_finish", fail)
+    assert sweep("method=ddp", *TUNED) == 1
+    assert ran == ["ddp", "local"] * 2 + ["local"] * 2
+    ddp, local = results()["rows"]
+    assert (ddp["status"], ddp["num_failed"], ddp["tuning"]["value"]) == ("failed", 2, None)
+    assert "no value of optimizer.lr could be chosen with seed 0: 0.01: ArithmeticError" in ddp["reasons"][0]
+    assert (local["status"], local["values"]["loss_ratio"]) == ("completed", None)
+
+
 def test_sweep_begins_runs_again_that_went_with_a_killed_process(
     sweep: Sweep, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +269,15 @@ def test_sweep_begins_runs_again_that_went_with_a_killed_process(
         (["sweep.target=high"], "error: sweep.target must be a number or null, got 'high'"),
         (["cluster.local_size=3"], "error: launch.world_size=4 ranks do not fill nodes of cluster.local_size=3"),
         (["cluster.latency_us=-1"], "error: cluster.latency_us=-1: latency_us must be"),
+        (
+            ["sweep.bars={avrage:1}"],
+            "error: there is no sweep.bars.avrage with sweep.metric=accuracy; did you mean average?",
+        ),
+        (["sweep.variants=['seed=1']"], "error: sweep.variants=seed=1: seed would be another one than all-reduce's"),
+        (
+            ["seed=0,1", "optimizer.lr=1", "sweep.tune={parameter:optimizer.lr,values:[1,2],seed:0}"],
+            "error: sweep.tune.parameter=optimizer.lr is set besides",
+        ),
         (["optimizer.lr=interval(0,1)"], "error: optimizer.lr=interval(0,1) is no list of values"),
     ],
 )

@@ -1,0 +1,111 @@
+"""What runs lose against all-reduce: seed by seed, as a mean with its 95 % interval, and held against bars."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossip.lab.experiments.run_settings import ConfigurationError, nearest, value_of
+
+Summary = Mapping[str, Any]
+
+AT_LEAST = {"average": "average_difference", "worst": "worst_difference"}
+AT_MOST = {"loss_ratio": "loss_ratio", "worst_loss_ratio": "worst_loss_ratio"}
+"""The bars from below and from above, and the values that they are for."""
+
+_CONFIDENCE = 0.95
+_ROUNDING = 1e-9
+"""A mean that equals a bar but for rounding meets it."""
+
+
+def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, dict[str, Any] | None]:
+    """What a setting loses against all-reduce's model, at the end and on the test split.
+
+    Parameters
+    ----------
+    pairs : sequence of (mapping, mapping)
+        Summaries of completed runs: one of the setting, and all-reduce's with the same seed, ranks and data.
+    metric : str
+        "accuracy" or "loss".
+
+    Returns
+    -------
+    dict
+        ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica, and where the metric
+        is accuracy ``average_difference`` and ``worst_difference`` in percentage points, above 0 where all-reduce is
+        less accurate; each as of :func:`with_interval`.
+    """
+    of_pairs: dict[str, list[float | None]] = {}
+    if metric == "accuracy":
+        of_pairs["average_difference"] = [_points(run["averaged_test_accuracy"], other) for run, other in pairs]
+        of_pairs["worst_difference"] = [_points(run["local_test_accuracy_worst"], other) for run, other in pairs]
+    of_pairs["loss_ratio"] = [_ratio(run["averaged_test_loss"], other) for run, other in pairs]
+    of_pairs["worst_loss_ratio"] = [_ratio(run["local_test_loss_worst"], other) for run, other in pairs]
+    return {name: with_interval(values) for name, values in of_pairs.items()}
+
+
+def with_interval(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Mean, sample standard deviation, count and 95 % interval; None if there is no value or one is missing.
+
+    The interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None of a single value.
+    """
+    present = [value for value in values if value is not None]
+    if not present or len(present) < len(values):
+        return None
+    mean = statistics.fmean(present)
+    if len(present) == 1:
+        return {"mean": mean, "spread": None, "count": 1, "interval": None}
+    from scipy.stats import t
+
+    spread = statistics.stdev(present)
+    reach = float(t.ppf((1 + _CONFIDENCE) / 2, len(present) - 1)) * spread / math.sqrt(len(present))
+    return {"mean": mean, "spread": spread, "count": len(present), "interval": [mean - reach, mean + reach]}
+
+
+def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
+    """What ``sweep.bars`` says that a setting must reach; nothing if it is null.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such bar for the metric, or it is no number.
+    """
+    bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
+    if bars is None:
+        return {}
+    allowed = [*(AT_LEAST if metric == "accuracy" else ()), *AT_MOST]
+    if not isinstance(bars, Mapping):
+        raise ConfigurationError(f"sweep.bars must be null or a mapping of {', '.join(allowed)}, got {bars!r}")
+    for name, bar in bars.items():
+        if name not in allowed:
+            raise ConfigurationError(
+                f"there is no sweep.bars.{name} with sweep.metric={metric}{nearest(str(name), allowed)} Available: "
+                f"{', '.join(allowed)}"
+            )
+        if not isinstance(bar, int | float) or isinstance(bar, bool) or not math.isfinite(bar):
+            raise ConfigurationError(f"sweep.bars.{name} must be a finite number, got {bar!r}")
+    return {str(name): float(bar) for name, bar in bars.items()}
+
+
+def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each bar its ``bar`` and whether the mean has ``met`` it; None where there is no mean."""
+    return {name: {"bar": bar, "met": _is_met(name, bar, values)} for name, bar in bars.items()}
+
+
+def _is_met(name: str, bar: float, values: Mapping[str, Any]) -> bool | None:
+    value = values.get(AT_LEAST.get(name) or AT_MOST[name])
+    if value is None:
+        return None
+    return bool(value["mean"] >= bar - _ROUNDING if name in AT_LEAST else value["mean"] <= bar + _ROUNDING)
+
+
+def _points(accuracy: float | None, reference: Summary) -> float | None:
+    other = reference["averaged_test_accuracy"]
+    return None if accuracy is None or other is None else 100 * (accuracy - other)
+
+
+def _ratio(loss: float | None, reference: Summary) -> float | None:
+    other = reference["averaged_test_loss"]
+    return loss / other if loss is not None and other else None

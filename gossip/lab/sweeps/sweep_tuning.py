@@ -1,0 +1,220 @@
+"""Tuning at equal effort: each setting of a sweep takes the best value of the same grid, found with the same seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossip.lab.experiments.run_settings import ConfigurationError, nearest, value_of
+from gossip.lab.sweeps.sweep_curves import Metric
+from gossip.lab.sweeps.sweep_grid import Run, is_gossip_only
+
+if TYPE_CHECKING:
+    from gossip.lab.sweeps.sweep_jobs import Job
+
+Axes = Mapping[str, Sequence[str]]
+
+_KEYS = ("parameter", "values", "seed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A value of the grid and what it gave.
+
+    Attributes
+    ----------
+    value : float
+    accuracy, loss : float or None
+        Of the averaged model at the end; None where it is not finite, or the run failed.
+    reason : str
+        Why the run failed; empty if it did not.
+    """
+
+    value: float
+    accuracy: float | None
+    loss: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a setting is run with.
+
+    Attributes
+    ----------
+    parameter : str
+    seed : int
+        Of the trials, and of none of the runs that are compared.
+    trials : tuple of Trial
+        In the order of the grid.
+    value : float or None
+        The best one of the grid; None if no trial ended with a finite loss.
+    """
+
+    parameter: str
+    seed: int
+    trials: tuple[Trial, ...]
+    value: float | None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What the choice adds to the overrides of a run."""
+        return () if self.value is None else (f"{self.parameter}={self.value!r}",)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the smallest or the largest value was the best: a better one may lie beyond."""
+        values = [trial.value for trial in self.trials]
+        return self.value in (min(values), max(values))
+
+    @property
+    def problem(self) -> str:
+        """Why there is no value; empty if there is one."""
+        if self.value is not None:
+            return ""
+        reasons = [f"{trial.value:g}: {trial.reason or 'its loss is not finite'}" for trial in self.trials]
+        return f"no value of {self.parameter} could be chosen with seed {self.seed}: {'; '.join(reasons)}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How every setting is tuned.
+
+    Attributes
+    ----------
+    parameter : str
+        Key of the configuration.
+    values : tuple of float
+        At least two, no two alike.
+    seed : int
+    """
+
+    parameter: str
+    values: tuple[float, ...]
+    seed: int
+
+    def trial_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
+        """The axes of the trials: every value, with the one seed."""
+        return {
+            **axes,
+            "seed": [f"seed={self.seed}"],
+            self.parameter: [f"{self.parameter}={value!r}" for value in self.values],
+        }
+
+    def compared_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
+        """The axes of the runs that are compared: all seeds but that of the trials."""
+        return {**axes, "seed": [seed for seed in axes.get("seed", ()) if seed != f"seed={self.seed}"]}
+
+    def choose(self, trials: Sequence[Job], folder: Path, metric: Metric) -> Callable[[Run], Choice | None]:
+        """The choice for each run that is compared; None for one that had no trial.
+
+        The best trial is that with the best metric of the averaged model; of equally accurate ones that with the lower
+        loss, and of those still equal the first one of the grid.
+        """
+        by_setting: dict[tuple[str, ...], list[Trial]] = {}
+        for job in trials:
+            by_setting.setdefault(self._setting(job.run), []).append(_trial(self, job, folder))
+        choices = {
+            setting: Choice(self.parameter, self.seed, tuple(of_setting), _best(of_setting, metric))
+            for setting, of_setting in by_setting.items()
+        }
+        return lambda run: choices.get(self._setting(run))
+
+    def _setting(self, run: Run) -> tuple[str, ...]:
+        own = ("seed", self.parameter)
+        return tuple(override for override in run.overrides if override.partition("=")[0] not in own)
+
+
+def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
+    """What ``sweep.tune`` says; None if nothing is tuned.
+
+    Parameters
+    ----------
+    config : mapping
+        Resolved.
+    axes : mapping
+        Of the sweep.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be; the text names the key.
+    """
+    tune = value_of(config, "sweep.tune")
+    if tune is None:
+        return None
+    if not isinstance(tune, Mapping):
+        raise ConfigurationError(
+            f"sweep.tune must be null or a mapping of {', '.join(_KEYS)}, got {tune!r}; write "
+            "sweep.tune={parameter:optimizer.lr,values:[0.1,0.2],seed:0}"
+        )
+    for key in tune:
+        if key not in _KEYS:
+            raise ConfigurationError(f"sweep.tune has no {key}{nearest(str(key), _KEYS)} It has {', '.join(_KEYS)}")
+    tuning = Tuning(
+        _parameter(config, value_of(config, "sweep.tune.parameter"), axes),
+        _grid(value_of(config, "sweep.tune.values")),
+        _seed(value_of(config, "sweep.tune.seed")),
+    )
+    if not tuning.compared_axes(axes)["seed"]:
+        raise ConfigurationError(
+            f"sweep.tune.seed={tuning.seed}: no other seed is left to compare with; add some, seed={tuning.seed},"
+            f"{tuning.seed + 1},{tuning.seed + 2}"
+        )
+    return tuning
+
+
+def _parameter(config: Mapping[str, Any], parameter: Any, axes: Axes) -> str:
+    said = f"sweep.tune.parameter={parameter}"
+    if not isinstance(parameter, str):
+        raise ConfigurationError(f"{said} must be a key of the configuration, such as optimizer.lr")
+    try:
+        value_of(config, parameter)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{said}: {error}") from error
+    if is_gossip_only(parameter):
+        raise ConfigurationError(f"{said} means nothing to all-reduce, which is tuned too; choose one that all have")
+    if parameter in axes or parameter == "seed":
+        raise ConfigurationError(
+            f"{said} is set besides, as an option of the sweep; leave it out there, or tune another"
+        )
+    return parameter
+
+
+def _grid(values: Any) -> tuple[float, ...]:
+    said = f"sweep.tune.values={values}"
+    if not isinstance(values, list) or len(values) < 2:
+        raise ConfigurationError(f"{said} must be a list of at least 2 numbers, such as [0.1,0.2]")
+    for value in values:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigurationError(f"{said} must be a list of finite numbers, but it has {value!r}")
+    if len(set(values)) < len(values):
+        raise ConfigurationError(f"{said} has a number twice; leave one of them out")
+    return tuple(values)
+
+
+def _seed(seed: Any) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ConfigurationError(f"sweep.tune.seed must be an integer of at least 0, got {seed!r}")
+    return seed
+
+
+def _trial(tuning: Tuning, job: Job, folder: Path) -> Trial:
+    summary = job.summary(folder)
+    value = value_of(job.config, tuning.parameter)
+    if summary["status"] != "completed":
+        return Trial(value, None, None, summary["reason"])
+    return Trial(value, summary["averaged_test_accuracy"], summary["averaged_test_loss"], "")
+
+
+def _best(trials: Sequence[Trial], metric: Metric) -> float | None:
+    def badness(trial: Trial) -> tuple[float, float]:
+        assert trial.accuracy is not None
+        assert trial.loss is not None
+        return (-trial.accuracy if metric.higher_is_better else 0.0, trial.loss)
+
+    usable = [trial for trial in trials if trial.loss is not None]
+    return min(usable, key=badness).value if usable else None

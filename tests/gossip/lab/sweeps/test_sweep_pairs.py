@@ -1,0 +1,143 @@
+"""Differences from all-reduce: means over pairs, their intervals, and bars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.sweeps.sweep_pairs import differences, judge, read_bars, with_interval
+
+ACCURACIES = [0.95, 0.97, 0.94, 0.99, 0.96]
+REFERENCES = [0.96, 0.965, 0.955, 0.985, 0.98]
+
+
+def summary(accuracy: float, loss: float | None, worst: float = 0.9, worst_loss: float | None = 1.0) -> dict[str, Any]:
+    return {
+        "averaged_test_accuracy": accuracy,
+        "averaged_test_loss": loss,
+        "local_test_accuracy_worst": worst,
+        "local_test_loss_worst": worst_loss,
+    }
+
+
+def pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The worst replica of all-reduce is none that anything is compared with."""
+    return [
+        (summary(accuracy, 1 - accuracy, accuracy - 0.02, 1.1 - accuracy), summary(other, 1 - other, 0.1, 9.0))
+        for accuracy, other in zip(ACCURACIES, REFERENCES, strict=True)
+    ]
+
+
+def test_interval_is_that_of_the_paired_t_test() -> None:
+    found = differences(pairs(), "accuracy")["average_difference"]
+    assert found is not None
+    test = stats.ttest_rel(100 * np.array(ACCURACIES), 100 * np.array(REFERENCES))
+    interval = test.confidence_interval(0.95)
+    assert found["interval"] == pytest.approx([interval.low, interval.high], rel=1e-12)
+    assert found["mean"] == pytest.approx(-0.7)
+    assert found["count"] == 5
+
+
+def test_interval_by_hand() -> None:
+    # The quantile of Student's t with 2 degrees of freedom at 97.5 % is 4.30265.
+    assert with_interval([1.0, 2.0, 6.0]) == {
+        "mean": 3.0,
+        "spread": pytest.approx(7**0.5),
+        "count": 3,
+        "interval": pytest.approx([3 - 4.30265273 * (7 / 3) ** 0.5, 3 + 4.30265273 * (7 / 3) ** 0.5]),
+    }
+
+
+def test_interval_of_equal_values_is_a_point_and_of_one_value_there_is_none() -> None:
+    assert with_interval([0.5, 0.5, 0.5]) == {"mean": 0.5, "spread": 0.0, "count": 3, "interval": [0.5, 0.5]}
+    assert with_interval([0.5]) == {"mean": 0.5, "spread": None, "count": 1, "interval": None}
+
+
+@pytest.mark.parametrize("values", [[], [None], [1.0, None]])
+def test_interval_without_a_value_of_every_pair_is_none(values: list[float | None]) -> None:
+    assert with_interval(values) is None
+
+
+def test_differences_are_from_the_averaged_model_of_all_reduce() -> None:
+    found = differences(pairs(), "accuracy")
+    assert list(found) == ["average_difference", "worst_difference", "loss_ratio", "worst_loss_ratio"]
+    wanted = {
+        "worst_difference": np.mean([100 * (a - 0.02 - b) for a, b in zip(ACCURACIES, REFERENCES, strict=True)]),
+        "loss_ratio": np.mean([(1 - a) / (1 - b) for a, b in zip(ACCURACIES, REFERENCES, strict=True)]),
+        "worst_loss_ratio": np.mean([(1.1 - a) / (1 - b) for a, b in zip(ACCURACIES, REFERENCES, strict=True)]),
+    }
+    for name, mean in wanted.items():
+        value = found[name]
+        assert value is not None
+        assert value["mean"] == pytest.approx(mean), name
+
+
+def test_differences_of_losses_are_ratios_alone() -> None:
+    assert list(differences(pairs(), "loss")) == ["loss_ratio", "worst_loss_ratio"]
+
+
+def test_differences_without_pairs_or_with_a_loss_that_is_not_finite_are_none() -> None:
+    assert set(differences([], "accuracy").values()) == {None}
+    found = differences([*pairs(), (summary(0.1, None), summary(0.9, 0.1))], "accuracy")
+    assert found["loss_ratio"] is None
+    assert found["average_difference"] is not None
+
+
+VALUES: dict[str, Any] = {
+    "average_difference": {"mean": -0.2},
+    "worst_difference": {"mean": -2.5},
+    "loss_ratio": {"mean": 1.04},
+    "worst_loss_ratio": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "bar", "met"),
+    [
+        ("average", -0.3, True),
+        ("average", -0.2, True),
+        ("average", -0.1, False),
+        ("worst", -3.0, True),
+        ("worst", -2.0, False),
+        ("loss_ratio", 1.05, True),
+        ("loss_ratio", 1.03, False),
+        ("worst_loss_ratio", 9.0, None),
+    ],
+)
+def test_bar_is_met_by_the_mean(name: str, bar: float, met: bool | None) -> None:
+    assert judge({name: bar}, VALUES) == {name: {"bar": bar, "met": met}}
+
+
+def test_bar_is_met_but_for_rounding() -> None:
+    mean = 100 * sum([-1 / 360, -2 / 360, 0.0]) / 3  # 0.2777...
+    assert judge({"average": -100 / 360}, {"average_difference": {"mean": mean - 1e-13}})["average"]["met"]
+
+
+def config(bars: Any, metric: str = "accuracy") -> dict[str, Any]:
+    return {"sweep": {"metric": metric, "bars": bars}}
+
+
+def test_bars_are_read() -> None:
+    assert read_bars(config(None)) == {}
+    assert read_bars(config({"average": -1, "loss_ratio": 1.05})) == {"average": -1.0, "loss_ratio": 1.05}
+    assert read_bars(config({"worst_loss_ratio": 1.02}, "loss")) == {"worst_loss_ratio": 1.02}
+
+
+@pytest.mark.parametrize(
+    ("bars", "metric", "message"),
+    [
+        (-0.2, "accuracy", r"sweep\.bars must be null or a mapping of average, worst, loss_ratio, .*, got -0\.2"),
+        ({"averege": -0.2}, "accuracy", r"there is no sweep\.bars\.averege .* did you mean average\?"),
+        ({"average": -0.2}, "loss", r"there is no sweep\.bars\.average with sweep\.metric=loss"),
+        ({"average": "low"}, "accuracy", r"sweep\.bars\.average must be a finite number, got 'low'"),
+        ({"worst": True}, "accuracy", r"sweep\.bars\.worst must be a finite number, got True"),
+        ({"worst": float("nan")}, "accuracy", r"sweep\.bars\.worst must be a finite number, got nan"),
+    ],
+)
+def test_bars_that_are_none_are_refused(bars: Any, metric: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_bars(config(bars, metric))

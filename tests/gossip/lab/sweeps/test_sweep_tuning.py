@@ -1,0 +1,141 @@
+"""Which value of the grid each setting takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.sweeps.sweep_curves import Metric
+from gossip.lab.sweeps.sweep_grid import Run, expand
+from gossip.lab.sweeps.sweep_jobs import Job, Setting
+from gossip.lab.sweeps.sweep_tuning import Choice, Trial, Tuning, read_tuning
+
+ACCURACY, LOSS = Metric("accuracy", None), Metric("loss", None)
+TUNING = Tuning("optimizer.lr", (0.1, 0.2, 0.4), 0)
+AXES = {"topology": ["topology=ring"], "seed": ["seed=0", "seed=1", "seed=2"]}
+SETTING = Setting("ring", "gossip", "ring", 4, "iid", None, None, "virtual")
+
+
+def leave_trials(folder: Path, *trials: tuple[float, float | None] | str) -> list[Job]:
+    """A trial for each value of the grid: accuracy and loss, or the reason why it failed."""
+    jobs = []
+    for value, trial in zip(TUNING.values, trials, strict=True):
+        run = Run(("topology=ring", "seed=0", f"optimizer.lr={value}"), ())
+        config: dict[str, Any] = {"seed": 0, "optimizer": {"lr": value}, "launch": {"world_size": 4}}
+        job = Job(run, config, SETTING, None)
+        summary: dict[str, Any] = {"status": "failed", "reason": trial}
+        if not isinstance(trial, str):
+            summary = {"status": "completed", "averaged_test_accuracy": trial[0], "averaged_test_loss": trial[1]}
+        (folder / job.name).mkdir(parents=True)
+        (folder / job.name / "summary.json").write_text(json.dumps(summary))
+        jobs.append(job)
+    return jobs
+
+
+def chosen(folder: Path, metric: Metric, *trials: tuple[float, float | None] | str) -> Choice:
+    choose = TUNING.choose(leave_trials(folder, *trials), folder, metric)
+    choice = choose(Run(("topology=ring", "seed=2"), ()))
+    assert choice is not None
+    assert choose(Run(("topology=star", "seed=2"), ())) is None
+    return choice
+
+
+def test_trials_take_every_value_with_one_seed_and_the_compared_runs_the_other_seeds() -> None:
+    trials = expand(TUNING.trial_axes(AXES))
+    assert [run.overrides for run in trials if "topology=ring" in run.overrides] == [
+        ("topology=ring", "seed=0", f"optimizer.lr={value}") for value in TUNING.values
+    ]
+    assert len(trials) == 3 * 3  # the baselines have as many
+    assert {run.overrides for run in expand(TUNING.compared_axes(AXES)) if "topology=ring" in run.overrides} == {
+        ("topology=ring", "seed=1"),
+        ("topology=ring", "seed=2"),
+    }
+
+
+def test_choice_is_the_most_accurate(tmp_path: Path) -> None:
+    choice = chosen(tmp_path, ACCURACY, (0.8, 0.1), (0.9, 0.5), (0.7, 0.2))
+    assert (choice.value, choice.is_at_end, choice.problem) == (0.2, False, "")
+    assert choice.overrides == ("optimizer.lr=0.2",)
+    assert choice.trials[2] == Trial(0.4, 0.7, 0.2, "")
+
+
+def test_choice_of_a_loss_is_the_lowest(tmp_path: Path) -> None:
+    assert chosen(tmp_path, LOSS, (0.8, 0.3), (0.9, 0.5), (0.7, 0.2)).value == 0.4
+
+
+def test_choice_among_the_equally_accurate_is_that_of_the_lower_loss_and_then_the_first(tmp_path: Path) -> None:
+    assert chosen(tmp_path / "loss", ACCURACY, (0.9, 0.3), (0.9, 0.2), (0.7, 0.1)).value == 0.2
+    assert chosen(tmp_path / "first", ACCURACY, (0.7, 0.1), (0.9, 0.2), (0.9, 0.2)).value == 0.2
+
+
+@pytest.mark.parametrize(("best", "is_at_end"), [(0, True), (1, False), (2, True)])
+def test_choice_at_an_end_of_the_grid_is_seen(tmp_path: Path, best: int, is_at_end: bool) -> None:
+    trials = [(0.9 if place == best else 0.5, 0.5) for place in range(3)]
+    assert chosen(tmp_path, ACCURACY, *trials).is_at_end is is_at_end
+
+
+def test_choice_passes_by_what_diverged_or_failed(tmp_path: Path) -> None:
+    choice = chosen(tmp_path, ACCURACY, (0.5, 0.9), (0.99, None), "because")
+    assert (choice.value, choice.is_at_end) == (0.1, True)
+    assert choice.trials[2] == Trial(0.4, None, None, "because")
+
+
+def test_choice_is_none_where_no_trial_went_well(tmp_path: Path) -> None:
+    choice = chosen(tmp_path, ACCURACY, "because", (0.1, None), "because")
+    assert (choice.value, choice.overrides) == (None, ())
+    assert choice.problem == (
+        "no value of optimizer.lr could be chosen with seed 0: 0.1: because; 0.2: its loss is not finite; 0.4: because"
+    )
+    job = Job(Run(("topology=ring", "seed=1"), ()), {"seed": 1, "launch": {"world_size": 4}}, SETTING, choice)
+    assert (job.summary(tmp_path)["status"], job.summary(tmp_path)["reason"]) == ("failed", choice.problem)
+
+
+def config(**tune: Any) -> dict[str, Any]:
+    whole = {"parameter": "optimizer.lr", "values": [0.1, 0.2], "seed": 0, **tune}
+    return {
+        "seed": 0,
+        "optimizer": {"lr": 0.1},
+        "algorithm": {"gamma": 1.0},
+        "sweep": {"tune": {key: value for key, value in whole.items() if value is not ...}},
+    }
+
+
+def test_tuning_is_read() -> None:
+    assert read_tuning({"sweep": {"tune": None}}, AXES) is None
+    assert read_tuning(config(seed=7), AXES) == Tuning("optimizer.lr", (0.1, 0.2), 7)
+
+
+@pytest.mark.parametrize(
+    ("tune", "axes", "message"),
+    [
+        ({"parameter": "optimizer.rl"}, {}, r"sweep\.tune\.parameter=optimizer\.rl: the configuration has no key"),
+        ({"parameter": 3}, {}, r"sweep\.tune\.parameter=3 must be a key"),
+        ({"parameter": "algorithm.gamma"}, {}, r"sweep\.tune\.parameter=algorithm\.gamma means nothing to all-reduce"),
+        ({}, {"optimizer.lr": ["optimizer.lr=0.3"]}, r"sweep\.tune\.parameter=optimizer\.lr is set besides"),
+        ({"parameter": "seed"}, {}, r"sweep\.tune\.parameter=seed is set besides"),
+        ({"parameter": ...}, {}, r"has no key sweep\.tune\.parameter"),
+        ({"values": [0.1]}, {}, r"sweep\.tune\.values=\[0\.1\] must be a list of at least 2 numbers"),
+        ({"values": 0.1}, {}, r"sweep\.tune\.values=0\.1 must be a list"),
+        ({"values": [0.1, "high"]}, {}, r"sweep\.tune\.values=.* but it has 'high'"),
+        ({"values": [0.1, True]}, {}, r"sweep\.tune\.values=.* but it has True"),
+        ({"values": [0.1, float("inf")]}, {}, r"sweep\.tune\.values=.* but it has inf"),
+        ({"values": [0.1, 0.2, 0.1]}, {}, r"sweep\.tune\.values=.* has a number twice"),
+        ({"seed": -1}, {}, r"sweep\.tune\.seed must be an integer of at least 0, got -1"),
+        ({"seed": 0.5}, {}, r"sweep\.tune\.seed must be an integer"),
+        ({"sead": 1}, {}, r"sweep\.tune has no sead; did you mean seed\?"),
+        ({}, {"seed": ["seed=0"]}, r"sweep\.tune\.seed=0: no other seed is left to compare with"),
+        ({}, {"seed": []}, r"sweep\.tune\.seed=0: no other seed is left"),
+    ],
+)
+def test_tuning_that_cannot_be_is_refused(tune: dict[str, Any], axes: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_tuning(config(**tune), {**AXES, **axes})
+
+
+def test_tuning_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"sweep\.tune must be null or a mapping of parameter, values, seed"):
+        read_tuning({"sweep": {"tune": [0.1, 0.2]}}, AXES)
