@@ -126,7 +126,7 @@ assert results["momentum tracking"][2] == 2 * results["awc"][2]
 
 # %% [markdown]
 # - Gossip's average is a usable model, and its replicas are not.
-# - The correction costs one tensor of memory and no message, and its worst replica is about as good as the average.
+# - The correction costs one tensor of memory and no message; with atc the worst replica nearly equals the average.
 # - Tracking does as much with two messages.
 # - `form="awc"` has the whole next iteration to hide the exchange in; `form="atc"` awaits it before the next forward
 #   pass, and mixes better. Where links are fast, take atc; where they are what you wait for, awc.
