@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized
+from gossip.algorithms.base import VALUES, Requires, Resized
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form, check_form
-from gossip.algorithms.outer_arguments import check_fraction, check_period, check_rate
-from topologies import Topology
+from gossip.algorithms.forms import Form
+from gossip.algorithms.outer_arguments import check_fraction, check_rate
+from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
 
-ANCHOR, VELOCITY = "anchor", "velocity"
+VELOCITY = "velocity"
 
 
-class DiLoCo(Algorithm):
+class DiLoCo(OuterSteps):
     r"""Nesterov momentum over what all ranks together have moved in H steps of their own.
 
     All ranks begin at the anchor :math:`a`, and make H steps with their own optimizers, which end at :math:`x_i`. Then,
@@ -60,18 +60,9 @@ class DiLoCo(Algorithm):
     def __init__(
         self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"
     ) -> None:
-        self.period = check_period("period", period)
+        super().__init__(period, form)
         self.outer_lr = check_rate("outer_lr", outer_lr)
         self.outer_momentum = check_fraction("outer_momentum", outer_momentum)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
-
-    def schedule(self, topology: Topology) -> Topology:
-        return topology.every(self.period)
-
-    def begin(self, bucket: BucketView) -> None:
-        super().begin(bucket)
-        self.averaged(bucket)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         self.step_anchor_(bucket, bucket.values + got[VALUES].difference)
@@ -83,9 +74,6 @@ class DiLoCo(Algorithm):
         delta = anchor - mean
         velocity.mul_(self.outer_momentum).add_(delta)
         anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
-
-    def averaged(self, bucket: BucketView) -> None:
-        bucket.kept[ANCHOR].copy_(bucket.values)
 
     def describe(self) -> str:
         return (

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Algorithm, Resized
+from gossip.algorithms.base import VALUES, Resized
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form, check_form
-from gossip.algorithms.outer_arguments import check_fraction, check_period, check_rate
-from topologies import Topology
+from gossip.algorithms.forms import Form
+from gossip.algorithms.outer_arguments import check_fraction, check_rate
+from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
 
-ANCHOR, VELOCITY = "anchor", "velocity"
+VELOCITY = "velocity"
 
 
-class NoLoCo(Algorithm):
+class NoLoCo(OuterSteps):
     r"""DiLoCo without an all-reduce: the outer step of a rank needs its partners alone, and draws anchors together.
 
     A rank begins at its own anchor :math:`a_i`, and makes H steps with its own optimizer, which end at :math:`x_i`.
@@ -62,18 +62,9 @@ class NoLoCo(Algorithm):
         pull: float = 1.0,
         form: Form = "atc",
     ) -> None:
-        self.period = check_period("period", period)
+        super().__init__(period, form)
         self.outer_lr, self.pull = check_rate("outer_lr", outer_lr), check_rate("pull", pull)
         self.outer_momentum = check_fraction("outer_momentum", outer_momentum)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
-
-    def schedule(self, topology: Topology) -> Topology:
-        return topology.every(self.period)
-
-    def begin(self, bucket: BucketView) -> None:
-        super().begin(bucket)
-        self.averaged(bucket)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
@@ -82,9 +73,6 @@ class NoLoCo(Algorithm):
         velocity.mul_(self.outer_momentum).add_(moved, alpha=self.outer_lr).add_(pull, alpha=self.pull)
         anchor.add_(velocity)
         bucket.values.copy_(anchor)
-
-    def averaged(self, bucket: BucketView) -> None:
-        bucket.kept[ANCHOR].copy_(bucket.values)
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
         return {VALUES: bucket.values, ANCHOR: bucket.kept[ANCHOR]}

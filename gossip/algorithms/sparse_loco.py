@@ -7,17 +7,17 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Algorithm, Requires, Resized
+from gossip.algorithms.base import VALUES, Requires, Resized
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form, check_form
-from gossip.algorithms.outer_arguments import check_fraction, check_period, check_rate
+from gossip.algorithms.forms import Form
+from gossip.algorithms.outer_arguments import check_fraction, check_rate
+from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
 from gossip.compression.sparse_quantization import SparseQuantization
-from topologies import Topology
 
-ANCHOR, ERROR = "anchor", "error"
+ERROR = "error"
 
 
-class SparseLoCo(Algorithm):
+class SparseLoCo(OuterSteps):
     r"""Local steps, then the largest of what all ranks have moved, quantized, with error feedback.
 
     All ranks begin at the anchor :math:`a`, and make H steps with their own optimizers, which end at :math:`x_i`. With
@@ -72,23 +72,14 @@ class SparseLoCo(Algorithm):
         outer_lr: float = 1.0,
         form: Form = "atc",
     ) -> None:
-        self.period = check_period("period", period)
+        super().__init__(period, form)
         self.decay = check_fraction("decay", decay)
         self.outer_lr = check_rate("outer_lr", outer_lr)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
         self._compression = SparseQuantization(ratio, bits)
 
     @property
     def compression(self) -> SparseQuantization:
         return self._compression
-
-    def schedule(self, topology: Topology) -> Topology:
-        return topology.every(self.period)
-
-    def begin(self, bucket: BucketView) -> None:
-        super().begin(bucket)
-        self.averaged(bucket)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         anchor, error = bucket.kept[ANCHOR], bucket.kept[ERROR]
@@ -97,9 +88,6 @@ class SparseLoCo(Algorithm):
         error.copy_(self.message(bucket)[VALUES]).sub_(sent)
         anchor.sub_(difference + sent, alpha=self.outer_lr)
         bucket.values.copy_(anchor)
-
-    def averaged(self, bucket: BucketView) -> None:
-        bucket.kept[ANCHOR].copy_(bucket.values)
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
         return {VALUES: bucket.kept[ANCHOR] - bucket.values + self.decay * bucket.kept[ERROR]}

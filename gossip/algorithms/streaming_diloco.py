@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from gossip.algorithms.base import VALUES, Resized
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.diloco import ANCHOR, DiLoCo
+from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.outer_arguments import check_fraction, check_period
+from gossip.algorithms.outer_steps import ANCHOR
 from topologies import Topology
 
 SENT = "sent"

@@ -1,0 +1,33 @@
+"""What algorithms with local steps between exchanges have in common: an anchor that the steps begin at."""
+
+from __future__ import annotations
+
+from gossip.algorithms.base import Algorithm
+from gossip.algorithms.bucket_view import BucketView
+from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.outer_arguments import check_period
+from topologies import Topology
+
+ANCHOR = "anchor"
+
+
+class OuterSteps(Algorithm):
+    """Ranks make ``period`` steps of their own from an anchor, which is kept, and then an outer step together.
+
+    Outer step s uses round s of the topology. After a global average the anchor is the mean.
+    """
+
+    def __init__(self, period: int, form: Form) -> None:
+        self.period = check_period("period", period)
+        self.form = check_form(form)
+        self.before_forward = form == "atc"
+
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.every(self.period)
+
+    def begin(self, bucket: BucketView) -> None:
+        super().begin(bucket)
+        self.averaged(bucket)
+
+    def averaged(self, bucket: BucketView) -> None:
+        bucket.kept[ANCHOR].copy_(bucket.values)
