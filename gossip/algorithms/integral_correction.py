@@ -76,6 +76,7 @@ class IntegralCorrection(Algorithm):
 
     keeps: ClassVar[Mapping[str, Resized]] = {CORRECTION: "zero"}
     follows_learning_rate = True
+    _takes_textbook_gains: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -98,10 +99,12 @@ class IntegralCorrection(Algorithm):
 
     def on(self, topology: Topology, delivers: float = 1.0) -> IntegralCorrection:
         fitted = copy.copy(self)
-        fitted._gains = gains_on(topology, self.form, *self._given, delivers)
+        textbook = self._takes_textbook_gains
+        fitted._gains = gains_on(topology, self.form, *self._given, delivers, takes_textbook=textbook)
         return fitted
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
+        super().check_optimizers(optimizers)
         for optimizer in optimizers if self.second_moment == "exchange" else ():
             if not isinstance(optimizer, Adam | NAdam | RAdam):
                 raise ValueError(

@@ -33,15 +33,21 @@ class Gains(NamedTuple):
 
 
 def gains_on(
-    topology: Topology, form: Form, gamma: float | None, kappa: float | None, delivers: float
+    topology: Topology,
+    form: Form,
+    gamma: float | None,
+    kappa: float | None,
+    delivers: float,
+    *,
+    takes_textbook: bool,
 ) -> tuple[Gains, ...]:
     r"""Return the gains of each phase of a schedule; those that are not None are the caller's.
 
-    On a static symmetric W they are the textbook's, 1/2 and 1/2. On any other schedule :math:`\kappa = 1 / (2 \tau)`
-    for adapt then combine and :math:`1 / (4 \tau)` for adapt while communicating, where :math:`\tau` is the number of
-    steps in which the schedule mixes, at least 1, and :math:`\gamma = 1 - \kappa / 2`. With an exchange every k steps
-    the correction is applied k times as often as it grows: :math:`\kappa` is a k-th of it. If an exchange delivers but
-    a share of a difference, it is that share of it.
+    On a static symmetric W they are the textbook's, 1/2 and 1/2, with ``takes_textbook``. On any other schedule
+    :math:`\kappa = 1 / (2 \tau)` for adapt then combine and :math:`1 / (4 \tau)` for adapt while communicating, where
+    :math:`\tau` is the number of steps in which the schedule mixes, at least 1, and :math:`\gamma = 1 - \kappa / 2`.
+    With an exchange every k steps the correction is applied k times as often as it grows: :math:`\kappa` is a k-th of
+    it. If an exchange delivers but a share of a difference, it is that share of it.
 
     Raises
     ------
@@ -50,7 +56,10 @@ def gains_on(
     """
     if topology.world_size == 1:
         return (Gains(0, 1.0, 0.0),)
-    return tuple(_of_phase(topology, phase, form, gamma, kappa, delivers) for phase in topology.phases)
+    return tuple(
+        _of_phase(topology, phase, form, gamma, kappa, delivers, takes_textbook=takes_textbook)
+        for phase in topology.phases
+    )
 
 
 def _of_phase(
@@ -60,13 +69,15 @@ def _of_phase(
     gamma: float | None,
     kappa: float | None,
     delivers: float,
+    *,
+    takes_textbook: bool,
 ) -> Gains:
     if phase.topology.period is not None and not connected(phase.topology):
         raise ValueError(
             f"topology {topology.name!r} never brings all ranks together: an integral correction would grow without "
             "end; choose a connected topology"
         )
-    if is_static_and_symmetric(phase.topology):
+    if takes_textbook and is_static_and_symmetric(phase.topology):
         own_gamma, own_kappa = _OF_STATIC, _OF_STATIC * delivers / phase.every
     else:
         own_kappa = delivers / ((2 if form == "atc" else 4) * steps_to_mix(phase.topology, phase.every))

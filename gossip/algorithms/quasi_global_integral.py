@@ -25,7 +25,8 @@ class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
         x_i &\leftarrow x_i - \eta \bigl(g_i + \beta\, (g_i + \beta\, m_i)\bigr) + c_i \\
         m_i &\leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta
 
-    That is Nesterov's form of quasi-global momentum; :math:`c_i` follows the learning rate.
+    That is Nesterov's form of quasi-global momentum; :math:`c_i` follows the learning rate. The gains are those by the
+    steps to mix on static symmetric topologies too: with the textbook's it diverges.
 
     Sends one message per step, and keeps three tensors per bucket. Any doubly stochastic W. The optimizer is
     ``torch.optim.SGD`` with ``momentum=0``.
@@ -44,6 +45,7 @@ class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
     This project's own; :class:`QuasiGlobalMomentum` and :class:`IntegralCorrection` have their sources.
     """
 
+    _takes_textbook_gains = False
     keeps: ClassVar[Mapping[str, Resized]] = {**WithQuasiGlobalMomentum.keeps, **IntegralCorrection.keeps}
 
     def __init__(

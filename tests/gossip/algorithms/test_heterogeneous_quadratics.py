@@ -22,6 +22,7 @@ from gossip.algorithms import (
     GradientTracking,
     IntegralCorrection,
     MomentumTracking,
+    QuasiGlobalIntegral,
 )
 
 NUM_RANKS, NUM_VALUES, NUM_STEPS, STEP = 12, 7, 6_000, 0.1
@@ -96,6 +97,8 @@ EXACT: list[tuple[Algorithm, tuple[str, ...]]] = [
     (GradientTracking("atc"), (*STATIC, *OTHERS)),
     (GradientTracking("awc"), OTHERS),  # on a static sparse graph it diverges at this step
     (MomentumTracking("atc"), STATIC),
+    (QuasiGlobalIntegral(form="awc"), (*STATIC, "base")),  # with the textbook's gains it diverges on the latter
+    (QuasiGlobalIntegral(form="atc"), (*STATIC, "base")),
 ]
 
 

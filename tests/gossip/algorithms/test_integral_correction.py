@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +59,20 @@ def test_gains_on_static_symmetric_topologies_are_the_textbooks() -> None:
     for form in ("awc", "atc"):
         assert IntegralCorrection(form).on(topologies.build("torus", 12)).gains(3) == (0.5, 0.5)
         assert IntegralCorrection(form).on(topologies.build("ring", 6).every(4)).gains(3) == (0.5, 0.125)
+
+
+def test_gains_beside_quasi_global_momentum_follow_the_steps_to_mix_everywhere() -> None:
+    ring = topologies.build("ring", 8)
+    gamma, kappa = QuasiGlobalIntegral(form="atc").on(ring).gains(0)
+    assert kappa == pytest.approx(-np.log(topologies.analysis.consensus_rate(ring)) / 2, rel=1e-2)
+    assert gamma == 1 - kappa / 2
+
+
+@pytest.mark.parametrize("algorithm", ["quasi_global_integral", "quasi_global_momentum", "decentlam"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_momentum_of_their_own_refuses_another(algorithm: str, make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="SGD"):
+        VirtualWorkers(nn.Linear(2, 1), 4, make, "ring", algorithm=algorithm, devices=["cpu"])
 
 
 def test_each_phase_of_a_schedule_has_its_own_gains() -> None:
