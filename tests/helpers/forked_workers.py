@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from unittest import mock
 
 from preloaded import Program
 
-from gossip.lab.benchmarks import bench_worker, bench_workers, goodput, namespaces
+from gossip.lab.benchmarks import bench_workers, goodput, namespaces
 
 
 class ForkedWorker(Program):
@@ -39,14 +40,16 @@ class ForkedWorker(Program):
         start_new_session: bool,
     ) -> None:
         _, option, module, specification = command
-        assert (option, module) == ("-m", bench_worker.__name__)
+        assert option == "-m"
+        script = importlib.import_module(module).__file__
+        assert script is not None
         assert stdin == subprocess.PIPE
         assert start_new_session
         reading, writing = os.pipe()
         host = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         before = functools.partial(_begin, Connection(reading, writable=False), Connection(host, writable=False))
         outputs = stdout.fileno(), stderr.fileno()
-        super().__init__([bench_worker.__file__, specification], env, Path.cwd(), outputs, before)
+        super().__init__([script, specification], env, Path.cwd(), outputs, before)
         self.stdin = os.fdopen(writing, "wb")
         self.pids.append(self.pid)
 

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COMPUTE, _EXPOSED = "#0072B2", "#D55E00"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", ":")
 _MARKERS = "osD^vPX"
 _GREY = "#555555"
 _MAX_BANDS = 6  # more of them hide each other
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
@@ -58,8 +59,8 @@ def parts_figure(results: Sequence[Result], path: str | Path) -> Path:
     ModuleNotFoundError
         matplotlib is not installed.
     """
-    matplotlib = _import_matplotlib()
-    with matplotlib.rc_context(_STYLE):
+    matplotlib = import_matplotlib()
+    with matplotlib.rc_context(STYLE):
         from matplotlib.figure import Figure
 
         num_rows = max(len(result.rows) for result in results)
@@ -69,7 +70,7 @@ def parts_figure(results: Sequence[Result], path: str | Path) -> Path:
             axes = figure.add_subplot(len(results), 1, number + 1)
             _draw_parts(axes, result)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def _draw_parts(axes: Axes, result: Result) -> None:
@@ -121,8 +122,8 @@ def rates_figure(results: Sequence[Result], path: str | Path) -> Path:
     ModuleNotFoundError
         matplotlib is not installed.
     """
-    matplotlib = _import_matplotlib()
-    with matplotlib.rc_context(_STYLE):
+    matplotlib = import_matplotlib()
+    with matplotlib.rc_context(STYLE):
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7.2, 3.8), layout="constrained", facecolor="white")
@@ -131,14 +132,14 @@ def rates_figure(results: Sequence[Result], path: str | Path) -> Path:
         rates = [bits_per_second(str(result.rate)) / 1e6 for result in ordered]
         for number, label in enumerate(row.label for row in ordered[0].rows):
             rows = [_labelled(result, label) for result in ordered]
-            colour = _COLOURS[number % len(_COLOURS)]
+            colour = COLOURS[number % len(COLOURS)]
             axes.plot(
                 rates,
                 [1e3 * row.step_s.median for row in rows],
                 label=label,
                 color=colour,
                 marker=_MARKERS[number % len(_MARKERS)],
-                linestyle=("-", "--", ":")[number // len(_COLOURS) % 3],
+                linestyle=LINES[number // len(COLOURS) % len(LINES)],
                 markersize=4.5,
             )
             if len(ordered[0].rows) > _MAX_BANDS:
@@ -162,20 +163,22 @@ def rates_figure(results: Sequence[Result], path: str | Path) -> Path:
         axes.set_ylabel("step time, ms")
         axes.set_title("Step time against rate")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def _labelled(result: Result, label: str) -> Row:
     return next(row for row in result.rows if row.label == label)
 
 
-def _save(figure: Any, path: str | Path) -> Path:
+def save(figure: Any, path: str | Path) -> Path:
+    """Without the date, so that the same figure is the same file."""
     path = Path(path)
     figure.savefig(path, metadata={".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix))
     return path
 
 
-def _import_matplotlib() -> Any:
+def import_matplotlib() -> Any:
+    """Or say how to install it."""
     try:
         import matplotlib
         import matplotlib.ticker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -16,9 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import topologies
-from gossip import GossipDataParallel
+from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel
 from gossip.lab.benchmarks.bench_models import Batch, loss_of
 from gossip.lab.benchmarks.ddp_hooks import bf16_hook
+from gossip.lab.benchmarks.replica_means import averaged
 from gossip.lab.experiments.run_settings import ConfigurationError, nearest
 
 MOMENTUM = 0.9
@@ -35,6 +37,9 @@ class Method(Protocol):
 
     def exposed_wait_s(self) -> float | None:
         """For how long the newest step stood still, waiting for peers; None where the method does not tell."""
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block the module holds the mean of all replicas. Collective."""
 
     def close(self) -> None:
         """End communication; the module holds this rank's replica."""
@@ -57,6 +62,10 @@ class Local:
         """There are no peers."""
         return 0.0
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Its parameters and buffers."""
+        return averaged(self._module)
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -67,6 +76,7 @@ class AllReduce:
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
         arguments = {"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
         hook = arguments.pop("hook", None)
+        self._module = module
         self._model = DistributedDataParallel(module, **arguments)
         if hook is not None:
             self._model.register_comm_hook(None, _DDP_HOOKS[hook])
@@ -82,6 +92,10 @@ class AllReduce:
         """DDP does not tell."""
         return None
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Its parameters and buffers."""
+        return averaged(self._module)
+
     def close(self) -> None:
         """Its hooks go with it."""
         del self._model
@@ -94,6 +108,7 @@ class DecentDP:
         from decent_dp.ddp import DecentralizedDataParallel
 
         optimize = functools.partial(make_optimizer, learning_rate)
+        self._module = module
         self._model = DecentralizedDataParallel(module, optimize, **{"_local_world_size": 1, **options})
 
     def step(self, batch: Batch) -> None:
@@ -103,6 +118,10 @@ class DecentDP:
     def exposed_wait_s(self) -> float | None:
         """It does not tell."""
         return None
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Its parameters and buffers."""
+        return averaged(self._module)
 
     def close(self) -> None:
         """Wait for what is in flight, and give its process groups and hooks back: it does neither itself."""
@@ -123,7 +142,7 @@ class Gossip:
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
         optimize = functools.partial(make_optimizer, learning_rate)
-        arguments = {**options, "topology": _topology(options, dist.get_world_size())}
+        arguments = gossip_arguments(options, dist.get_world_size())
         self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
 
     def step(self, batch: Batch) -> None:
@@ -134,6 +153,10 @@ class Gossip:
         """As the wrapper measures it."""
         stats = self._model.stats()
         return None if stats is None else stats.exposed_wait_s
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """As :meth:`gossip.GossipDataParallel.averaged`."""
+        return self._model.averaged()
 
     def close(self) -> None:
         """Wait for what is in flight, and drop it."""
@@ -174,8 +197,8 @@ def check(kind: str, options: Options, world_size: int) -> None:
     else:
         _check_names(kind, options, _keywords(GossipDataParallel))
         try:
-            _topology(options, world_size)
-            arguments = {**options, "topology": _topology(options, 1)}
+            gossip_arguments(options, world_size)
+            arguments = gossip_arguments(options, 1)
             GossipDataParallel(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1), **arguments).close()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"gossip: {error}") from error
@@ -208,14 +231,32 @@ def _keywords(wrapper: type) -> tuple[str, ...]:
     return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
 
 
-def _topology(options: Options, world_size: int) -> topologies.Topology:
-    """By name, or by a mapping of ``name`` and its options."""
-    wanted = options.get("topology", "one_peer_exponential")
+def gossip_arguments(options: Options, world_size: int) -> dict[str, Any]:
+    """The wrapper's keyword arguments: topology, algorithm and compression by name, or ``name`` and their options.
+
+    Among a topology's options is ``every``: the steps from one exchange to the next.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is none of that name, or it has no such option.
+    """
+    name, given = _name_and_options("topology", options.get("topology", "one_peer_exponential"))
+    every = given.pop("every", 1)
+    arguments = {**options, "topology": topologies.build(name, world_size, **given).every(every)}
+    for option, registry in (("algorithm", ALGORITHMS), ("compression", COMPRESSIONS)):
+        if option in options:
+            name, given = _name_and_options(option, options[option])
+            arguments[option] = registry.get(name)(**given)
+    return arguments
+
+
+def _name_and_options(option: str, wanted: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(wanted, str):
-        return topologies.build(wanted, world_size)
+        return wanted, {}
     if not isinstance(wanted, Mapping) or "name" not in wanted:
-        raise ValueError(f"topology must be a name, or a mapping of name and options, got {wanted!r}")
-    return topologies.build(wanted["name"], world_size, **{key: wanted[key] for key in wanted if key != "name"})
+        raise ValueError(f"{option} must be a name, or a mapping of name and options, got {wanted!r}")
+    return wanted["name"], {key: value for key, value in wanted.items() if key != "name"}
 
 
 def make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimizer:

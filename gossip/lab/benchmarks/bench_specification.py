@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class MethodSpecification:
 
 
 @dataclass(frozen=True)
-class WorkerSpecification:
-    """One rank's whole task.
+class WorkerTask:
+    """Where one rank is, and which methods it runs.
 
     Attributes
     ----------
@@ -32,21 +32,12 @@ class WorkerSpecification:
     shared_interface : bool
         Whether all ranks use the same interface.
     methods : tuple of MethodSpecification
-    model : str
-        Of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
-    straggler : str
-        Of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
-    repetitions, warmup_steps, steps : int
-        Of every method; steps are measured, those of the warm-up come before.
-    seed : int
     num_threads : int
         torch's.
     timeout_s : float
         Of any wait for other ranks.
     records : str
         The JSONL file to write; its time of change says that the rank is alive.
-    probe_bucket_cap_mb : float or None
-        Measure compute and links first (:mod:`gossip.lab.probe`), with such buckets; None: do not.
     """
 
     rank: int
@@ -57,24 +48,43 @@ class WorkerSpecification:
     interface: str
     shared_interface: bool
     methods: tuple[MethodSpecification, ...]
-    model: str
-    straggler: str
-    repetitions: int
-    warmup_steps: int
-    steps: int
-    seed: int
     num_threads: int
     timeout_s: float
     records: str
-    probe_bucket_cap_mb: float | None = None
 
     def write(self, path: Path) -> None:
         """As JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> WorkerSpecification:
+    def read(cls, path: Path) -> Self:
         """What :meth:`write` has written."""
         content = json.loads(path.read_text(encoding="utf-8"))
         methods = tuple(MethodSpecification(**method) for method in content.pop("methods"))
         return cls(methods=methods, **content)
+
+
+@dataclass(frozen=True)
+class WorkerSpecification(WorkerTask):
+    """One rank's whole task in a benchmark of steps.
+
+    Attributes
+    ----------
+    model : str
+        Of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
+    straggler : str
+        Of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
+    repetitions, warmup_steps, steps : int
+        Of every method; steps are measured, those of the warm-up come before.
+    seed : int
+    probe_bucket_cap_mb : float or None
+        Measure compute and links first (:mod:`gossip.lab.probe`), with such buckets; None: do not.
+    """
+
+    model: str
+    straggler: str
+    repetitions: int
+    warmup_steps: int
+    steps: int
+    seed: int
+    probe_bucket_cap_mb: float | None = None

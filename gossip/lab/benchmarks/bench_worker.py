@@ -10,35 +10,48 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from loguru import logger
 
 from gossip.lab.benchmarks import goodput
-from gossip.lab.benchmarks.bench_specification import WorkerSpecification
+from gossip.lab.benchmarks.bench_specification import WorkerSpecification, WorkerTask
 from gossip.lab.benchmarks.step_measuring import Measurement, probe
 from gossip.lab.experiments.records import without_non_finite
 
+Task = TypeVar("Task", bound=WorkerTask)
 
-def main() -> int:
-    """Measure what the file says; return the exit status."""
+
+def attend(kind: type[Task], run: Callable[[Task], None]) -> NoReturn:
+    """Run a task of this kind, as the file that the command line names has it, and leave. Collective."""
+    try:
+        _run(kind.read(Path(sys.argv[1])), run)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # communication that cannot end any more must not hold the process
+
+
+def _run(task: Task, run: Callable[[Task], None]) -> None:
     logger.remove()
     logger.add(sys.stderr, level="WARNING")
-    spec = WorkerSpecification.read(Path(sys.argv[1]))
     threading.Thread(target=_leave_with_controller, name="controller-watch", daemon=True).start()
-    os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
-    torch.set_num_threads(spec.num_threads)
-    timeout = timedelta(seconds=spec.timeout_s)
-    store = dist.TCPStore(spec.store_address, spec.store_port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
-    run(spec)
+    os.environ["GLOO_SOCKET_IFNAME"] = task.interface
+    torch.set_num_threads(task.num_threads)
+    timeout = timedelta(seconds=task.timeout_s)
+    store = dist.TCPStore(task.store_address, task.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
+    run(task)
     dist.destroy_process_group()
-    return 0
 
 
 def run(spec: WorkerSpecification) -> None:
@@ -68,11 +81,4 @@ def _leave_with_controller() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # communication that cannot end any more must not hold the process
+    attend(WorkerSpecification, run)

@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gossip import LaunchError
 from gossip.lab.benchmarks.bench_settings import Settings
-from gossip.lab.benchmarks.bench_specification import WorkerSpecification
+from gossip.lab.benchmarks.bench_specification import WorkerSpecification, WorkerTask
 from gossip.lab.benchmarks.networks import Network
 from gossip.lab.experiments.records import read_jsonl
 
@@ -49,31 +50,8 @@ def measure(
     LaunchError
         A rank failed, or was silent for too long; none is left running.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    store = network.start_store(timedelta(seconds=settings.timeout_s))
-    specifications = [
-        _specification(settings, network, folder, rank, (store.host, store.port)) for rank in range(settings.world_size)
-    ]
-    with contextlib.ExitStack() as processes:
-        running = [
-            processes.enter_context(_started(specification, network, folder)) for specification in specifications
-        ]
-        _wait(running, specifications, settings.timeout_s, on_record)
-    del store
-    return [read_jsonl(Path(specification.records)) for specification in specifications]
-
-
-def _specification(
-    settings: Settings, network: Network, folder: Path, rank: int, store: tuple[str, int]
-) -> WorkerSpecification:
-    return WorkerSpecification(
-        rank=rank,
-        world_size=settings.world_size,
-        store_address=store[0],
-        store_port=store[1],
-        address=network.address(rank),
-        interface=network.interface,
-        shared_interface=network.shared,
+    make = partial(
+        WorkerSpecification,
         methods=settings.methods,
         model=settings.model,
         straggler=settings.straggler,
@@ -82,21 +60,77 @@ def _specification(
         steps=settings.steps,
         seed=settings.seed,
         num_threads=settings.num_threads,
-        timeout_s=settings.timeout_s,
-        records=str(folder / f"rank{rank}.jsonl"),
         probe_bucket_cap_mb=settings.probe_bucket_cap_mb,
+    )
+    return run_workers(
+        "gossip.lab.benchmarks.bench_worker",
+        make,
+        network,
+        folder,
+        world_size=settings.world_size,
+        timeout_s=settings.timeout_s,
+        on_record=on_record,
     )
 
 
+def run_workers(
+    program: str,
+    make: Callable[..., WorkerTask],
+    network: Network,
+    folder: Path,
+    *,
+    world_size: int,
+    timeout_s: float,
+    on_record: Callable[[Record], None],
+) -> list[list[Record]]:
+    """Run one process of a program per rank until all have ended; what remains is as of :func:`measure`.
+
+    Parameters
+    ----------
+    program : str
+        The module, which ends with :func:`gossip.lab.benchmarks.bench_worker.attend`.
+    make : callable
+        Makes a rank's task when it is given where the rank is, by keywords.
+    network, folder, on_record
+        As of :func:`measure`.
+    world_size : int
+    timeout_s : float
+        Of any wait for other ranks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    store = network.start_store(timedelta(seconds=timeout_s))
+    tasks = [
+        make(
+            rank=rank,
+            world_size=world_size,
+            store_address=store.host,
+            store_port=store.port,
+            address=network.address(rank),
+            interface=network.interface,
+            shared_interface=network.shared,
+            timeout_s=timeout_s,
+            records=str(folder / f"rank{rank}.jsonl"),
+        )
+        for rank in range(world_size)
+    ]
+    with contextlib.ExitStack() as processes:
+        running = [processes.enter_context(_started(program, task, network, folder)) for task in tasks]
+        _wait(running, tasks, timeout_s, on_record)
+    del store
+    return [read_jsonl(Path(task.records)) for task in tasks]
+
+
 @contextlib.contextmanager
-def _started(specification: WorkerSpecification, network: Network, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    program: str, specification: WorkerTask, network: Network, folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """Within the block the worker runs; it does not outlive it."""
     path = folder / f"rank{specification.rank}.json"
     specification.write(path)
     Path(specification.records).touch()
     with _log(specification).open("wb") as log, network.entered(specification.rank):
         process = subprocess.Popen(
-            [sys.executable, "-m", "gossip.lab.benchmarks.bench_worker", str(path)],
+            [sys.executable, "-m", program, str(path)],
             env={**os.environ, "OMP_NUM_THREADS": str(specification.num_threads)},
             stdin=subprocess.PIPE,
             stdout=log,
@@ -114,7 +148,7 @@ def _started(specification: WorkerSpecification, network: Network, folder: Path)
 
 def _wait(
     running: Sequence[subprocess.Popen[bytes]],
-    specifications: Sequence[WorkerSpecification],
+    specifications: Sequence[WorkerTask],
     timeout_s: float,
     on_record: Callable[[Record], None],
 ) -> None:
@@ -135,7 +169,7 @@ def _wait(
         time.sleep(_POLL_S)
 
 
-def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[WorkerSpecification]) -> None:
+def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[WorkerTask]) -> None:
     """Raise the error of the rank that wrote its last words first."""
     failed = [spec for process, spec in zip(running, specifications, strict=True) if process.poll()]
     first = min(failed, key=lambda spec: _log(spec).stat().st_mtime)
@@ -146,5 +180,5 @@ def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[W
     raise LaunchError(f"rank {first.rank} failed: {how}", rank=first.rank, worker_traceback=tail)
 
 
-def _log(specification: WorkerSpecification) -> Path:
+def _log(specification: WorkerTask) -> Path:
     return Path(specification.records).with_suffix(".log")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from gossip.lab.benchmarks.bench_methods import METHODS, make_optimizer
 from gossip.lab.benchmarks.bench_models import WORKLOADS, Batch, Workload, loss_of
 from gossip.lab.benchmarks.bench_specification import MethodSpecification, WorkerSpecification
 from gossip.lab.benchmarks.counters import InterfaceBytes, PeakMemory
+from gossip.lab.benchmarks.replica_means import average_module_
 from gossip.lab.probe import Measured, measure
 
 _NUM_CALIBRATION_STEPS = 10
@@ -115,10 +116,7 @@ class Measurement:
     @torch.no_grad()
     def _final_loss(self, module: nn.Module) -> float:
         """Of the replicas' mean on the held-out batch; ``module`` becomes that mean. Collective."""
-        average_(
-            [tensor.data for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()],
-            self._specification.world_size,
-        )
+        average_module_(module)
         module.eval()
         return float(loss_of(module, self._workload.held_out(self._specification.seed)))
 
@@ -134,12 +132,3 @@ def probe(spec: WorkerSpecification) -> Measured:
         partial(make_optimizer, workload.learning_rate),
         bucket_cap_mb=spec.probe_bucket_cap_mb,
     )
-
-
-def average_(tensors: Sequence[torch.Tensor], world_size: int) -> None:
-    """Replace tensors by their means over the ranks, in place. Collective."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    flat /= world_size
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view_as(tensor))

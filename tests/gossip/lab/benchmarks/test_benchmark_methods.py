@@ -17,7 +17,7 @@ from gossip.lab.benchmarks import bench_methods, bench_worker, goodput
 from gossip.lab.benchmarks.bench_models import WORKLOADS
 from gossip.lab.benchmarks.bench_specification import MethodSpecification, WorkerSpecification
 from gossip.lab.benchmarks.counters import InterfaceBytes, PeakMemory
-from gossip.lab.benchmarks.step_measuring import average_
+from gossip.lab.benchmarks.replica_means import average_
 from gossip.lab.experiments.records import read_jsonl
 
 pytestmark = pytest.mark.slow

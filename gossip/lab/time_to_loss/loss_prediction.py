@@ -1,0 +1,130 @@
+"""The same training by virtual workers, and the time that its steps would take on a network that is described."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossip import Cluster, VirtualWorkers, Workload, simulate_time
+from gossip.lab.benchmarks.bench_methods import gossip_arguments, make_optimizer
+from gossip.lab.benchmarks.bench_specification import MethodSpecification
+from gossip.lab.experiments.evaluation import cross_entropy, evaluate
+from gossip.lab.experiments.wrapper_options import options_of_virtual_workers
+from gossip.lab.time_to_loss.loss_curves import Curve, Point
+from gossip.lab.time_to_loss.loss_tasks import TASKS
+
+_NUM_STEPS = 200  # simulated
+_TINY = 64  # parameters of a model with which messages are counted
+_DDP_RATIOS = {None: 1.0, "bf16": 2.0, "fp16": 2.0}
+_TOPOLOGIES_OF_DECENT_DP = {"complete": "complete", "ring": "ring", "one-peer-exp": "one_peer_exponential"}
+
+
+@dataclass(frozen=True)
+class VirtualTraining:
+    """Trains as the ranks do, step by step.
+
+    Attributes
+    ----------
+    task : str
+        Of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
+    world_size, evaluate_every : int
+    """
+
+    task: str
+    world_size: int
+    evaluate_every: int
+
+    def train(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
+        """Train until it is done, as told by an evaluation; the points have no seconds."""
+        task = TASKS[self.task]
+        data = task.make_data()
+        workers = self._workers(method, seed)
+        batches = task.batches(data, self.world_size, seed, range(self.world_size))
+        points: list[Point] = []
+        sent_bytes = 0.0
+        while not points or not (is_done(points[-1]) or math.isnan(points[-1].loss)):
+            for inputs, targets in itertools.islice(batches, self.evaluate_every):
+                cross_entropy(workers(inputs), targets).backward()
+                stats = workers.stats()
+                assert stats is not None
+                sent_bytes += stats.bytes_sent
+            with workers.averaged() as module:
+                of_mean = evaluate(module, data.test_inputs, data.test_targets)
+            points.append(Point((len(points) + 1) * self.evaluate_every, math.nan, sent_bytes, of_mean.loss))
+        return Curve(method.label, seed, points)
+
+    def step_time_s(self, method: MethodSpecification, end: Point, cluster: Cluster, workload: Workload) -> float:
+        """The mean of a step, as :func:`gossip.simulate_time` predicts it for messages as large as in a training.
+
+        Parameters
+        ----------
+        method : MethodSpecification
+        end : Point
+            Of its virtual training.
+        cluster, workload
+            As probed.
+        """
+        if method.kind == "local":
+            return simulate_time("none", cluster, workload, _NUM_STEPS).step_time_s
+        if method.kind == "ddp":
+            ratio = _DDP_RATIOS[method.options.get("hook")]
+            return simulate_time("ddp", cluster, workload, _NUM_STEPS, compression_ratio=ratio).step_time_s
+        arguments = gossip_arguments(_options_of(method), self.world_size)
+        return simulate_time(
+            arguments["topology"],
+            cluster,
+            workload,
+            _NUM_STEPS,
+            algorithm=arguments.get("algorithm", "adapt_while_communicating"),
+            compression_ratio=self._compression_ratio(method, end),
+        ).step_time_s
+
+    def _compression_ratio(self, method: MethodSpecification, end: Point) -> float:
+        if not end.sent_bytes:  # before the first exchange
+            return 1.0
+        task = TASKS[self.task]
+        model_bytes = sum(each.nbytes for each in task.initial_module(task.make_data(), 0).parameters())
+        return self._num_messages(method, end.step) * model_bytes / end.sent_bytes
+
+    def _num_messages(self, method: MethodSpecification, num_steps: int) -> float:
+        """Messages of the model's size that a rank sends, if they are not compressed."""
+        module, num_bytes = nn.Linear(_TINY, 1, bias=False), 0.0
+        options = {name: value for name, value in _options_of(method).items() if name != "compression"}
+        workers = VirtualWorkers(module, self.world_size, partial(make_optimizer, 0.0), **self._arguments(options))
+        for _ in range(num_steps):
+            workers(torch.ones(self.world_size, _TINY)).mean().backward()
+            stats = workers.stats()
+            assert stats is not None
+            num_bytes += stats.bytes_sent
+        return num_bytes / module.weight.nbytes
+
+    def _workers(self, method: MethodSpecification, seed: int) -> VirtualWorkers:
+        task = TASKS[self.task]
+        module = task.initial_module(task.make_data(), seed)
+        optimizer = partial(make_optimizer, task.learning_rate)
+        return VirtualWorkers(module, self.world_size, optimizer, **self._arguments(_options_of(method)))
+
+    def _arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"devices": ["cpu"], **options_of_virtual_workers(gossip_arguments(options, self.world_size))}
+
+
+def _options_of(method: MethodSpecification) -> Mapping[str, Any]:
+    """What gossip is given to make the same steps.
+
+    All-reduce's replicas are the mean of those that make an exact average after every step: SGD with momentum is linear
+    in the gradients. Decent-DP mixes while it communicates, as gossip does by default.
+    """
+    if method.kind == "gossip":
+        return method.options
+    if method.kind == "ddp":
+        return {"topology": "complete", "algorithm": "adapt_then_combine"}
+    if method.kind == "decent_dp":
+        return {"topology": _TOPOLOGIES_OF_DECENT_DP[method.options.get("topology", "complete")]}
+    return {"topology": {"name": "ring", "every": 2**31}}

@@ -1,0 +1,249 @@
+"""Time to all-reduce's loss: what is configured, trained, counted and reported."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_workers import forked_workers
+from lab_hosts import why_no_hosts
+from running import run_here
+
+from gossip import Cluster, Workload
+from gossip.lab.benchmarks.bench_models import loss_of
+from gossip.lab.benchmarks.bench_specification import MethodSpecification
+from gossip.lab.benchmarks.counters import InterfaceBytes
+from gossip.lab.experiments.evaluation import evaluate
+from gossip.lab.experiments.models import MLP
+from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.time_to_loss import loss_prediction, training_clock
+from gossip.lab.time_to_loss.loss_curves import Curve, Point, reaches_or_ends, target_of
+from gossip.lab.time_to_loss.loss_prediction import VirtualTraining
+from gossip.lab.time_to_loss.loss_settings import Link
+from gossip.lab.time_to_loss.loss_table import LossResult, markdown, rows_of
+from gossip.lab.time_to_loss.loss_tasks import TASKS, LossTask
+
+TINY = ("tasks=[digits_cnn]", "world_size=2", "seeds=[0]", "steps=2", "evaluate_every=1", "predict=false")
+GOSSIP = MethodSpecification("gossip", "gossip", {"topology": "ring"})
+DDP = MethodSpecification("ddp", "ddp", {})
+
+
+def curve(method: str, seed: int, seconds: float, *losses: float) -> Curve:
+    """Evaluations at equal distances, of 1 MB each."""
+    return Curve(method, seed, [Point(10 * i, seconds * i, 1e6 * i, loss) for i, loss in enumerate(losses, start=1)])
+
+
+CURVES = [
+    curve("ddp", 0, 10.0, 3.0, 2.0, 1.0),
+    curve("gossip", 0, 1.0, 2.0, 1.005),
+    curve("ddp", 1, 10.0, 3.0, 1.0, 1.0),
+    curve("gossip", 1, 1.0, 1.02, 0.9),
+]
+
+
+def test_curve_reaches_the_target_at_the_first_evaluation_that_is_as_good() -> None:
+    points = CURVES[0].points
+    assert target_of(points) == pytest.approx(1.01)
+    assert CURVES[1].reached(1.01) == Point(20, 2.0, 2e6, 1.005)
+    assert CURVES[2].reached(1.01) == Point(20, 20.0, 2e6, 1.0)
+    assert CURVES[0].reached(0.5) is None
+    is_done = reaches_or_ends(1.01, 25.0)
+    assert [is_done(point) for point in points] == [False, False, True]
+    assert is_done(Point(1, 25.0, 0.0, math.nan))
+
+
+def test_rows_compare_methods_of_the_same_seed() -> None:
+    ddp, gossip = rows_of((DDP, GOSSIP), CURVES, {"gossip": 2.5})
+    assert (ddp.seconds.low, ddp.seconds.high) == (20.0, 30.0)
+    assert ddp.of_reference["ddp"].low == ddp.of_reference["ddp"].high == 1
+    assert (gossip.of_reference["ddp"].low, gossip.of_reference["ddp"].high) == pytest.approx((2 / 30, 2 / 20))
+    assert (gossip.num_reached, gossip.steps.median, gossip.sent_bytes.median) == (2, 20, 2e6)
+    assert (ddp.predicted_s, gossip.predicted_s) == (None, 2.5)
+
+
+def test_table_says_what_was_not_reached() -> None:
+    curves = [CURVES[0], curve("gossip", 0, 1.0, 2.0, math.nan)]
+    rows = rows_of((DDP, GOSSIP), curves, {})
+    text = markdown(["a fact"], [LossResult("digits_cnn", "200mbit", curves, rows, 1.0, 0.05, {})])
+    assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 |  |" in text
+    assert "| gossip | 0 of 1 | not reached | not reached | not reached | not reached |  |" in text
+    assert "All-reduce's step: 1000 ms; computing alone, on all ranks at once: 50 ms (5%)." in text
+
+
+def test_links_have_a_rate_and_perhaps_a_delay() -> None:
+    assert Link.parse("200mbit") == Link("200mbit", 200_000_000, 0.0)
+    assert Link.parse("50mbit+50ms") == Link("50mbit+50ms", 50_000_000, 0.05)
+    for name in ("50mbit+", "50mbit+50", "50mbit+5000ms"):
+        with pytest.raises(ValueError, match="a link's delay must be a number with ms, at most 1000"):
+            Link.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stepps=3", "Key 'stepps' is not in struct"),
+        ("steps=none", "steps must be an integer of at least 1, got 'none'"),
+        ("world_size=201", "world_size must be an integer between 2 and 200, got 201"),
+        ("tasks=[digits_cn]", "there is no tasks=digits_cn; did you mean digits_cnn?"),
+        ("links=[fast]", "links: rate must be a number with kbit, mbit or gbit"),
+        ("seeds=0", "seeds must be a list of at least one value, got 0"),
+        ("max_time_ratio=0", "max_time_ratio must be a positive number, got 0"),
+        ("predict=1", "predict must be true or false, got 1"),
+        ("methods.ddp.method=local", "local has no option hook"),
+        ("methods.diloco.algorithm={name: diloko}", "unknown algorithm 'diloko'"),
+    ],
+)
+def test_refusals_are_one_line(override: str, words: str, tmp_path: Path) -> None:
+    done = run_here("time_to_loss.py", tmp_path / "new", override)
+    assert done.status == 2
+    assert words in done.last_line
+    assert not (tmp_path / "new").exists()
+
+
+def test_methods_begin_with_all_reduce(tmp_path: Path) -> None:
+    done = run_here("time_to_loss.py", tmp_path / "new", "methods={local: {}}")
+    assert "methods must begin with all-reduce" in done.last_line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["loopback", pytest.param("lab", marks=pytest.mark.root)])
+def test_methods_train_in_turns_until_they_are_as_good(network: str, tmp_path: Path) -> None:
+    if network == "lab" and (missing := why_no_hosts()):
+        pytest.skip(missing)
+    folder = tmp_path / "run"
+    methods = "methods={ddp: {}, diloco: {method: gossip, topology: complete, algorithm: {name: diloco, period: 2}}}"
+    with forked_workers():
+        done = run_here(
+            "time_to_loss.py", folder, *TINY, f"network={network}", "links=[1000mbit]", "max_time_ratio=50", methods
+        )
+    assert done.status == 0, done.stderr
+    assert (folder / "report.md").read_text() in done.stdout
+    assert "diloco" in (folder / "loss.svg").read_text()
+    content = json.loads((folder / "results.json").read_text())
+    (result,) = content["results"]
+    assert result["link"] == ("loopback" if network == "loopback" else "1000mbit")
+    ddp, diloco = result["curves"]
+    assert [point["step"] for point in ddp["points"]] == [1, 2]
+    target = 1.01 * ddp["points"][-1]["loss"]
+    *before, last = diloco["points"]
+    assert last["loss"] <= target < min([point["loss"] for point in before], default=math.inf)
+    for points in (ddp["points"], diloco["points"]):
+        seconds = [point["seconds"] for point in points]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 0
+    if network == "lab":  # two ranks send the whole model once for an average; evaluations are not counted
+        assert 1 < ddp["points"][-1]["sent_bytes"] / 2 / 10.08e6 < 1.3
+        assert last["sent_bytes"] < (last["step"] // 2 + 0.3) * 1.3 * 10.08e6
+    records = [read_jsonl(folder / result["link"] / "digits_cnn" / f"rank{rank}.jsonl")[1:] for rank in range(2)]
+    assert records[0] == records[1]
+
+
+@pytest.fixture
+def tiny_task(monkeypatch: pytest.MonkeyPatch) -> LossTask:
+    """A small model; the data as they are."""
+    task = LossTask(TASKS["digits_cnn"].make_data, lambda data: MLP(data.input_shape, 10, hidden=[8]), 4, 0.01)
+    monkeypatch.setitem(TASKS, "tiny", task)
+    return task
+
+
+def test_virtual_all_reduce_is_training_on_all_batches(tiny_task: LossTask) -> None:
+    found = VirtualTraining("tiny", 3, 5).train(DDP, 1, lambda point: point.step >= 10)
+    data = tiny_task.make_data()
+    module = tiny_task.initial_module(data, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    batches = tiny_task.batches(data, 3, 1, range(3))
+    losses = []
+    for step in range(1, 11):
+        loss_of(module, next(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 0:
+            losses.append(evaluate(module, data.test_inputs, data.test_targets).loss)
+    assert [point.loss for point in found.points] == pytest.approx(losses, rel=1e-4)
+
+
+def test_batches_of_a_rank_are_its_part_of_all(tiny_task: LossTask) -> None:
+    data = tiny_task.make_data()
+    together = next(tiny_task.batches(data, 3, 0, range(3)))
+    own = [next(tiny_task.batches(data, 3, 0, range(rank, rank + 1))) for rank in range(3)]
+    for part in range(2):
+        assert torch.cat([batch[part] for batch in own]).equal(together[part])
+
+
+@pytest.mark.usefixtures("tiny_task")
+def test_predicted_step_sends_what_the_virtual_training_sent() -> None:
+    training, cluster = VirtualTraining("tiny", 4, 4), Cluster(4, latency_us=0, bandwidth_gbps=0.2)
+    workload = Workload(1e-3, 1e-3, (10_000_000,))
+    message_s = 10e6 * 8 / 0.2e9
+    methods: dict[str, tuple[str, dict[str, Any]]] = {
+        "one peer": ("gossip", {"topology": "one_peer_hypercube"}),
+        "half the bytes": ("gossip", {"topology": "one_peer_hypercube", "compression": "bf16"}),
+        "every fourth": ("gossip", {"topology": {"name": "one_peer_hypercube", "every": 4}}),
+        "ddp": ("ddp", {}),
+        "ddp bf16": ("ddp", {"hook": "bf16"}),
+        "decent_dp": ("decent_dp", {"topology": "one-peer-exp"}),
+    }
+    of_message = {}
+    for label, (kind, options) in methods.items():
+        method = MethodSpecification(label, kind, options)
+        end = training.train(method, 0, lambda point: point.step >= 8).points[-1]
+        of_message[label] = training.step_time_s(method, end, cluster, workload) / message_s
+    expected = {
+        "one peer": 1,
+        "half the bytes": 0.5,
+        "every fourth": 0.25,
+        "ddp": 1.5,
+        "ddp bf16": 0.75,
+        "decent_dp": 1,
+    }
+    assert of_message == pytest.approx(expected, rel=0.05)
+
+
+class Wire:
+    """An interface over which messages go until some moment, and a clock that only sleeping moves."""
+
+    def __init__(self, until: float) -> None:
+        self.now, self._until = 0.0, until
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def read(self, _: str) -> InterfaceBytes:
+        return InterfaceBytes(received=round(1e6 * min(self.now, self._until)), sent=round(20 * self.now))
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """Busy for two seconds; signs of life go on."""
+    made = Wire(until=2.0)
+    monkeypatch.setattr(training_clock, "time", made)
+    monkeypatch.setattr(training_clock, "InterfaceBytes", made)
+    return made
+
+
+def test_clock_stops_when_what_was_under_way_has_arrived(wire: Wire) -> None:
+    clock = training_clock.TrainingClock("eth0", 1, quiet_s=0.5, timeout_s=60.0)
+    assert clock._quiet_since() == pytest.approx(2.0, abs=0.05)
+    assert wire.now == pytest.approx(2.5, abs=0.05)
+    assert training_clock.TrainingClock("lo", 1, quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now
+
+
+def test_clock_does_not_wait_for_ever(wire: Wire) -> None:
+    wire._until = math.inf
+    assert training_clock.TrainingClock("eth0", 1, quiet_s=0.5, timeout_s=3.0)._quiet_since() == pytest.approx(
+        3, abs=0.1
+    )
+
+
+def test_prediction_of_decent_dp_knows_its_topologies() -> None:
+    if pytest.importorskip("decent_dp"):
+        from decent_dp.topo import TopologyReg
+
+        assert set(loss_prediction._TOPOLOGIES_OF_DECENT_DP) <= set(TopologyReg.registry)
