@@ -19,8 +19,8 @@ from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.registered_choices import options_of
 from gossip.lab.experiments.run_settings import ConfigurationError, value_of
 from gossip.lab.experiments.targets import TARGET
+from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_tuning import Choice
 
 _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "cluster")
 """Parts of a configuration that change nothing of what a run computes."""

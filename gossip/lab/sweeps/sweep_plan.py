@@ -11,9 +11,9 @@ from typing import Any
 from gossip.lab.experiments.experiment_build import import_modules, make_compression, make_topology
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.sweeps import sweep_grid
+from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import Job, check_distinct, make_job
-from gossip.lab.sweeps.sweep_tuning import Choice
 
 _OF_VARIANTS = (*sweep_grid.GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
 """Parts of the configuration in which a setting may differ from all-reduce and still be compared with it."""

@@ -21,7 +21,7 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             ["-m", "model=mlp,cn"],
             "error: there is no model=cn; did you mean cnn? Available: char_transformer, cnn, mlp",
         ),
-        (["experiment=nope"], "error: there is no experiment=nope; did you mean none? Available: char_lm, "),
+        (["experiment=nope"], "error: there is no experiment=nope; did you mean none? Available: algorithms, "),
         (["data.folder=x"], "error: the configuration has no key data.folder; it is an option of data=cifar10"),
         (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
         (["data=stdlib_text"], "error: MLP cannot take the inputs of stdlib_text"),
