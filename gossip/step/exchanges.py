@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Uncompressed
+from gossip.errors import GossipError
 from topologies import Round, Topology
 
 CHANNEL_STRIDE = 2**16
@@ -204,9 +205,21 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         return self.algorithm.is_exchanged(index, step) and self._takes_part(self._topology.round(step))
 
     def send(self, index: int, step: int, meter: AnyMeter) -> None:
-        """Start round ``step`` of a bucket; nothing happens in a round in which nobody here has a peer."""
+        """Start round ``step`` of a bucket; nothing happens in a round in which nobody here has a peer.
+
+        Raises
+        ------
+        GossipError
+            The bucket's messages of an earlier round have not been combined yet: they would be lost.
+        """
         if not self.is_due(index, step):
             return
+        if (earlier := self.in_flight[index]) is not None:
+            raise GossipError(
+                f"step {step}, bucket {index}: algorithm {self.algorithm.describe()} exchanges again before the "
+                f"messages of round {earlier.round_index}, which have {self.algorithm.overlap} steps, are combined; "
+                "make its overlap shorter, or its exchanges rarer"
+            )
         round_ = self._topology.round(step)
         messages: dict[str, list[torch.Tensor]] = {channel: [] for channel in self._channels(index)}
         for view in self.views(index):

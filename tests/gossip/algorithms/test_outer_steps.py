@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import gossip
 from gossip import Algorithm, VirtualWorkers
 from gossip.algorithms import (
     AdaptThenCombine,
@@ -110,6 +111,19 @@ def test_an_average_of_everything_becomes_the_anchor(algorithm: Algorithm) -> No
         step(workers, number)
     for mean, stack in zip(means, workers.parameters(), strict=True):
         torch.testing.assert_close(stack.detach(), mean, rtol=0, atol=1e-12)
+
+
+class Overtaking(AdaptWhileCommunicating):
+    """Exchanges in every step what it combines two steps later."""
+
+    overlap = 2
+
+
+def test_messages_that_would_be_overtaken_are_not_lost_in_silence() -> None:
+    workers = small(topology="ring", algorithm=Overtaking())
+    step(workers, 0)
+    with pytest.raises(gossip.GossipError, match=r"step 1, bucket 0: .* again before the messages of round 0"):
+        step(workers, 1)
 
 
 @pytest.mark.parametrize("name", ["ring", "complete", "one_peer_exponential"])
