@@ -43,7 +43,8 @@ class DistributedTransport(Transport):
     sums_on_wire : bool
         False: never by all-reduce; compressed messages cannot be added before they are decoded.
     shares_memory : bool
-        Whether ranks on one machine read each other's messages where they lie: whole values from 64 KiB on, on a CPU.
+        Whether messages between ranks on one machine go through memory that both see, from 64 KiB on, on a CPU: whole
+        values are read where they lie, others are taken from there.
 
     Notes
     -----
@@ -71,10 +72,11 @@ class DistributedTransport(Transport):
                 world.communicator(ranks, "mixing")
         self._local_messages = LocalMessages(world, shares_memory=shares_memory)
         self._shared_messages: dict[int, SharedMessage] = {}
+        self._copies: dict[tuple[int, int, int], SharedMessage] = {}  # by bucket, number in it, size
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         """Where peers on this machine read it, if there are any; waits until they have read what lay there before."""
-        if not self._local_messages.local or not message.is_cpu or message.nbytes < MIN_LARGE_BYTES:
+        if not self._local_messages.local or not _is_large(message):
             return message
         if bucket not in self._shared_messages:
             self._shared_messages[bucket] = SharedMessage(self._world, message, bucket)
@@ -102,7 +104,7 @@ class DistributedTransport(Transport):
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
             f"{self._world.rank}; rounds {listed}"
             + f" (messages below {size} point-to-point)" * any("all-reduce" in way for way in ways)
-            + f"; with {others} rank{'s' * (others > 1)} on this machine values from {size} on are read in memory"
+            + f"; with {others} rank{'s' * (others > 1)} on this machine messages from {size} on go through memory"
             * bool(others)
         )
 
@@ -156,21 +158,39 @@ class DistributedTransport(Transport):
 
     def _start_messages(self, exchange: DistributedExchange, turn: Turn) -> None:
         assert self._world.device_paths is not None
-        shared_message = self._shared_messages.get(exchange.bucket)
-        neighbours = self._local_messages.local if shared_message is not None else frozenset()
-        exchange.local_messages, exchange.shared_message = self._local_messages, shared_message
-        exchange.tokens = {
-            source: torch.zeros(TOKEN_NUMEL, dtype=torch.int64) for source in exchange.sources if source in neighbours
-        }
-        receive_buffers = exchange.tokens if len(exchange.tokens) == len(exchange.sources) else turn.receive_buffers
-        exchange.received = {
-            source: exchange.tokens.get(source, receive_buffers[source]) for source in exchange.sources
-        }
-        readers = tuple(target for target in turn.sent if target in neighbours)
-        if shared_message is not None and readers:
-            exchange.sent = {**turn.sent, **dict.fromkeys(readers, shared_message.hand_out(readers))}
-        wire = list(exchange.sent.values()), list(exchange.received.values())
+        in_place = self._shared_messages.get(exchange.bucket)
+        local = self._local_messages.local
+        exchange.sent = dict(turn.sent)
+        if in_place is None or not local.issuperset(exchange.sources):
+            exchange.received.update(turn.receive_buffers)
+        if local:
+            exchange.local_messages, exchange.read_in_place = self._local_messages, in_place
+            exchange.tokens = {
+                source: torch.zeros(TOKEN_NUMEL, dtype=torch.int64)
+                for source in exchange.sources
+                if source in local and (in_place is not None or _is_large(exchange.received[source]))
+            }
+            exchange.sent.update(self._handed_out(exchange, turn.sent))
+        incoming = {**exchange.received, **exchange.tokens}
+        wire = list(exchange.sent.values()), [incoming[source] for source in exchange.sources]
         exchange.pending = self._world.device_paths.submit(exchange.post_all, *wire)
+
+    def _handed_out(self, exchange: DistributedExchange, messages: Messages) -> Messages:
+        """The tokens for those who read their message in the memory of this machine, where it lies or is put."""
+        local = {target: message for target, message in messages.items() if target in self._local_messages.local}
+        if exchange.read_in_place is not None:
+            return dict.fromkeys(local, exchange.read_in_place.hand_out(tuple(local))) if local else {}
+        tokens: dict[int, torch.Tensor] = {}
+        for target, message in local.items():
+            if target in tokens or not _is_large(message):
+                continue
+            readers = tuple(other for other, same in local.items() if same is message)
+            place = exchange.bucket, len(set(map(id, tokens.values()))), message.nbytes
+            if place not in self._copies:
+                self._copies[place] = SharedMessage(self._world, _bytes_of(message), exchange.bucket)
+            self._copies[place].take(exchange.step).copy_(_bytes_of(message))
+            tokens |= dict.fromkeys(readers, self._copies[place].hand_out(readers))
+        return tokens
 
 
 class DistributedExchange:
@@ -187,11 +207,11 @@ class DistributedExchange:
         self.bucket = bucket
         self.sources = sources
         self.sent = conversation.opening.sent
-        self.received: Messages = {}
+        self.received: dict[int, torch.Tensor] = {}
         self.total: torch.Tensor | None = None
         self.tokens: Mapping[int, torch.Tensor] = {}
         self.local_messages: LocalMessages | None = None
-        self.shared_message: SharedMessage | None = None
+        self.read_in_place: SharedMessage | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in self.sent.items()}
 
     @property
@@ -203,17 +223,30 @@ class DistributedExchange:
 
     def post_all(self, sent: Tensors, received: Tensors) -> Job:
         """The messages, and what the codec has to say to them."""
-        wire_sent = dict(zip(self.sent, sent, strict=True))
+        wire_sent: Messages = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.sources, received, strict=True))
         nothing: Messages = {}
         for pieces in zip_longest(_pieces(wire_sent), _pieces(wire_received), fillvalue=nothing):
             yield self._post(*pieces)
         yield None
-        if self.local_messages is not None and self.shared_message is not None and self.tokens:
-            for source, token in self.tokens.items():
-                wire_received[source] = self.local_messages.read(token, self.shared_message.message)
+        if self.local_messages is not None:
+            wire_sent = self.conversation.opening.sent
             self.received = wire_received
-        yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
+            for source, token in self.tokens.items():
+                wire_received[source] = self._claimed(self.local_messages, source, token)
+        yield from self.proceed(
+            Delivery(self.conversation.opening.sent, self.received, on_host=(wire_sent, wire_received))
+        )
+
+    def _claimed(self, local_messages: LocalMessages, source: int, token: torch.Tensor) -> torch.Tensor:
+        """What a peer on this machine has handed out: where it lies, or taken from there at once."""
+        if self.read_in_place is not None:
+            return local_messages.read(token, self.read_in_place.message)
+        buffer = self.conversation.opening.receive_buffers[source]
+        flat = _bytes_of(buffer)
+        flat.copy_(local_messages.read(token, flat))
+        local_messages.done([token])
+        return buffer
 
     def proceed(self, delivery: Delivery) -> Job:
         """What follows the opening, once that has been delivered."""
@@ -245,8 +278,8 @@ class DistributedExchange:
     def _read(self, parts: Parts) -> Parts:
         """All parts; then the peers are told that this rank has read their messages."""
         yield from parts
-        if self.local_messages is not None:
-            self.local_messages.done(self.tokens)
+        if self.local_messages is not None and self.read_in_place is not None:
+            self.local_messages.done(self.tokens.values())
 
 
 def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:
@@ -264,6 +297,15 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
         f"{where}: waited {failure.waited_s:.3g} s in vain for {pending.awaited}",
         advice=" (GossipDataParallel's timeout sets how long to wait)",
     )
+
+
+def _is_large(message: torch.Tensor) -> bool:
+    """Whether it is worth it to hand it out in the memory of this machine; alike at both ends of an edge."""
+    return message.is_cpu and message.nbytes >= MIN_LARGE_BYTES
+
+
+def _bytes_of(message: torch.Tensor) -> torch.Tensor:
+    return message.view(-1).view(torch.uint8)
 
 
 def _pieces(messages: Messages) -> Iterator[Messages]:

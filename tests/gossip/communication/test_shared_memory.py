@@ -21,6 +21,7 @@ from gossip import (
     Compression,
     DistributedTransport,
     ExchangeError,
+    ModuloQuantization,
     Transport,
     Uncompressed,
     World,
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
     "float64": (Uncompressed(), torch.float64, 1e-13),
     "bfloat16": (Uncompressed(), torch.bfloat16, 1e-6),
     "bf16 of float32": (Cast(torch.bfloat16), torch.float32, 1e-2),
+    "int8": (ModuloQuantization(8), torch.float32, 5e-2),
 }
 SIZES = (40_001, 300_007, 5)  # the second goes over a network in pieces; the last one is too small to be read
 NUM_STEPS = 6
@@ -92,8 +94,9 @@ def exchange_everything(name: str, kind: str, shares_memory: bool) -> list[torch
 def exchange_both_ways(cases: list[tuple[str, str]]) -> None:
     for name, kind in cases:
         shared, apart = (exchange_everything(name, kind, shares_memory) for shares_memory in (True, False))
+        tolerance = 0.0 if kind == "int8" else 2 * KINDS[kind][2]  # which is never added on the wire
         for one, other in zip(shared, apart, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2 * KINDS[kind][2], msg=f"{name}, {kind}".__add__)
+            torch.testing.assert_close(one, other, rtol=0, atol=tolerance, msg=f"{name}, {kind}".__add__)
 
 
 def test_what_is_read_is_what_a_network_would_have_brought() -> None:
@@ -107,11 +110,13 @@ def hand_out_to_nobody() -> str:
     message = torch.empty(SIZES[0])
     text = "nothing"
     if world.rank == 0:
-        for step in range(2):
-            transport.memory(message, step=step, bucket=0)
+        places = set()
+        for step in range(3):
+            places.add(transport.memory(message, step=step, bucket=0).data_ptr())
             transport._shared_messages[0].hand_out((1,))
+        assert len(places) == 3  # nothing that is not read is overwritten
         with pytest.raises(ExchangeError) as caught:
-            transport.memory(message, step=2, bucket=0)
+            transport.memory(message, step=3, bucket=0)
         text = str(caught.value)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text
@@ -120,7 +125,7 @@ def hand_out_to_nobody() -> str:
 def test_a_peer_that_does_not_read_is_named() -> None:
     first, _ = launch(hand_out_to_nobody, world_size=2)
     assert first.startswith(
-        "rank 0: step 2, bucket 0: waited 0.5 s in vain for rank 1 to read the message of two exchanges"
+        "rank 0: step 3, bucket 0: waited 0.5 s in vain for rank 1 to read the message of 3 exchanges ago"
     )
 
 
@@ -146,7 +151,7 @@ def description() -> str:
 
 def test_description_says_it() -> None:
     for line in run_ranks(description, world_size=2):
-        assert line.endswith("; with 1 rank on this machine values from 64 KiB on are read in memory")
+        assert line.endswith("; with 1 rank on this machine messages from 64 KiB on go through memory")
 
 
 def test_ranks_that_a_network_keeps_apart_use_it() -> None:

@@ -272,7 +272,7 @@ def test_what_was_built_is_said_once_by_rank_0(
         "1 KiB of frozen parameters are not sent"
     )
     assert how.startswith("backend gloo, " if carrier == "distributed" else "backend gloo; ")
-    in_memory = "" if carrier == "debug" else "; with 3 ranks on this machine values from 64 KiB on are read in memory"
+    in_memory = "" if carrier == "debug" else "; with 3 ranks on this machine messages from 64 KiB on go through memory"
     assert how.endswith(transport + in_memory)
 
 

@@ -65,7 +65,10 @@ def test_settings_rates() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("bench.model=mpl", "there is no bench.model=mpl; did you mean mlp? Available: mlp, transformer, cnn"),
+        (
+            "bench.model=mpl",
+            "there is no bench.model=mpl; did you mean mlp? Available: mlp, wide_mlp, small_mlp, transformer, cnn",
+        ),
         ("bench.network=labs", "there is no bench.network=labs; did you mean lab?"),
         ("bench.straggler=slow", "there is no bench.straggler=slow"),
         ("bench.rate=200", "bench.rate must be a number with kbit, mbit or gbit, such as 200mbit, got '200'"),
@@ -108,7 +111,9 @@ def test_settings_without_methods() -> None:
         expand([], 4)
 
 
-@pytest.mark.parametrize(("name", "megabytes"), [("mlp", 16.8), ("transformer", 39.8), ("cnn", 6.2)])
+@pytest.mark.parametrize(
+    ("name", "megabytes"), [("mlp", 16.8), ("wide_mlp", 16.8), ("small_mlp", 4.2), ("transformer", 39.8), ("cnn", 6.2)]
+)
 def test_models_have_their_sizes_and_the_same_start_everywhere(name: str, megabytes: float) -> None:
     workload = WORKLOADS[name]
     first, second = workload.initial_module(0), workload.initial_module(0)
