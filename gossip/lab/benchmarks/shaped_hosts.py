@@ -1,7 +1,8 @@
 """A small network on one machine: one host per worker, on one bridge, by links with a rate. Linux, root.
 
 Hosts and bridge are network namespaces without names (:mod:`.namespaces`): the kernel removes them, their interfaces
-and their shaping with the last process that is in one, even if that was killed.
+and their shaping with the last process that is in one, even if that was killed. Links have a delay if they are
+asked to (:mod:`.delayed_cables`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from gossip.lab.benchmarks.delayed_cables import DelayedCables, open_tap
 from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.networks import store_at
 
@@ -26,9 +28,9 @@ _BRIDGE_ADDRESS = f"{_NETWORK}.254"
 _COMMAND_TIMEOUT_S = 20
 _ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
 _NUM_ORPHAN_RETRIES = 3  # 3 seconds; by default it is 100
-_BURST = "512kb"
-_BURST_BYTES = 512 * 1024
-_QUEUE_S = 0.05  # what a link may hold back before it drops, as a time, but
+_BURST_S = 0.004  # what an idle link saves up and lets through at once, as a time: a tick of the kernel's clock, but
+_MIN_BURST_BYTES = 1 << 17  # two of the 64 KiB packets
+_QUEUE_S = 0.05  # what a link may hold back before it drops, as a time: a round trip if that is more, but
 _MIN_QUEUE_BYTES = 1 << 20  # at least some of the 64 KiB packets that a veth hands over
 
 
@@ -42,6 +44,9 @@ class Lab:
     Parameters
     ----------
     num_hosts : int
+    delay_s : float
+        From one host to another, besides the time that the rate takes; there and back takes twice as long. Half of it
+        is on the link of either host, so that the bridge is half as far.
 
     Raises
     ------
@@ -53,22 +58,27 @@ class Lab:
     interface = "eth0"
     shared = False
 
-    def __init__(self, num_hosts: int) -> None:
+    def __init__(self, num_hosts: int, delay_s: float = 0.0) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts must be from 1 to {MAX_HOSTS}, got {num_hosts}")
         missing = what_is_missing()
         if missing is not None:
             raise LabUnavailable(missing)
+        self._delay_s = delay_s
         self._hosts: list[Namespace] = []
         self._bridge: Namespace | None = None
+        self._cables: DelayedCables | None = None
         try:
             self._bridge = Namespace()
             self._in_bridge("ip", "link", "set", "lo", "up")
             self._in_bridge("ip", "link", "add", "bridge", "type", "bridge")
             self._in_bridge("ip", "address", "add", f"{_BRIDGE_ADDRESS}/24", "dev", "bridge")
             self._in_bridge("ip", "link", "set", "bridge", "up")
+            self._hosts.extend(Namespace() for _ in range(num_hosts))
+            if delay_s:
+                self._cables = self._lay_cables(delay_s / 2)
             for rank in range(num_hosts):
-                self._add_host(rank)
+                self._connect(rank)
         except OSError as error:
             self.close()
             raise LabUnavailable(f"network namespaces are not permitted here ({error.strerror})") from error
@@ -76,18 +86,35 @@ class Lab:
             self.close()
             raise
 
-    def _add_host(self, rank: int) -> None:
-        host = Namespace()
-        self._hosts.append(host)
-        with host.entered():
+    def _lay_cables(self, delay_s: float) -> DelayedCables:
+        """From every host to the bridge."""
+        assert self._bridge is not None
+        devices: list[int] = []
+        try:
+            for rank, host in enumerate(self._hosts):
+                with self._bridge.entered():
+                    devices.append(open_tap(f"port{rank}"))
+                with host.entered():
+                    devices.append(open_tap(self.interface))
+            return DelayedCables(devices, delay_s)
+        except OSError as error:
+            raise LabUnavailable(f"TAP devices are not permitted here ({error.strerror})") from error
+        finally:
+            for device in devices:
+                os.close(device)
+
+    def _connect(self, rank: int) -> None:
+        """Make the host's interface and its port of the bridge, unless they are the ends of a cable, and use them."""
+        host, port = self._hosts[rank], f"port{rank}"
+        if self._cables is None:
             inside = f"/proc/{os.getpid()}/fd/{host.file}"
-            _run("ip", "link", "set", "lo", "up")
-            _let_go_of_dead_peers()
-        self._in_bridge(
-            *("ip", "link", "add", f"port{rank}", "type", "veth", "peer", "name", self.interface), "netns", inside
-        )
-        self._in_bridge("ip", "link", "set", f"port{rank}", "master", "bridge", "up")
+            self._in_bridge(
+                *("ip", "link", "add", port, "type", "veth", "peer", "name", self.interface), "netns", inside
+            )
+        self._in_bridge("ip", "link", "set", port, "master", "bridge", "up")
         with host.entered():
+            _let_go_of_dead_peers()
+            _run("ip", "link", "set", "lo", "up")
             _run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "link", "set", self.interface, "up")
 
@@ -109,8 +136,10 @@ class Lab:
 
     def shape(self, bits_per_second: int) -> None:
         """Let every link carry so much, each way; takes effect at once, also while packets travel."""
-        queue_bytes = _BURST_BYTES + max(_MIN_QUEUE_BYTES, round(_QUEUE_S * bits_per_second / 8))
-        tbf = ("root", "tbf", "rate", f"{bits_per_second}bit", "burst", _BURST, "limit", str(queue_bytes))
+        queue_s = max(_QUEUE_S, 2 * self._delay_s)
+        burst_bytes = max(_MIN_BURST_BYTES, round(_BURST_S * bits_per_second / 8))
+        queue_bytes = burst_bytes + max(_MIN_QUEUE_BYTES, round(queue_s * bits_per_second / 8))
+        tbf = ("root", "tbf", "rate", f"{bits_per_second}bit", "burst", str(burst_bytes), "limit", str(queue_bytes))
         for rank, host in enumerate(self._hosts):
             self._in_bridge("tc", "qdisc", "replace", "dev", f"port{rank}", *tbf)
             with host.entered():
@@ -125,7 +154,10 @@ class Lab:
         return said
 
     def close(self) -> None:
-        """Let go of the namespaces; they end with the processes in them."""
+        """Let go of the namespaces, which end with the processes in them, and of the cables."""
+        if self._cables is not None:
+            self._cables.close()
+            self._cables = None
         for namespace in [*self._hosts, self._bridge]:
             if namespace is not None:
                 namespace.close()

@@ -20,7 +20,7 @@ from loguru import logger
 from gossip import Cluster, Workload
 from gossip.lab.benchmarks.bench_workers import Record, run_workers
 from gossip.lab.benchmarks.networks import Loopback, Network
-from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
+from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.time_to_loss.loss_curves import Curve, Point, target_of
 from gossip.lab.time_to_loss.loss_figure import loss_figure
@@ -64,9 +64,7 @@ def _network(settings: LossSettings, name: str) -> Network:
     if settings.network == "loopback":
         return Loopback()
     link = next(link for link in settings.links if link.name == name)
-    if link.delay_s:
-        raise LabUnavailable(f"links with a delay, such as {name}, are not implemented; leave +... out")
-    lab = Lab(settings.world_size)
+    lab = Lab(settings.world_size, link.delay_s)
     try:
         lab.shape(link.bits_per_second)
     except BaseException:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def here() -> str:
 
 @pytest.mark.root
 def test_lab_shapes_every_link_both_ways(two_hosts: Lab) -> None:
-    for rate, said in ((200_000_000, "rate 200Mbit burst 512Kb"), (50_000_000, "rate 50Mbit burst 512Kb")):
+    for rate, said in ((1_000_000_000, "rate 1Gbit burst 500000b"), (50_000_000, "rate 50Mbit burst 128Kb")):
         two_hosts.shape(rate)
         bridge, *hosts = two_hosts.links()
         assert bridge.count("tbf") == bridge.count(said) == 2
@@ -77,6 +78,52 @@ def test_lab_namespace_is_left_after_an_error(two_hosts: Lab) -> None:
     assert here() == before
 
 
+@pytest.fixture
+def far_hosts() -> Iterator[Lab]:
+    """Two, with 20 ms between them. Skips where there can be none."""
+    if missing := why_no_hosts():
+        pytest.skip(missing)
+    made = Lab(2, delay_s=0.02)
+    yield made
+    made.close()
+
+
+@pytest.mark.root
+def test_far_hosts_have_the_delay_and_the_rate_and_lose_nothing(far_hosts: Lab) -> None:
+    far_hosts.shape(50_000_000)
+    with far_hosts.entered(0):
+        listener = socket.create_server((far_hosts.address(0), 0))
+    with far_hosts.entered(1), listener:
+        sender = socket.create_connection(listener.getsockname(), timeout=PATIENCE_S)
+        receiver = listener.accept()[0]
+    with sender, receiver:
+        receiver.settimeout(PATIENCE_S)
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        round_trips_s = []
+        for _ in range(5):
+            start = time.monotonic()
+            sender.sendall(b"a")
+            receiver.recv(1)
+            receiver.sendall(b"b")
+            sender.recv(1)
+            round_trips_s.append(time.monotonic() - start)
+        payload = os.urandom(1 << 20)
+        sending = threading.Thread(target=sender.sendall, args=(8 * payload,))
+        sending.start()
+        arrived, moments = bytearray(), []
+        while len(arrived) < 8 * len(payload):
+            arrived += receiver.recv(1 << 16)
+            moments.append((time.monotonic(), len(arrived)))
+        sending.join(PATIENCE_S)
+    assert min(round_trips_s) >= 0.04
+    assert min(round_trips_s) == pytest.approx(0.04, abs=0.01)
+    assert arrived == 8 * payload
+    # From the middle on, when the window has opened: the rate without headers.
+    (begin, before), (end, after) = moments[len(moments) // 2], moments[-1]
+    assert 8 * (after - before) / (end - begin) == pytest.approx(50e6, rel=0.1)
+    assert all("(dropped 0," in line for said in far_hosts.links() for line in said.splitlines() if "dropped" in line)
+
+
 CONTROLLER = """
 import signal, sys
 from pathlib import Path
@@ -90,7 +137,8 @@ def terminate(number, frame):
     raise SystemExit(128 + number)
 
 def tell(record):
-    print("measuring", lab._bridge.file, *ForkedWorker.pids, flush=True)
+    cables = [] if lab._cables is None else [lab._cables.pid]
+    print("measuring", lab._bridge.file, *ForkedWorker.pids, *cables, flush=True)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, terminate)
@@ -98,12 +146,13 @@ if __name__ == "__main__":
         model="mlp", world_size=2, network="lab", rates=("200mbit",), straggler="none", repetitions=1, warmup_steps=2,
         steps=100_000, num_threads=1, seed=0, timeout_s=60.0, methods=(MethodSpecification("local", "local", {}),),
     )
-    lab = Lab(2)
+    lab = Lab(2, float(sys.argv[1]))
     lab.shape(200_000_000)
     with forked_workers():
         bench_workers.measure(settings, lab, Path.cwd(), tell)
 """
 ENDINGS = {"term": (signal.SIGTERM, 143), "kill": (signal.SIGKILL, -9), "int": (signal.SIGINT, 1)}
+DELAYS_S = {"term": 0.0, "kill": 0.001, "int": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +163,10 @@ def controllers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     script = tmp_path_factory.mktemp("controller") / "controller.py"
     script.write_text(CONTROLLER)
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(running(tmp_path_factory.mktemp(name), script=script)) for name in ENDINGS}
+        yield {
+            name: stack.enter_context(running(tmp_path_factory.mktemp(name), str(DELAYS_S[name]), script=script))
+            for name in ENDINGS
+        }
 
 
 @pytest.mark.root
@@ -126,8 +178,8 @@ def test_lab_ends_with_its_controller(name: str, controllers: dict[str, Running]
     measuring, file, *numbers = controllers[name].first_line().split()
     assert measuring == "measuring"
     workers = list(map(int, numbers))
-    assert len(workers) == 2
-    namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}
+    assert len(workers) == 2 + bool(DELAYS_S[name])
+    namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers[:2]}
     assert len(namespaces | {here()}) == 3
     bridge = os.open(f"/proc/{controller.pid}/fd/{file}", os.O_RDONLY)
     try:
@@ -160,7 +212,7 @@ def ports(bridge: int) -> list[str]:
         timeout=PATIENCE_S,
         check=True,
     )
-    return sorted(line.split("@")[0] for line in listed.stdout.splitlines())
+    return sorted(line.split("@")[0].split()[0] for line in listed.stdout.splitlines())
 
 
 def test_lab_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
