@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import pytest
 from repository import CONFIGS, REPOSITORY
 from running import TIMEOUT_S
 
+from gossip.compression.compiled_passes import quantized_by
+
 pytestmark = pytest.mark.xdist_group("packaging")  # built once
 
 BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"
 NOT_BUILT_FROM = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", ".*_cache"
+    ".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", ".*_cache", "*.so"
 )
 
 
@@ -38,9 +41,9 @@ def program(*arguments: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def built(kind: str, source: Path, target: Path) -> Path:
+def built(kind: str, source: Path, target: Path, **environment: str) -> Path:
     """The only file that setuptools leaves; no network is used."""
-    program(sys.executable, "-c", BUILD.format(kind, str(target)), folder=source)
+    program(sys.executable, "-c", BUILD.format(kind, str(target)), folder=source, **environment)
     (file,) = target.iterdir()
     return file
 
@@ -64,6 +67,10 @@ def content(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+def compiled(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith(".so")]
+
+
 def test_packages_are_all_named_in_setup_cfg() -> None:
     setup = ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
@@ -77,10 +84,14 @@ def test_packages_are_all_named_in_setup_cfg() -> None:
 
 def test_wheel_holds_every_module_and_the_configuration(wheel: Path) -> None:
     files = {path for package in ("gossip", "topologies") for path in (REPOSITORY / package).rglob("*.*")}
+    files = {path for path in files if path.suffix not in (".c", ".so")}
     expected = {path.relative_to(REPOSITORY).as_posix(): path for path in files if "__pycache__" not in path.parts}
     expected |= {f"gossip/lab/configs/{path.relative_to(CONFIGS)}": path for path in CONFIGS.rglob("*.yaml")}
     packed = {name: data for name, data in content(wheel).items() if ".dist-info/" not in name}
-    assert packed == {name: path.read_bytes() for name, path in expected.items()}
+    assert len(compiled(packed)) == (quantized_by() == "C")
+    assert {name: data for name, data in packed.items() if name not in compiled(packed)} == {
+        name: path.read_bytes() for name, path in expected.items()
+    }
 
 
 def test_wheel_of_the_sdist_is_that_of_the_tree(wheel: Path, sdist: Path, tmp_path: Path) -> None:
@@ -90,6 +101,10 @@ def test_wheel_of_the_sdist_is_that_of_the_tree(wheel: Path, sdist: Path, tmp_pa
     for folder in ("configs", "docs", "notebooks", "scripts", "tests"):
         assert any((source / folder).iterdir()), folder
     assert content(built("wheel", source, tmp_path / "built")) == content(wheel)
+    shutil.rmtree(source / "build")
+    without = content(built("wheel", source, tmp_path / "without a compiler", CC="false"))
+    assert without.keys() >= {name for name in content(wheel) if name.endswith(".py")}
+    assert compiled(without) == []
 
 
 def test_commands_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:

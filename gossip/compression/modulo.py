@@ -6,24 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.compiled_passes import passes
 from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns
-from gossip.compression.lattice import (
-    BLOCK_NUMEL,
-    COARSEST,
-    FINEST,
-    LARGEST_INTEGER,
-    LEVELS_PER_OCTAVE,
-    NOISE_PERIOD,
-    RAW,
-    exponents,
-    kernels,
-    power_of_two,
-)
+from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.random_draws import generator
 from gossip.compression.stacked_codec import (
     KnownEdges,
@@ -34,8 +24,6 @@ from gossip.compression.stacked_codec import (
     row_slices,
 )
 from topologies import Round
-
-_PATIENCE = 1  # in levels: how much finer the lattice may get from one exchange to the next
 
 
 class ModuloQuantization(Compression):
@@ -92,67 +80,6 @@ class ModuloQuantization(Compression):
         return f"int{self.bits}(headroom={self.headroom:g}, seed={self.seed})"
 
 
-class Fields(NamedTuple):
-    """The parts of one message.
-
-    Attributes
-    ----------
-    checksums : Tensor, [num_blocks], int32
-    levels : Tensor, [num_blocks], int16
-    codes : Tensor, [num_blocks, code_bytes], uint8
-    """
-
-    checksums: torch.Tensor
-    levels: torch.Tensor
-    codes: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where things stand in a message: checksums, levels, codes.
-
-    Attributes
-    ----------
-    num_blocks, block_numel : int
-    code_bytes : int
-        Of one block.
-    """
-
-    num_blocks: int
-    block_numel: int
-    code_bytes: int
-
-    @classmethod
-    def of(cls, numel: int, bits: int) -> Layout:
-        """For so many values; small buckets are one small block."""
-        block_numel = min(BLOCK_NUMEL, max(16, -(-numel // 16) * 16))
-        return cls(-(-numel // block_numel), block_numel, block_numel * bits // 8)
-
-    @property
-    def numel(self) -> int:
-        """Values, the last block filled up."""
-        return self.num_blocks * self.block_numel
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole message."""
-        return self.num_blocks * (4 + 2) + self._all_code_bytes
-
-    def fields(self, message: torch.Tensor) -> Fields:
-        """The parts of a message, [..., num_bytes] or longer; views."""
-        after_checksums, after_levels = 4 * self.num_blocks, 6 * self.num_blocks
-        codes = message[..., after_levels : self.num_bytes]
-        return Fields(
-            message[..., :after_checksums].view(torch.int32),
-            message[..., after_checksums:after_levels].view(torch.int16),
-            codes.view(*message.shape[:-1], self.num_blocks, self.code_bytes),
-        )
-
-    @property
-    def _all_code_bytes(self) -> int:
-        return self.num_blocks * self.code_bytes
-
-
 @dataclass
 class Read:
     """What has become of the message of one source.
@@ -193,12 +120,14 @@ class ModuloArithmetic:
     def __init__(self, compression: ModuloQuantization, bucket: BucketShape) -> None:
         self.layout = Layout.of(bucket.numel, compression.bits)
         self._compression = compression
+        self._spread = 2 * compression.headroom / 2**compression.bits
         self._bucket, self._numel = bucket.index, bucket.numel
+        self._passes = {device: passes(self.layout, device) for device in {bucket.device, torch.device("cpu")}}
 
     def encode(
-        self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, fields: Fields
+        self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
     ) -> None:
-        """Write the messages of ``values``, on lattices of these ``levels`` or coarser ones, and what they stand for.
+        """Write the message of ``values``, on lattices of these ``levels`` or coarser ones, and what it stands for.
 
         Parameters
         ----------
@@ -206,66 +135,35 @@ class ModuloArithmetic:
         levels : Tensor, [num_blocks], int16
         step : int
         points : Tensor, [num_blocks, block_numel]
-        fields : Fields
+        message : Tensor, [num_bytes], uint8
         """
-        layout, device = self.layout, values.device
-        passes = kernels(self._compression.bits, device)
-        peaks = passes.peaks(values, layout.num_blocks, layout.block_numel)
-        levels = _levels_on_lattice(levels.to(device), peaks)
-        fields.levels.copy_(levels)
-        num_offsets = passes.num_offsets(layout.num_blocks, layout.block_numel)
-        offsets = _offsets(self._compression.seed, step, self._bucket, num_offsets).to(device)
-        passes.encode(values, levels, offsets, points, fields.codes, fields.checksums)
+        device = values.device
+        offsets = _offsets(self._compression.seed, step, self._bucket, self.layout.num_offsets).to(device)
+        self._passes[device].encode(values, levels.to(device), offsets, points, message)
 
     def read(
-        self, own: Fields, peers: Fields, unpacked: Callable[[], torch.Tensor], wanted: list[torch.Tensor]
+        self, own: torch.Tensor, peers: torch.Tensor, unpacked: Callable[[], torch.Tensor], wanted: torch.Tensor
     ) -> Read:
         """Find the difference of a message to our own, and the blocks where it does not fit; no rows yet.
 
         Parameters
         ----------
-        own, peers : Fields
+        own, peers : Tensor, [num_bytes], uint8
             The codes of ``peers`` are used up.
         unpacked : callable
             Makes memory for differences, [num_blocks, block_numel], int8; called where codes have 4 bits.
-        wanted : list of Tensor, [num_blocks], int16
-            Gets the levels at which the next message would fit.
+        wanted : Tensor, [num_blocks], int16
+            Raised to the levels at which the next message would fit.
         """
-        shifts = None
-        if torch.equal(own.levels, peers.levels):
-            coarser = finer = own.levels
-            is_raw = finer == RAW
-            steps = exponents(finer).masked_fill_(is_raw, 0)
-        else:
-            coarser, finer = torch.maximum(own.levels, peers.levels), torch.minimum(own.levels, peers.levels)
-            is_raw = finer == RAW
-            steps = exponents(finer).masked_fill_(is_raw, 0)
-            own_coarser, peers_coarser = (
-                (exponents(side) - steps).masked_fill_(is_raw, 0) for side in (own.levels, peers.levels)
-            )
-            shifts = own_coarser, peers_coarser
-        # The lattice follows the largest difference, and gets finer but slowly: alike on both ends of an edge.
-        wanted.append((coarser - _PATIENCE).clamp_(min=FINEST).masked_fill_(coarser == RAW, RAW))
-        differences = peers.codes.view(torch.int8) if self._compression.bits == 8 else unpacked()
-        passes = kernels(self._compression.bits, own.codes.device)
-        fits, peaks = passes.check(own.codes, own.checksums, peers.codes, peers.checksums, shifts, differences)
-        resent = fits.logical_not_().logical_or_(is_raw)
-        sizes = power_of_two(steps).double()
-        wanted.append(self._levels_for(peaks * sizes, resent))
+        differences = self.layout.fields(peers).codes.view(torch.int8) if self.layout.bits == 8 else unpacked()
+        resent, sizes = self._passes[own.device].check(own, peers, self._spread, differences, wanted)
         return Read(differences, sizes, resent, torch.empty(0))
 
-    def learn_from_rows(self, read: Read, own_rows: torch.Tensor, wanted: list[torch.Tensor]) -> None:
-        """Add to ``wanted`` what the blocks that were sent in full say; ``own_rows`` are our own of these blocks."""
-        peaks = torch.zeros_like(read.sizes)
-        peaks[read.resent] = (read.rows - own_rows).abs().amax(1).double()
-        wanted.append(self._levels_for(peaks, ~(read.resent & torch.isfinite(peaks))))
-
-    def _levels_for(self, peaks: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
-        """The levels at which differences of ``headroom`` times ``peaks`` fit the code; RAW where nothing is known."""
-        num_codes = 2**self._compression.bits
-        levels = (2 * self._compression.headroom / num_codes * peaks).log2_().mul_(LEVELS_PER_OCTAVE).ceil_()
-        rounded: torch.Tensor = levels.nan_to_num_(nan=0.0).clamp_(FINEST, COARSEST).to(torch.int16)
-        return rounded.masked_fill_(unknown, RAW)
+    def learn_from_rows(self, read: Read, own_rows: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Raise ``wanted`` to what the blocks that were sent in full say; ``own_rows`` are our own of these blocks."""
+        peaks = (read.rows - own_rows).abs().amax(1).double()
+        needed = levels_of(self._spread * peaks).masked_fill_(~torch.isfinite(peaks), RAW)
+        wanted[read.resent] = torch.maximum(wanted[read.resent], needed)
 
     def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
         """The sum of the differences to what was read, by its weights, part by part.
@@ -277,28 +175,18 @@ class ModuloArithmetic:
         reads : iterable of (Read, float or Tensor, [1], float64)
         """
         device, dtype, block_numel = points.device, points.dtype, self.layout.block_numel
-        passes = kernels(self._compression.bits, device)
+        passes_here = self._passes[device]
         scaled, rows = [], []
         for read, weight in reads:
-            scales = (weight / passes.unit * read.sizes).masked_fill_(read.resent, 0.0)
+            scales = (weight / passes_here.unit * read.sizes).masked_fill_(read.resent, 0.0)
             scaled.append((read.differences.to(device), scales.to(device, dtype)))
             if read.rows.shape[0]:
                 rows.append((read, weight))
-        for blocks, total in passes.decode(scaled, dtype):
+        for blocks, total in passes_here.decode(scaled, dtype):
             for read, weight in rows:
                 _add_rows(read, weight, blocks, points, total)
             first, last = blocks.start * block_numel, min(blocks.stop * block_numel, self._numel)
             yield slice(first, last), total.view(*total.shape[:-2], -1)[..., : last - first]
-
-
-def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-    """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
-    steps = exponents(wanted.clamp(min=FINEST))
-    if peaks.is_cpu and bool((peaks <= LARGEST_INTEGER * power_of_two(steps)).all()):
-        return wanted  # the usual case
-    lowest = (torch.frexp(peaks).exponent - int(math.log2(LARGEST_INTEGER))) * LEVELS_PER_OCTAVE
-    levels = torch.maximum(wanted, lowest.clamp(FINEST, COARSEST + 1).to(torch.int16))
-    return levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
 
 
 def _add_rows(
@@ -338,7 +226,6 @@ class ModuloCodec(Codec):
         self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self._blocks = self._points.view(layout.num_blocks, layout.block_numel)
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
-        self._fields = layout.fields(self._payload)
         self._receive_buffers: dict[int, torch.Tensor] = {}
         self._unpacked: list[torch.Tensor] = []
         self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
@@ -350,15 +237,14 @@ class ModuloCodec(Codec):
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
-        self._arithmetic.encode(values, self.levels, step, self._blocks, self._fields)
+        self._arithmetic.encode(values, self.levels, step, self._blocks, self._payload)
         del values
         delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
         sent, received = delivery.on_host
-        payload = next(iter(sent.values())) if sent else self._payload.cpu()
-        own = self._fields if payload is self._payload else self._layout.fields(payload)
-        wanted: list[torch.Tensor] = []
+        own = next(iter(sent.values())) if sent else self._payload.cpu()
+        wanted = torch.full_like(self.levels, RAW)
         reads = {
-            source: self._read(own, self._layout.fields(message), number, wanted)
+            source: self._read(own, message, number, wanted)
             for number, (source, message) in enumerate(received.items())
         }
         # Backwards along every edge: which blocks are asked for again.
@@ -371,8 +257,8 @@ class ModuloCodec(Codec):
         for read in reads.values():
             if read.rows.shape[0]:
                 self._arithmetic.learn_from_rows(read, self._rows(read.resent), wanted)
-        if wanted:
-            self.levels = torch.stack(wanted).amax(0)
+        if reads:
+            self.levels = wanted
         return Arrival(self._parts(weights, reads), self._device.type != "cpu" or self._is_finite(reads.values()))
 
     def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
@@ -380,7 +266,7 @@ class ModuloCodec(Codec):
             self._receive_buffers[place] = torch.empty_like(self._payload)
         return {source: self._receive_buffers[place] for place, source in enumerate(weights)}
 
-    def _read(self, own: Fields, peers: Fields, number: int, wanted: list[torch.Tensor]) -> Read:
+    def _read(self, own: torch.Tensor, peers: torch.Tensor, number: int, wanted: torch.Tensor) -> Read:
         read = self._arithmetic.read(own, peers, partial(self._unpacked_of, number), wanted)
         num_resent = int(read.resent.sum())
         self.num_resent += num_resent
@@ -444,8 +330,7 @@ class StackedModuloCodec(StackedCodec):
         num_ranks, numel = values.shape
         edges = self._edges.of(round_)
         for rows in row_slices(num_ranks, numel, values.device):
-            fields = self._layout.fields(self._messages[rows])
-            self._arithmetic.encode(values[rows], self.levels[rows], step, self._blocks[rows], fields)
+            self._arithmetic.encode(values[rows], self.levels[rows], step, self._blocks[rows], self._messages[rows])
         difference = torch.zeros_like(values, dtype=self._points.dtype)
         num_bytes = edges.num * (self._layout.num_bytes + self._layout.num_blocks)
         for readers in edges.readers:
@@ -457,14 +342,13 @@ class StackedModuloCodec(StackedCodec):
     def _take_in(self, readers: Readers, difference: torch.Tensor) -> int:
         """Fill the rows of these ranks; how many bytes were sent to them in full."""
         ranks = readers.ranks
-        own, points = self._layout.fields(self._messages[ranks]), self._blocks[ranks]
-        wanted: list[torch.Tensor] = []
+        own, points = self._messages[ranks], self._blocks[ranks]
+        wanted = torch.full((*points.shape[:-1],), RAW, dtype=torch.int16, device=points.device)
         reads = []
         num_bytes = 0
         for sources in readers.sources:
-            peers = self._layout.fields(self._messages[sources])
             unpacked = partial(torch.empty, points.shape, dtype=torch.int8, device=points.device)
-            read = self._arithmetic.read(own, peers, unpacked, wanted)
+            read = self._arithmetic.read(own, self._messages[sources], unpacked, wanted)
             reads.append(read)
             if bool(read.resent.any()):
                 self.num_resent[ranks] += read.resent.sum(1)
@@ -474,7 +358,7 @@ class StackedModuloCodec(StackedCodec):
         for read in reads:
             if read.rows.shape[0]:
                 self._arithmetic.learn_from_rows(read, points[read.resent], wanted)
-        self.levels[ranks] = torch.stack(wanted).amax(0)
+        self.levels[ranks] = wanted
         for place, part in self._arithmetic.parts(points, zip(reads, readers.weights, strict=True)):
             difference[ranks, place] = part
         return num_bytes

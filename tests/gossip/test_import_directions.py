@@ -68,6 +68,7 @@ INTERNALS_OF_LAB = {
     "gossip.communication.plain_gathering": "what ranks have measured",
     "gossip.communication.shared_memory": "which ranks share a machine",
     "gossip.communication.waiting": "whether DDP has lost a peer",
+    "gossip.compression.compiled_passes": "what quantized the buckets of a record",
     "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",
     "gossip.step.wrapper_arguments": "the wrapper's own check, before workers are started",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from loguru import logger
 
+from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks import bench_figures, bench_workers
 from gossip.lab.benchmarks.bench_methods import decent_dp_is_installed
 from gossip.lab.benchmarks.bench_report import as_dict, ratios_of, rows_of
@@ -121,7 +122,7 @@ def _write(settings: Settings, network: Network, notes: list[str], results: list
         f"{settings.repetitions} repetitions of {settings.steps} steps after {settings.warmup_steps} of warm-up; "
         f"delays: {settings.straggler}.",
         f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}).",
+        f"{os.cpu_count()} cores ({platform.machine()}); int8 and int4 by {quantized_by()}.",
         *notes,
     ]
     content: dict[str, Any] = {

@@ -18,6 +18,7 @@ from typing import Any
 from loguru import logger
 
 import topologies
+from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.experiments import records, run_figures
 from gossip.lab.experiments.run_settings import ConfigurationError
 from topologies import Topology
@@ -229,6 +230,7 @@ def versions() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
+    versions["int8 and int4 by"] = quantized_by()
     return versions
 
 

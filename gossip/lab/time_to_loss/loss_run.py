@@ -18,6 +18,7 @@ import torch
 from loguru import logger
 
 from gossip import Cluster, Workload
+from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.bench_workers import Record, run_workers
 from gossip.lab.benchmarks.networks import Loopback, Network
 from gossip.lab.benchmarks.shaped_hosts import Lab
@@ -167,7 +168,7 @@ def _write(settings: LossSettings, results: list[LossResult], folder: Path) -> s
         f"All-reduce makes {settings.steps} steps; the others have {settings.max_time_ratio:g} times its time; an "
         f"evaluation every {settings.evaluate_every} steps.",
         f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}).",
+        f"{os.cpu_count()} cores ({platform.machine()}); int8 and int4 by {quantized_by()}.",
     ]
     content = {"settings": asdict(settings), "results": [result.to_dict() for result in results]}
     text = json.dumps(without_non_finite(content), indent=1, allow_nan=False)

@@ -1,0 +1,166 @@
+"""The arithmetic of modulo quantization in C, which goes over memory once, where it was built on installation."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sysconfig
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from loguru import logger
+
+from gossip.compression.conversation import CHUNK_NUMEL, Parts
+from gossip.compression.eager_passes import EagerPasses, block_ranges
+from gossip.compression.lattice import Layout, eighths
+from gossip.compression.part_memory import scratch
+
+_ARGUMENTS = {
+    "lattice_encode": "layout rows values row numel first wanted noise offsets numel weights points message row",
+    "lattice_check": "layout rows own row peers row weights spread eighths differences row resent sizes wanted",
+    "lattice_decode": "layout rows first last reads differences row scales total",
+}
+_NUMBERS = {"rows", "row", "numel", "first", "last", "reads"}
+_REALS = {torch.float32: "float", torch.float64: "double"}
+
+
+def passes(layout: Layout, device: torch.device) -> EagerPasses:
+    """The fastest that there are, which all make the same bits."""
+    library = _library() if device.type == "cpu" else None
+    return EagerPasses(layout, device) if library is None else CompiledPasses(layout, library)
+
+
+def quantized_by() -> str:
+    """What quantizes buckets in the memory of the host here, for records: C or torch."""
+    return "torch" if _library() is None else "C"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """What ``lattice_passes.c`` was compiled to, or None where it was not; says which, once."""
+    path = Path(__file__).with_name(f"lattice_passes{sysconfig.get_config_var('EXT_SUFFIX')}")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning(
+            "int8 and int4 run uncompiled, a few times as slow, with the same results: {}; install a C compiler (gcc), "
+            "then install this package anew",
+            error,
+        )
+        return None
+    logger.debug("int8 and int4 run compiled: {}", path)
+    return library
+
+
+def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype | None = None) -> ctypes._NamedFuncPointer:
+    function = library[name if dtype is None else f"{name}_{_REALS[dtype]}"]
+    function.argtypes = [
+        c_int64 if argument in _NUMBERS else c_double if argument == "spread" else c_void_p
+        for argument in _ARGUMENTS[name].split()
+    ]
+    function.restype = None
+    return function
+
+
+class CompiledPasses(EagerPasses):
+    """The same as :class:`EagerPasses`, bit for bit, in the memory of the host.
+
+    Each pass is one call without Python's lock. It works on a block while that is in the nearest cache.
+
+    Parameters
+    ----------
+    layout : Layout
+    library : ctypes.CDLL
+    """
+
+    def __init__(self, layout: Layout, library: ctypes.CDLL) -> None:
+        super().__init__(layout, torch.device("cpu"))
+        self._numbers = (c_int64 * 3)(layout.num_blocks, layout.block_numel, layout.bits)
+        self._eighths = eighths(self._device)
+        self._encode = {dtype: _function(library, "lattice_encode", dtype) for dtype in _REALS}
+        self._check = _function(library, "lattice_check")
+        self._decode = {dtype: _function(library, "lattice_decode", dtype) for dtype in _REALS}
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        wanted: torch.Tensor,
+        offsets: torch.Tensor,
+        points: torch.Tensor,
+        message: torch.Tensor,
+    ) -> None:
+        block_numel, numel = self._layout.block_numel, values.shape[-1]
+        num_rows, row = _rows(message)
+        # What is to be widened, some blocks at a time.
+        size = numel if values.dtype == points.dtype else max(1, CHUNK_NUMEL // block_numel) * block_numel
+        for start in range(0, numel, max(size, 1)):
+            part = values[..., start : start + size].to(points.dtype).contiguous()
+            self._encode[points.dtype](
+                self._numbers,
+                num_rows,
+                part.data_ptr(),
+                part.shape[-1],
+                part.shape[-1],
+                start // block_numel,
+                wanted.data_ptr(),
+                self._noise.data_ptr(),
+                offsets.data_ptr(),
+                CHUNK_NUMEL,
+                self._weights.data_ptr(),
+                points.data_ptr(),
+                message.data_ptr(),
+                row,
+            )
+
+    def check(
+        self, own: torch.Tensor, peers: torch.Tensor, spread: float, differences: torch.Tensor, wanted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows, own_row = _rows(own)
+        resent = torch.empty(wanted.shape, dtype=torch.bool)
+        sizes = torch.empty(wanted.shape, dtype=torch.float64)
+        self._check(
+            self._numbers,
+            num_rows,
+            own.data_ptr(),
+            own_row,
+            peers.data_ptr(),
+            _rows(peers)[1],
+            self._weights.data_ptr(),
+            spread,
+            self._eighths.data_ptr(),
+            differences.data_ptr(),
+            _rows(differences, 3)[1],
+            resent.data_ptr(),
+            sizes.data_ptr(),
+            wanted.data_ptr(),
+        )
+        return resent, sizes
+
+    def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:
+        first = reads[0][0]
+        leading, (num_rows, row) = first.shape[:-2], _rows(first, 3)
+        differences, scales = (
+            (c_void_p * len(reads))(*(tensor.data_ptr() for tensor in tensors)) for tensors in zip(*reads, strict=True)
+        )
+        for blocks in block_ranges(self._layout.num_blocks, self._layout.block_numel, self._device):
+            shape = (*leading, blocks.stop - blocks.start, self._layout.block_numel)
+            total = scratch(shape, dtype, self._device)
+            self._decode[dtype](
+                self._numbers,
+                num_rows,
+                blocks.start,
+                blocks.stop,
+                len(reads),
+                differences,
+                row,
+                scales,
+                total.data_ptr(),
+            )
+            yield blocks, total
+
+
+def _rows(tensor: torch.Tensor, dim: int = 2) -> tuple[int, int]:
+    """How many rows, and how far apart: of a tensor that has ``dim`` dimensions if the first one is rows."""
+    return (tensor.shape[0], tensor.stride(0)) if tensor.dim() == dim else (1, 0)
