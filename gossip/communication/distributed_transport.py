@@ -9,10 +9,10 @@ from itertools import zip_longest
 import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
-from gossip.communication.shared_memory import TOKEN_NUMEL, LocalMessages, SharedMessage
+from gossip.communication.shared_memory import LocalMessages, Reading, Readings, SharedMessage
 from gossip.communication.transport import Transport
 from gossip.communication.waiting import Failure
-from gossip.communication.worker_threads import Job, Works, posted
+from gossip.communication.worker_threads import Job, Operation, Works, posted
 from gossip.communication.world import World
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.errors import ExchangeError
@@ -79,7 +79,7 @@ class DistributedTransport(Transport):
         if not self._local_messages.local or not _is_large(message):
             return message
         if bucket not in self._shared_messages:
-            self._shared_messages[bucket] = SharedMessage(self._world, message, bucket)
+            self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
         return self._shared_messages[bucket].take(step)
 
     @property
@@ -158,39 +158,39 @@ class DistributedTransport(Transport):
 
     def _start_messages(self, exchange: DistributedExchange, turn: Turn) -> None:
         assert self._world.device_paths is not None
-        in_place = self._shared_messages.get(exchange.bucket)
+        in_place = exchange.read_in_place = self._shared_messages.get(exchange.bucket)
         local = self._local_messages.local
-        exchange.sent = dict(turn.sent)
-        if in_place is None or not local.issuperset(exchange.sources):
-            exchange.received.update(turn.receive_buffers)
-        if local:
-            exchange.local_messages, exchange.read_in_place = self._local_messages, in_place
-            exchange.tokens = {
-                source: torch.zeros(TOKEN_NUMEL, dtype=torch.int64)
-                for source in exchange.sources
-                if source in local and (in_place is not None or _is_large(exchange.received[source]))
-            }
-            exchange.sent.update(self._handed_out(exchange, turn.sent))
-        incoming = {**exchange.received, **exchange.tokens}
-        wire = list(exchange.sent.values()), [incoming[source] for source in exchange.sources]
-        exchange.pending = self._world.device_paths.submit(exchange.post_all, *wire)
+        if in_place is not None and local.issuperset((*exchange.sources, *turn.sent)):
+            exchange.received = {}
+        else:
+            exchange.received = dict(turn.receive_buffers)
+        exchange.local_messages = self._local_messages
+        exchange.readings = {
+            source: self._local_messages.expect(source, exchange.bucket)
+            for source in exchange.sources
+            if source in local and (in_place is not None or _is_large(exchange.received[source]))
+        }
+        exchange.handed_out = self._hand_out(exchange, turn.sent) if local else frozenset()
+        exchange.pending = exchange.begin()
 
-    def _handed_out(self, exchange: DistributedExchange, messages: Messages) -> Messages:
-        """The tokens for those who read their message in the memory of this machine, where it lies or is put."""
-        local = {target: message for target, message in messages.items() if target in self._local_messages.local}
+    def _hand_out(self, exchange: DistributedExchange, messages: Messages) -> frozenset[int]:
+        """Let ranks on this machine read their message, where it lies or is put; who they are."""
+        readers = {
+            target: message
+            for target, message in messages.items()
+            if target in self._local_messages.local and (exchange.read_in_place is not None or _is_large(message))
+        }
         if exchange.read_in_place is not None:
-            return dict.fromkeys(local, exchange.read_in_place.hand_out(tuple(local))) if local else {}
-        tokens: dict[int, torch.Tensor] = {}
-        for target, message in local.items():
-            if target in tokens or not _is_large(message):
-                continue
-            readers = tuple(other for other, same in local.items() if same is message)
-            place = exchange.bucket, len(set(map(id, tokens.values()))), message.nbytes
+            exchange.read_in_place.publish(tuple(readers))
+            return frozenset(readers)
+        distinct = {id(message): message for message in readers.values()}
+        for number, message in enumerate(distinct.values()):
+            place = exchange.bucket, number, message.nbytes
             if place not in self._copies:
-                self._copies[place] = SharedMessage(self._world, _bytes_of(message), exchange.bucket)
+                self._copies[place] = SharedMessage(self._local_messages, _bytes_of(message), exchange.bucket)
             self._copies[place].take(exchange.step).copy_(_bytes_of(message))
-            tokens |= dict.fromkeys(readers, self._copies[place].hand_out(readers))
-        return tokens
+            self._copies[place].publish([target for target, same in readers.items() if same is message])
+        return frozenset(readers)
 
 
 class DistributedExchange:
@@ -209,8 +209,9 @@ class DistributedExchange:
         self.sent = conversation.opening.sent
         self.received: dict[int, torch.Tensor] = {}
         self.total: torch.Tensor | None = None
-        self.tokens: Mapping[int, torch.Tensor] = {}
         self.local_messages: LocalMessages | None = None
+        self.readings: Mapping[int, Reading] = {}
+        self.handed_out: frozenset[int] = frozenset()
         self.read_in_place: SharedMessage | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in self.sent.items()}
 
@@ -221,32 +222,47 @@ class DistributedExchange:
             return dict.fromkeys(self.sources, max(times.values())) if times else {}
         return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
 
-    def post_all(self, sent: Tensors, received: Tensors) -> Job:
-        """The messages, and what the codec has to say to them."""
-        wire_sent: Messages = dict(zip(self.sent, sent, strict=True))
-        wire_received = dict(zip(self.sources, received, strict=True))
-        nothing: Messages = {}
-        for pieces in zip_longest(_pieces(wire_sent), _pieces(wire_received), fillvalue=nothing):
-            yield self._post(*pieces)
-        yield None
-        if self.local_messages is not None:
-            wire_sent = self.conversation.opening.sent
-            self.received = wire_received
-            for source, token in self.tokens.items():
-                wire_received[source] = self._claimed(self.local_messages, source, token)
-        yield from self.proceed(
-            Delivery(self.conversation.opening.sent, self.received, on_host=(wire_sent, wire_received))
-        )
+    def begin(self) -> Pending:
+        """Post the messages that go over a network; where there are none, who needs the others looks for them."""
+        if not self.received and self.readings:
+            return Readings({message_of(source): reading for source, reading in self.readings.items()}, self._take_in)
+        assert self.world.device_paths is not None
+        return self.world.device_paths.submit(self._post_all, list(self.sent.values()), list(self.received.values()))
 
-    def _claimed(self, local_messages: LocalMessages, source: int, token: torch.Tensor) -> torch.Tensor:
-        """What a peer on this machine has handed out: where it lies, or taken from there at once."""
-        if self.read_in_place is not None:
-            return local_messages.read(token, self.read_in_place.message)
-        buffer = self.conversation.opening.receive_buffers[source]
-        flat = _bytes_of(buffer)
-        flat.copy_(local_messages.read(token, flat))
-        local_messages.done([token])
-        return buffer
+    def _post_all(self, sent: Tensors, received: Tensors) -> Job:
+        """The messages, and what the codec has to say to them."""
+        wire_sent = dict(zip(self.sent, sent, strict=True))
+        wire_received = dict(zip(self.received, received, strict=True))
+        nothing: Messages = {}
+        for pieces in zip_longest(
+            _pieces({target: message for target, message in wire_sent.items() if target not in self.handed_out}),
+            _pieces({source: buffer for source, buffer in wire_received.items() if source not in self.readings}),
+            fillvalue=nothing,
+        ):
+            yield self._post(*pieces)
+        if self.local_messages is not None:
+            yield [
+                Operation(message_of(source), self.local_messages.arrival(reading))
+                for source, reading in self.readings.items()
+            ]
+        yield None
+        for source, reading in self.readings.items():
+            if self.read_in_place is not None:
+                wire_received[source] = self.received[source] = self._in_place(reading)
+            else:
+                _bytes_of(wire_received[source]).copy_(reading.message)
+                reading.done()
+        yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
+
+    def _take_in(self) -> None:
+        """All messages are in the memory of this machine; they are whole values, to which a codec says nothing."""
+        self.received = {source: self._in_place(reading) for source, reading in self.readings.items()}
+        for _ in self.proceed(Delivery(self.sent, self.received)):
+            pass
+
+    def _in_place(self, reading: Reading) -> torch.Tensor:
+        assert self.read_in_place is not None
+        return reading.message.view(self.read_in_place.message.dtype)
 
     def proceed(self, delivery: Delivery) -> Job:
         """What follows the opening, once that has been delivered."""
@@ -278,8 +294,8 @@ class DistributedExchange:
     def _read(self, parts: Parts) -> Parts:
         """All parts; then the peers are told that this rank has read their messages."""
         yield from parts
-        if self.local_messages is not None and self.read_in_place is not None:
-            self.local_messages.done(self.tokens.values())
+        for reading in self.readings.values() if self.read_in_place is not None else ():
+            reading.done()
 
 
 def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:

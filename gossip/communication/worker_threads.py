@@ -9,12 +9,19 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads, forks
 from gossip.errors import GossipError
+
+
+class Waitable(Protocol):
+    """What an operation is waited for by: torch's ``Work``, and what is like it."""
+
+    def wait(self) -> object:
+        """Return once it has ended; raise if it has failed."""
 
 
 class Operation(NamedTuple):
@@ -24,13 +31,13 @@ class Operation(NamedTuple):
     ----------
     awaited : str
         Whom it waits for, in words.
-    work : Work
+    work : Waitable
     num_bytes : int
         What it moves.
     """
 
     awaited: str
-    work: dist.Work
+    work: Waitable
     num_bytes: int = 0
 
 

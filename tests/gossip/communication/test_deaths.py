@@ -29,7 +29,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deaths")]  # all worlds
 
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 TIMEOUTS = {"killed": timedelta(minutes=5), "frozen": timedelta(seconds=4)}
-TOPOLOGIES = ("ring", "one_peer_exponential")
+OUTPUTS = {"ring": 2, "one_peer_exponential": 2, "complete": 5000}
+"""Of the model by topology: the messages of the last one are large enough to go through memory."""
+TOPOLOGIES = tuple(OUTPUTS)
+CASES = [
+    (topology, how, together)
+    for topology, how, together in itertools.product(TOPOLOGIES, SIGNALS, (False, True))
+    if together or topology != "complete"  # memory is for those who are together
+]
 PLACES = ("connecting", "comparing manifests", "broadcasting")
 VICTIM = 3
 
@@ -45,7 +52,8 @@ def pretend_to_be_on_machines_of_their_own() -> None:
 
 def make_model(topology: str, timeout: timedelta) -> GossipDataParallel:
     torch.manual_seed(0)
-    return GossipDataParallel(nn.Linear(4, 2), functools.partial(torch.optim.SGD, lr=0.1), topology, timeout=timeout)
+    module = nn.Linear(4, OUTPUTS[topology])
+    return GossipDataParallel(module, functools.partial(torch.optim.SGD, lr=0.1), topology, timeout=timeout)
 
 
 def train_until_one_stops(topology: str, how: str, timeout: timedelta) -> None:
@@ -104,7 +112,6 @@ class Found(NamedTuple):
 @pytest.fixture(scope="module")
 def found() -> Found:
     """All worlds wait at the same time; but each trains by itself until its victim has stopped."""
-    cases = list(itertools.product(TOPOLOGIES, ("frozen", "killed"), (False, True)))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
 
         def start(function: Callable[..., Any], *args: Any) -> unsupervised.Ranks:
@@ -116,7 +123,7 @@ def found() -> Found:
         while not (launched.done() or list(map(is_suspended, launcher._worker_pids[VICTIM:])) == [True]):
             time.sleep(0.02)
         training = {}
-        for topology, how, together in cases:
+        for topology, how, together in CASES:
             survivor = functools.partial(error_of_a_survivor, together=together)
             training[topology, how, together] = start(survivor, topology, how, TIMEOUTS[how])
         constructing = {where: start(construct_while_one_stops, where) for where in PLACES}
@@ -127,18 +134,12 @@ def found() -> Found:
         )
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(("together", "why"), [(True, "gone: its process "), (False, "absent (dead, frozen,")])
-def test_killed_rank_is_named_by_all_long_before_the_time_out(
-    found: Found, topology: str, together: bool, why: str
-) -> None:
-    assert_only_the_victim_is_blamed(found.in_training[topology, "killed", together], why)
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(("together", "why"), [(True, "frozen: its process "), (False, "absent (dead, frozen,")])
-def test_frozen_rank_is_named_by_all(found: Found, topology: str, together: bool, why: str) -> None:
-    assert_only_the_victim_is_blamed(found.in_training[topology, "frozen", together], why)
+@pytest.mark.parametrize(("topology", "how", "together"), CASES)
+def test_rank_that_stops_is_named_by_all(found: Found, topology: str, how: str, together: bool) -> None:
+    """One that is killed long before the time-out of five minutes."""
+    seen = {"killed": "gone: its process ", "frozen": "frozen: its process "}[how]
+    why = seen if together else "absent (dead, frozen,"
+    assert_only_the_victim_is_blamed(found.in_training[topology, how, together], why)
 
 
 def test_launch_names_the_rank_that_was_killed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def hand_out_to_nobody() -> str:
         places = set()
         for step in range(3):
             places.add(transport.memory(message, step=step, bucket=0).data_ptr())
-            transport._shared_messages[0].hand_out((1,))
+            transport._shared_messages[0].publish((1,))
         assert len(places) == 3  # nothing that is not read is overwritten
         with pytest.raises(ExchangeError) as caught:
             transport.memory(message, step=3, bucket=0)
@@ -127,6 +128,42 @@ def test_a_peer_that_does_not_read_is_named() -> None:
     assert first.startswith(
         "rank 0: step 3, bucket 0: waited 0.5 s in vain for rank 1 to read the message of 3 exchanges ago"
     )
+
+
+def wait_for_what_is_not_sent() -> list[str]:
+    """What rank 0 and a child forked from it are told."""
+    world = World(timedelta(seconds=0.5))
+    topology = topologies.build("ring", 2)
+    transport = DistributedTransport(world, topology)
+    shape = BucketShape(0, torch.empty(SIZES[0]), memory=memory_for(transport, 0))
+    texts = []
+    if world.rank == 0:
+        conversation = Uncompressed().codec(shape, 0).exchange(torch.zeros(SIZES[0]), topology.round(0), 0)
+        exchange = transport.start(conversation, topology.round(0), step=0, bucket=0)
+
+        def error_of_waiting() -> str:
+            with pytest.raises(ExchangeError) as caught:
+                exchange.wait()
+            return str(caught.value)
+
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            with contextlib.suppress(BaseException):
+                os.write(writer, error_of_waiting().encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            texts.append(pipe.read().decode())
+        os.wait()
+        texts.append(error_of_waiting())
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return texts
+
+
+def test_a_peer_whose_message_does_not_come_is_named() -> None:
+    (in_child, in_parent), _ = launch(wait_for_what_is_not_sent, world_size=2)
+    assert "this process was forked from the one that trains" in in_child
+    assert in_parent.startswith("rank 0: step 0, bucket 0: waited 0.5 s in vain for the message of rank 1: rank 1 is")
 
 
 def pretend_to_be_elsewhere() -> tuple[int, int]:

@@ -105,10 +105,10 @@ def test_bytes_of_any_length_are_gathered() -> None:
     assert run_ranks(gather_words, world_size=3) == [wanted] * 3
 
 
-def stop_early(topology: str) -> str:
+def stop_early(topology: str, num_inputs: int) -> str:
     """Rank 1 makes one step, the others try to make three: what they are told."""
-    inputs = torch.ones(1, 300)  # large enough for an all-reduce
-    model = GossipDataParallel(nn.Linear(300, 60), SGD, topology, timeout=timedelta(seconds=0.5))
+    inputs = torch.ones(1, num_inputs)
+    model = GossipDataParallel(nn.Linear(num_inputs, 60), SGD, topology, timeout=timedelta(seconds=0.5))
     model(inputs).sum().backward()
     text = "stopped"
     if model.rank != 1:
@@ -123,14 +123,15 @@ def stop_early(topology: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("topology", "first", "third"),
+    ("topology", "num_inputs", "first", "third"),
     [
-        ("directed_ring", "the message of rank 1", "rank 1 to take ours"),
-        ("ring", "the message of rank 1", "the message of rank 1"),
+        ("directed_ring", 30, "the message of rank 1", "rank 1 to take ours"),
+        ("ring", 30, "the message of rank 1", "the message of rank 1"),
+        ("ring", 300, "the message of rank 1", "the message of rank 1"),  # large enough to be read in memory
     ],
 )
-def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, first: str, third: str) -> None:
-    by_rank = launch(stop_early, topology, world_size=3)
+def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, num_inputs: int, first: str, third: str) -> None:
+    by_rank = launch(stop_early, topology, num_inputs, world_size=3)
     for rank, awaited in ((0, first), (2, third)):
         assert f"rank {rank}: step 1, bucket 0: waited 0.5 s in vain for {awaited}: rank 1 is absent" in by_rank[rank]
 
