@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,16 @@ class Measured:
         Whether nodes hold equally many ranks, in order. If not, each rank is taken for a node of its own.
     num_pairs : int
         Pairs of ranks whose link was measured.
+    coding_s : mapping of str to float
+        By compression: what the messages of a step take longer to make and to mix than uncompressed ones, the mean
+        over ranks; empty where it was not measured.
     """
 
     cluster: Cluster
     workload: Workload
     is_regular: bool
     num_pairs: int
+    coding_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure(
@@ -86,7 +90,8 @@ def measure(
     machines = gather_plain(str(machine()), "telling which rank is on which machine", DEFAULT_TIMEOUT)
     local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
-    return Measured(cluster, workload, local_size is not None, len(links) // 2)
+    coding_s = {name: statistics.fmean(times.coding_s[name] for times in steps) for name in steps[0].coding_s}
+    return Measured(cluster, workload, local_size is not None, len(links) // 2, coding_s)
 
 
 def workload_of(steps: Sequence[StepTimes]) -> Workload:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gossip import Cluster, SimulatedRun, SlowRank, Workload, simulate_time
 from gossip.lab.probe.cluster_measuring import Measured
+from gossip.lab.probe.probe_choice import Choice, DataKind, choose
 from topologies import Topology, analysis
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
@@ -52,26 +53,39 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions, the shortest step first; ``str()`` is the report, whose last line is the recommendation."""
+    """Predictions, the shortest step first; ``str()`` is the report, whose last line is the recommendation.
+
+    Attributes
+    ----------
+    measured : Measured
+    rows : tuple of Predicted
+        All-reduce, and topologies with an uncompressed exchange in every step.
+    all_reduce : Predicted
+    best : Predicted or None
+        The topology to take.
+    choice : Choice or None
+        The algorithm, the compression and the steps from one exchange to the next that go with it.
+    """
 
     measured: Measured
     rows: tuple[Predicted, ...]
     all_reduce: Predicted
     best: Predicted | None
+    choice: Choice | None
 
     @property
     def helps(self) -> bool:
-        """Whether gossip's steps are shorter than all-reduce's by more than 5 %."""
-        return self.best is not None and self._ratio > _HELPS
+        """Whether the choice reaches a loss sooner than all-reduce by more than 5 %."""
+        return self.choice is not None and self._ratio > _HELPS
 
     @property
     def _ratio(self) -> float:
-        assert self.best is not None
-        return self.all_reduce.run.step_time_s / self.best.run.step_time_s if self.best.run.step_time_s else 1.0
+        assert self.choice is not None
+        return self.all_reduce.run.step_time_s / self.choice.worth_s if self.choice.worth_s else 1.0
 
     @property
     def sentence(self) -> str:
-        """Whether gossip helps here, which topology to take, and whether the machine was too busy to say so."""
+        """Whether gossip helps here, what to take and why, and whether the machine was too busy to say so."""
         return self._choice + self._doubt
 
     @property
@@ -90,17 +104,18 @@ class Advice:
         if n == 1:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
         ddp_s = seconds_text(self.all_reduce.run.step_time_s)
-        if self.best is None:
+        if self.best is None or self.choice is None:
             return f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
-        title, best_s = self.best.title, seconds_text(self.best.run.step_time_s)
+        what = f"{self.best.title}, {self.choice.words}"
         if self.helps:
             return (
-                f"Gossip helps here: take {title}, whose step is predicted to take {best_s}, where all-reduce's takes "
-                f"{ddp_s}, {self._ratio:.2f} times as long."
+                f"Gossip helps here: take {what}. {self.choice.reason} All-reduce's step takes {ddp_s}, "
+                f"{self._ratio:.2f} times as long as this needs to learn as much."
             )
         return (
-            f"Gossip does not help here: the best topology, {title}, is predicted to take {best_s} per step and "
-            f"all-reduce, whose mean is exact in every step, {ddp_s}; take all-reduce."
+            f"Gossip does not help here: the best of it, {what}, is predicted to take "
+            f"{seconds_text(self.choice.worth_s)} to learn as much as in all-reduce's step of {ddp_s}, whose mean is "
+            f"exact; take all-reduce."
         )
 
     def __str__(self) -> str:
@@ -172,12 +187,20 @@ class Advice:
         return lines
 
 
-def advise(measured: Measured, *, topologies: Iterable[str | Topology] | None = None, num_steps: int = 200) -> Advice:
+def advise(
+    measured: Measured,
+    data: DataKind = "alike",
+    *,
+    topologies: Iterable[str | Topology] | None = None,
+    num_steps: int = 200,
+) -> Advice:
     """Predict a step of all-reduce and of topologies, and choose. Local.
 
     Parameters
     ----------
     measured : Measured
+    data : str
+        "alike" or "different": whether all ranks draw from the same data.
     topologies : iterable of str or Topology, optional
         By default every registered one that serves the world size, without those whose exchanges are another's.
     num_steps : int
@@ -200,7 +223,8 @@ def advise(measured: Measured, *, topologies: Iterable[str | Topology] | None = 
             key=lambda row: (row.rounds, row.messages, row.title),
         )
     ranked = sorted([all_reduce, *rows], key=lambda row: (row.run.step_time_s, row.rounds or math.inf, row.title))
-    return Advice(measured, tuple(ranked), all_reduce, best)
+    choice = choose(measured, best.topology, data) if best is not None and best.topology is not None else None
+    return Advice(measured, tuple(ranked), all_reduce, best, choice)
 
 
 def _predict(topology: Topology, cluster: Cluster, workload: Workload, num_steps: int) -> Predicted:

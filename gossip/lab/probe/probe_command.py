@@ -3,12 +3,13 @@
     gossip probe --world-size 4
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d --no-python gossip probe
     srun --nodes 4 --ntasks-per-node 8 gossip probe
-    gossip probe --world-size 4 --parameters-mb 400 --batch-size 256 --output probe.json
+    gossip probe --world-size 4 --parameters-mb 400 --batch-size 256 --data different --output probe.json
 
 Every rank trains an MLP of the given size without communication: compute per step, and jitter. Pairs of ranks exchange
 small and large messages: latency and bandwidth; once more while all compute: what the two cost each other.
-gossip.simulate_time then predicts a step of all-reduce and of every topology that serves the world size. Without
-torchrun or srun the workers are started on this machine.
+gossip.simulate_time then predicts a step of all-reduce and of every topology that serves the world size, and with the
+best one of every algorithm, compression and number of steps between exchanges that is worth it. Without torchrun or
+srun the workers are started on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from gossip import launch
-from gossip.lab.probe import Measured, advise, measure
+from gossip.lab.probe import DATA_KINDS, Measured, advise, measure
 from gossip.launching import find_placement
 
 NUM_LAYERS = 8
@@ -67,6 +68,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="that are measured")
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="of the wrapper, in MiB")
     parser.add_argument("--message-mb", type=float, default=8.0, help="of the messages for the bandwidth")
+    parser.add_argument(
+        "--data",
+        choices=DATA_KINDS,
+        default="alike",
+        help="whether all ranks draw from the same data, or each has its own",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one per rank, over nccl")
     parser.add_argument("--output", type=Path, help="a file for what was measured and predicted, as JSON")
     arguments = parser.parse_args()
@@ -81,7 +88,7 @@ def main() -> int:
     measured = launch(probe, arguments, world_size=world_size, backend=backend)[0]
     if placement is not None and placement.rank != 0:
         return 0
-    advice = advise(measured)
+    advice = advise(measured, arguments.data)
     print(advice)
     if arguments.output is not None:
         content = {
@@ -91,6 +98,7 @@ def main() -> int:
                 {"method": row.title, "step_time_s": row.run.step_time_s, "exposed_wait_s": row.run.exposed_wait_s}
                 for row in advice.rows
             ],
+            "choice": None if advice.choice is None else advice.choice.arguments(),
             "advice": advice.sentence,
         }
         arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

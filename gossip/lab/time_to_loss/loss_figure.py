@@ -13,6 +13,8 @@ from gossip.lab.time_to_loss.loss_table import LossResult
 def loss_figure(results: Sequence[LossResult], path: str | Path) -> Path:
     """Draw a row of two panels per result: every seed's curve, and the target of the first seed.
 
+    Bytes begin at what the method that sends least sends in a step: before an exchange next to nothing is sent.
+
     Parameters
     ----------
     results : sequence of LossResult
@@ -48,6 +50,9 @@ def loss_figure(results: Sequence[LossResult], path: str | Path) -> Path:
                 losses = [point.loss for point in curve.points]
                 seconds.plot([point.seconds for point in curve.points], losses, **look)
                 sent.plot([point.sent_bytes / 1e6 for point in curve.points], losses, **look)
+            step_bytes = [curve.points[-1].sent_bytes / curve.points[-1].step for curve in result.curves]
+            if smallest := min(filter(None, step_bytes), default=None):
+                sent.set_xlim(left=smallest / 1e6)
             for axes, quantity in ((seconds, "seconds of training"), (sent, "MB sent per rank")):
                 axes.axhline(target_of(result.curves[0].points), color="black", linewidth=0.8, linestyle=":")
                 axes.set_xscale("log")

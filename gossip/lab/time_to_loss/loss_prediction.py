@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import nn
 
 from gossip import Cluster, VirtualWorkers, Workload, simulate_time
@@ -17,10 +18,12 @@ from gossip.lab.benchmarks.bench_methods import gossip_arguments, make_optimizer
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
 from gossip.lab.experiments.evaluation import cross_entropy, evaluate
 from gossip.lab.experiments.wrapper_options import options_of_virtual_workers
-from gossip.lab.time_to_loss.loss_curves import Curve, Point
+from gossip.lab.time_to_loss.loss_curves import Curve, Point, target_of
+from gossip.lab.time_to_loss.loss_settings import LossSettings
 from gossip.lab.time_to_loss.loss_tasks import TASKS
 
 _NUM_STEPS = 200  # simulated
+_MOST_STEPS_FACTOR = 4  # of all-reduce's steps, that virtual workers make
 _TINY = 64  # parameters of a model with which messages are counted
 _DDP_RATIOS = {None: 1.0, "bf16": 2.0, "fp16": 2.0}
 _TOPOLOGIES_OF_DECENT_DP = {"complete": "complete", "ring": "ring", "one-peer-exp": "one_peer_exponential"}
@@ -113,6 +116,45 @@ class VirtualTraining:
 
     def _arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"devices": ["cpu"], **options_of_virtual_workers(gossip_arguments(options, self.world_size))}
+
+
+class VirtualRuns:
+    """Where the virtual workers of each method reach the target of virtual all-reduce; each trains once.
+
+    Parameters
+    ----------
+    settings : LossSettings
+        Its first seed counts.
+    task : str
+    """
+
+    def __init__(self, settings: LossSettings, task: str) -> None:
+        self._training = VirtualTraining(task, settings.world_size, settings.evaluate_every)
+        self._seed, self._most_steps = settings.seeds[0], _MOST_STEPS_FACTOR * settings.steps
+        logger.info("{}: {} by virtual workers", task, settings.methods[0].label)
+        curve = self._training.train(settings.methods[0], self._seed, lambda point: point.step >= settings.steps)
+        self._target = target_of(curve.points)
+        self._reached = {str(settings.methods[0]): curve.reached(self._target)}
+
+    def predicted_s(
+        self, methods: Sequence[MethodSpecification], cluster: Cluster, workload: Workload
+    ) -> dict[str, float]:
+        """The time to the target on a network, by label; without the methods that did not reach it."""
+        ends = {method.label: (method, self._end(method)) for method in methods}
+        return {
+            label: end.step * self._training.step_time_s(method, end, cluster, workload)
+            for label, (method, end) in ends.items()
+            if end is not None
+        }
+
+    def _end(self, method: MethodSpecification) -> Point | None:
+        if str(method) not in self._reached:
+            logger.info("{}: {} by virtual workers", self._training.task, method.label)
+            curve = self._training.train(
+                method, self._seed, lambda point: point.loss <= self._target or point.step >= self._most_steps
+            )
+            self._reached[str(method)] = curve.reached(self._target)
+        return self._reached[str(method)]
 
 
 def _options_of(method: MethodSpecification) -> Mapping[str, Any]:

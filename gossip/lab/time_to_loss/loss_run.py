@@ -19,19 +19,19 @@ from loguru import logger
 
 from gossip import Cluster, Workload
 from gossip.compression.compiled_passes import quantized_by
+from gossip.lab.benchmarks.bench_specification import MethodSpecification
 from gossip.lab.benchmarks.bench_workers import Record, run_workers
 from gossip.lab.benchmarks.networks import Loopback, Network
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.lab.experiments.records import without_non_finite
-from gossip.lab.time_to_loss.loss_curves import Curve, Point, target_of
+from gossip.lab.time_to_loss.loss_curves import Curve, Point
 from gossip.lab.time_to_loss.loss_figure import loss_figure
-from gossip.lab.time_to_loss.loss_prediction import VirtualTraining
+from gossip.lab.time_to_loss.loss_prediction import VirtualRuns
 from gossip.lab.time_to_loss.loss_settings import LossSettings
 from gossip.lab.time_to_loss.loss_specification import LossSpecification
 from gossip.lab.time_to_loss.loss_table import LossResult, markdown, rows_of
 
 _QUIET_S = 0.15
-_MOST_STEPS_FACTOR = 4  # of all-reduce's steps, that virtual workers make
 
 
 def run(settings: LossSettings, folder: Path) -> str:
@@ -50,13 +50,11 @@ def run(settings: LossSettings, folder: Path) -> str:
         A worker failed.
     """
     results: list[LossResult] = []
-    reached: dict[str, Mapping[str, Point]] = {}
-    for task in settings.tasks:
-        reached[task] = _predicted(settings, task) if settings.predict else {}
+    virtual = {task: VirtualRuns(settings, task) for task in settings.tasks if settings.predict}
     for name in [link.name for link in settings.links] if settings.network == "lab" else ["loopback"]:
         with contextlib.closing(_network(settings, name)) as network:
             for task in settings.tasks:
-                results.append(_measure(settings, network, name, task, reached[task], folder / name / task))
+                results.append(_measure(settings, network, name, task, virtual.get(task), folder / name / task))
                 text = _write(settings, results, folder)
     return text
 
@@ -75,7 +73,7 @@ def _network(settings: LossSettings, name: str) -> Network:
 
 
 def _measure(
-    settings: LossSettings, network: Network, name: str, task: str, reached: Mapping[str, Point], folder: Path
+    settings: LossSettings, network: Network, name: str, task: str, virtual: VirtualRuns | None, folder: Path
 ) -> LossResult:
     logger.info("{}, {}: {} ranks", task, name, settings.world_size)
     delay_s = max((link.delay_s for link in settings.links if link.name == name), default=0.0)
@@ -88,6 +86,7 @@ def _measure(
         steps=settings.steps,
         evaluate_every=settings.evaluate_every,
         max_time_ratio=settings.max_time_ratio,
+        as_probed=settings.as_probed,
         quiet_s=0.0 if network.shared else _QUIET_S + 2 * delay_s,
     )
     records, *_ = run_workers(
@@ -99,22 +98,20 @@ def _measure(
         timeout_s=settings.timeout_s,
         on_record=_tell,
     )
-    probe = records[0]["probe"]
+    probe, chosen, advice = (records[0][key] for key in ("probe", "chosen", "advice"))
+    methods = [*settings.methods, *([MethodSpecification(**chosen)] if chosen else [])]
     curves = [_curve(record) for record in records[1:]]
-    predicted_s = {
-        method.label: end.step * _training(settings, task).step_time_s(method, end, *_described(probe))
-        for method in settings.methods
-        if (end := reached.get(method.label)) is not None
-    }
+    predicted_s = {} if virtual is None else virtual.predicted_s(methods, *_described(probe))
     ends = [curve.points[-1] for curve in curves if curve.method == settings.methods[0].label]
     return LossResult(
         task=task,
         link=name,
         curves=curves,
-        rows=rows_of(settings.methods, curves, predicted_s),
+        rows=rows_of(methods, curves, predicted_s),
         step_s=statistics.fmean(end.seconds / end.step for end in ends),
         compute_s=_described(probe)[1].compute_s,
         probe=probe,
+        advice=advice,
     )
 
 
@@ -140,23 +137,6 @@ def _number(value: float | None) -> float:
 def _described(probe: Mapping[str, Any]) -> tuple[Cluster, Workload]:
     workload = {key: value for key, value in probe["workload"].items() if key not in ("stragglers", "drop_outs")}
     return Cluster(**probe["cluster"]), Workload(**{**workload, "bucket_bytes": tuple(workload["bucket_bytes"])})
-
-
-def _training(settings: LossSettings, task: str) -> VirtualTraining:
-    return VirtualTraining(task, settings.world_size, settings.evaluate_every)
-
-
-def _predicted(settings: LossSettings, task: str) -> dict[str, Point]:
-    """Where every method's virtual workers reach the target of virtual all-reduce, from the first seed."""
-    reference, *others = settings.methods
-    training, seed = _training(settings, task), settings.seeds[0]
-    curve = training.train(reference, seed, lambda point: point.step >= settings.steps)
-    target, most = target_of(curve.points), _MOST_STEPS_FACTOR * settings.steps
-    curves = [curve]
-    for method in others:
-        logger.info("{}: {} by virtual workers", task, method.label)
-        curves.append(training.train(method, seed, lambda point: point.loss <= target or point.step >= most))
-    return {curve.method: point for curve in curves if (point := curve.reached(target)) is not None}
 
 
 def _write(settings: LossSettings, results: list[LossResult], folder: Path) -> str:

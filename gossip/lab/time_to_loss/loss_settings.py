@@ -84,6 +84,8 @@ class LossSettings:
         torch's, per worker.
     timeout_s : float
         Of any wait for other ranks.
+    as_probed : bool
+        Whether gossip with what the probe chooses is one more method.
     methods : tuple of MethodSpecification
         The first is all-reduce.
     """
@@ -99,6 +101,7 @@ class LossSettings:
     predict: bool
     num_threads: int
     timeout_s: float
+    as_probed: bool
     methods: tuple[MethodSpecification, ...]
 
     @classmethod
@@ -122,8 +125,6 @@ class LossSettings:
                 f"methods must begin with all-reduce, method ddp, whose loss the others are to reach; the first is "
                 f"{methods[0].label}"
             )
-        if not isinstance(config["predict"], bool):
-            raise ConfigurationError(f"predict must be true or false, got {config['predict']!r}")
         return cls(
             tasks=tasks,
             world_size=world_size,
@@ -133,9 +134,10 @@ class LossSettings:
             steps=_integer("steps", config["steps"], 1),
             evaluate_every=_integer("evaluate_every", config["evaluate_every"], 1),
             max_time_ratio=_positive("max_time_ratio", config["max_time_ratio"]),
-            predict=config["predict"],
+            predict=_boolean("predict", config["predict"]),
             num_threads=_integer("threads", config["threads"], 1),
             timeout_s=_positive("timeout_s", config["timeout_s"]),
+            as_probed=_boolean("as_probed", config["as_probed"]),
             methods=methods,
         )
 
@@ -157,6 +159,12 @@ def _integer(key: str, value: Any, minimum: int, maximum: int | None = None) -> 
     if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
         allowed = f"of at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ConfigurationError(f"{key} must be an integer {allowed}, got {value!r}")
+    return value
+
+
+def _boolean(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{key} must be true or false, got {value!r}")
     return value
 
 

@@ -23,6 +23,8 @@ class LossSpecification(WorkerTask):
         Steps between evaluations.
     max_time_ratio : float
         How many times all-reduce's time the others have.
+    as_probed : bool
+        Whether gossip with what the probe chooses is one more method.
     quiet_s : float
         For how long nothing may have been on the wire before the clock counts as stopped; 0: do not wait for it.
     """
@@ -32,4 +34,5 @@ class LossSpecification(WorkerTask):
     steps: int
     evaluate_every: int
     max_time_ratio: float
+    as_probed: bool
     quiet_s: float

@@ -52,6 +52,8 @@ class LossResult:
         Of a step without communication, on all ranks at once, as probed.
     probe : mapping
         The cluster and workload that were measured.
+    advice : str
+        What the probe says of them; empty where it was not asked.
     """
 
     task: str
@@ -61,6 +63,7 @@ class LossResult:
     step_s: float
     compute_s: float
     probe: Mapping[str, Any]
+    advice: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -124,6 +127,7 @@ def markdown(facts: Sequence[str], results: Sequence[LossResult]) -> str:
             f"## {result.task}, {result.link}",
             f"All-reduce's step: {1e3 * result.step_s:.0f} ms; computing alone, on all ranks at once: "
             f"{1e3 * result.compute_s:.0f} ms ({result.compute_s / result.step_s:.0%}).",
+            *([f"The probe: {result.advice}"] if result.advice else []),
             _table(result),
         ]
     parts.append(EXPLANATION)

@@ -12,13 +12,14 @@ from functools import partial
 import torch.distributed as dist
 
 from gossip import World
+from gossip.communication.plain_gathering import gather_plain
 from gossip.lab.benchmarks.bench_methods import METHODS, Method, make_optimizer
 from gossip.lab.benchmarks.bench_models import loss_of
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
 from gossip.lab.benchmarks.bench_worker import attend
 from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.records import JsonlWriter
-from gossip.lab.probe import measure
+from gossip.lab.probe import Measured, advise, measure
 from gossip.lab.time_to_loss.loss_curves import Curve, Point, reaches_or_ends, target_of
 from gossip.lab.time_to_loss.loss_specification import LossSpecification
 from gossip.lab.time_to_loss.loss_tasks import TASKS
@@ -42,13 +43,23 @@ class LossMeasurement:
         self._timeout = timedelta(seconds=spec.timeout_s)
         self._world = World(self._timeout)
 
-    def probe(self) -> dict[str, object]:
-        """What :func:`gossip.simulate_time` needs to know of these ranks."""
+    def probe(self) -> Measured:
+        """What :func:`gossip.simulate_time` needs to know of these ranks; the same on each."""
         spec = self._spec
         module = self._task.initial_module(self._data, spec.seeds[0])
         batches = self._task.batches(self._data, spec.world_size, spec.seeds[0], range(spec.rank, spec.rank + 1))
         optimizer = partial(make_optimizer, self._task.learning_rate)
-        return asdict(measure(module, lambda _: loss_of(module, next(batches)), optimizer))
+        return measure(module, lambda _: loss_of(module, next(batches)), optimizer)
+
+    def as_probed(self, measured: Measured) -> tuple[MethodSpecification, str]:
+        """Gossip as rank 0 chooses it, and why."""
+        made = None
+        if self._spec.rank == 0:
+            advice = advise(measured, "different")
+            assert advice.choice is not None, "complete serves all ranks, and agrees at once"
+            made = advice.choice.arguments(), advice.sentence
+        options, sentence = gather_plain(made, "telling what the probe chooses", self._timeout)[0]
+        return MethodSpecification("gossip as probed", "gossip", options), sentence
 
     def measure(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
         """Train until it is done, as told by an evaluation; the same points on every rank."""
@@ -84,13 +95,15 @@ def run(spec: LossSpecification) -> None:
     reference, *others = spec.methods
     with JsonlWriter(spec.records) as writer:
         measurement = LossMeasurement(spec, sign_of_life=lambda: os.utime(spec.records))
-        writer.write({"probe": measurement.probe()})
+        measured = measurement.probe()
+        chosen, advice = measurement.as_probed(measured) if spec.as_probed else (None, "")
+        writer.write({"probe": asdict(measured), "chosen": chosen and asdict(chosen), "advice": advice})
         for seed in spec.seeds:
             curve = measurement.measure(reference, seed, lambda point: point.step >= spec.steps)
             writer.write(curve.to_dict())
             limit_s = spec.max_time_ratio * curve.points[-1].seconds
             is_done = reaches_or_ends(target_of(curve.points), limit_s)
-            for method in others:
+            for method in (*others, *filter(None, [chosen])):
                 writer.write(measurement.measure(method, seed, is_done).to_dict())
         measurement.close()
 

@@ -89,7 +89,7 @@ def test_nodes_are_as_the_cluster_has_them_or_each_rank_is_one(machines: str, lo
 
 
 def _times(scale: float) -> StepTimes:
-    return StepTimes([0.9 * scale, 1.1 * scale], [1.8 * scale, 2.2 * scale], [0.5, 0.7], [0.1, 0.1], (400, 100))
+    return StepTimes([0.9 * scale, 1.1 * scale], [1.8 * scale, 2.2 * scale], [0.5, 0.7], [0.1, 0.1], (400, 100), {})
 
 
 def test_workload_is_the_mean_step_of_the_usual_ranks() -> None:

@@ -68,7 +68,7 @@ def test_rows_compare_methods_of_the_same_seed() -> None:
 def test_table_says_what_was_not_reached() -> None:
     curves = [CURVES[0], curve("gossip", 0, 1.0, 2.0, math.nan)]
     rows = rows_of((DDP, GOSSIP), curves, {})
-    text = markdown(["a fact"], [LossResult("digits_cnn", "200mbit", curves, rows, 1.0, 0.05, {})])
+    text = markdown(["a fact"], [LossResult("digits_cnn", "200mbit", curves, rows, 1.0, 0.05, {}, "")])
     assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 |  |" in text
     assert "| gossip | 0 of 1 | not reached | not reached | not reached | not reached |  |" in text
     assert "All-reduce's step: 1000 ms; computing alone, on all ranks at once: 50 ms (5%)." in text
@@ -126,7 +126,10 @@ def test_methods_train_in_turns_until_they_are_as_good(network: str, tmp_path: P
     content = json.loads((folder / "results.json").read_text())
     (result,) = content["results"]
     assert result["link"] == ("loopback" if network == "loopback" else "1000mbit")
-    ddp, diloco = result["curves"]
+    ddp, diloco, as_probed = result["curves"]
+    assert as_probed["method"] == "gossip as probed"
+    assert result["advice"].startswith("Gossip ")
+    assert f"The probe: {result['advice']}" in done.stdout
     assert [point["step"] for point in ddp["points"]] == [1, 2]
     target = 1.01 * ddp["points"][-1]["loss"]
     *before, last = diloco["points"]

@@ -1,0 +1,130 @@
+"""Which algorithm, compression and ``every(k)`` reach a loss soonest: predicted steps by measured qualities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from gossip import ALGORITHMS, simulate_time
+from gossip.lab.probe.cluster_measuring import Measured
+from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS
+from topologies import Topology
+from topologies.reports.units import seconds_text
+
+DataKind = Literal["alike", "different"]
+DATA_KINDS: tuple[DataKind, ...] = get_args(DataKind)
+
+#: From which on replicas of plain gossip agree too little, whatever their data (docs/algorithms/algorithms.csv).
+MANY_RANKS = 32
+PERIODS = (1, 2, 4, 8, 16, 32)
+#: What a step without an exchange is worth less than one with it: k steps to an exchange need 1 + 0.17 (k - 1) times as
+#: many steps for a loss (docs/time_to_loss.md).
+DRIFT = 0.17
+_SAME = 1.05  # predictions this close are no reason to prefer the one that loses more
+_PLAIN: tuple[str, Mapping[str, Any]] = ("adapt_while_communicating", {})
+_CORRECTED: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("integral_correction", {"form": "atc"}),
+    ("integral_correction", {"form": "awc"}),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to give :class:`gossip.GossipDataParallel`.
+
+    Attributes
+    ----------
+    topology : Topology
+        Without ``every``.
+    every : int
+        Steps from one exchange to the next.
+    algorithm : str
+    algorithm_options : mapping
+    compression : str or None
+    step_time_s : float
+        As predicted.
+    worth_s : float
+        The predicted time in which it learns as much as all-reduce does in a step.
+    reason : str
+        One sentence.
+    """
+
+    topology: Topology
+    every: int
+    algorithm: str
+    algorithm_options: Mapping[str, Any]
+    compression: str | None
+    step_time_s: float
+    worth_s: float
+    reason: str
+
+    @property
+    def words(self) -> str:
+        """As after a topology's name."""
+        options = "".join(f" with {name}={value}" for name, value in self.algorithm_options.items())
+        every = f"every({self.every}), " if self.every > 1 else ""
+        return f"{every}algorithm {self.algorithm}{options}, compression {self.compression or 'none'}"
+
+    def arguments(self) -> dict[str, Any]:
+        """As plain data, in the words of a benchmark's method ``gossip``."""
+        chosen: dict[str, Any] = {
+            "topology": {**self.topology.options, "name": self.topology.name, "every": self.every},
+            "algorithm": {"name": self.algorithm, **self.algorithm_options},
+        }
+        return chosen if self.compression is None else {**chosen, "compression": self.compression}
+
+
+def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps: int = 100) -> Choice:
+    """Choose what goes with a topology. Local.
+
+    The shortest predicted time to a loss, which is a step's time by the steps that are needed. Of choices within 5 %
+    the one that loses least: the exact values before compressed ones, the more frequent exchange, the form of a
+    correction that mixes better.
+
+    Parameters
+    ----------
+    measured : Measured
+    topology : Topology
+        For the ranks of the cluster.
+    data : str
+        "alike" or "different": whether all ranks draw from the same data.
+    num_steps : int
+        Of each simulated run.
+    """
+    cluster, workload = measured.cluster, measured.workload
+    is_corrected = data == "different" or cluster.world_size >= MANY_RANKS
+    candidates = [
+        (every, compression, algorithm)
+        for every in PERIODS
+        for compression in (None, *COMPRESSION_RATIOS)  # none of which changes the loss (README, "Compression")
+        for algorithm in (_CORRECTED if is_corrected else (_PLAIN,))
+    ]  # those that lose least first
+    steps_s = [
+        simulate_time(
+            topology.every(every),
+            cluster,
+            workload,
+            num_steps,
+            algorithm=ALGORITHMS.get(name)(**options),
+            compression_ratio=COMPRESSION_RATIOS.get(compression or "", 1.0),
+        ).step_time_s
+        + measured.coding_s.get(compression or "", 0.0) / every
+        for every, compression, (name, options) in candidates
+    ]
+    costs_s = [step_s * (1 + DRIFT * (every - 1)) for step_s, (every, _, _) in zip(steps_s, candidates, strict=True)]
+    best = next(number for number, cost_s in enumerate(costs_s) if cost_s <= _SAME * min(costs_s))
+    every, compression, (name, options) = candidates[best]
+    why = (
+        "data differ, and plain gossip would stop short of all-reduce's loss"
+        if data == "different"
+        else f"ranks are many ({cluster.world_size}), and plain gossip's would agree too little"
+        if is_corrected
+        else "data are alike and ranks few, so plain gossip is as good as all-reduce"
+    )
+    reason = (
+        f"{why[0].upper()}{why[1:]}; a step is predicted to take {seconds_text(steps_s[best])}, of which "
+        f"{seconds_text(workload.compute_s)} computes, and uncompressed with an exchange in every step "
+        f"{seconds_text(steps_s[0])}."
+    )
+    return Choice(topology, every, name, options, compression, steps_s[best], costs_s[best], reason)
