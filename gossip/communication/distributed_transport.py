@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -15,7 +17,7 @@ from gossip.communication.waiting import Failure
 from gossip.communication.worker_threads import Job, Operation, Works, posted
 from gossip.communication.world import World
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
-from gossip.errors import ExchangeError
+from gossip.errors import ExchangeError, GossipError
 from topologies import Phase, Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
@@ -118,14 +120,14 @@ class DistributedTransport(Transport):
         return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
-        turn = conversation.opening
+        turn = conversation.unmade_opening
         check_device(self._world, turn, step, bucket)
         rank = self._world.rank
         # The members of a group decide alike, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
         exchange = DistributedExchange(self._world, conversation, tuple(round_.neighbours(rank)), step, bucket)
         if ranks in self._shared and self._is_summed(turn, ranks, bucket):
-            self._start_all_reduce(exchange, turn, ranks)
+            self._start_all_reduce(exchange, conversation.opening, ranks)
         else:
             self._start_messages(exchange, turn)
         return exchange
@@ -170,8 +172,10 @@ class DistributedTransport(Transport):
             for source in exchange.sources
             if source in local and (in_place is not None or _is_large(exchange.received[source]))
         }
-        exchange.handed_out = self._hand_out(exchange, turn.sent) if local else frozenset()
+        if not local.isdisjoint(turn.sent) or not all(message.is_cpu for message in turn.sent.values()):
+            exchange.handed_out = self._hand_out(exchange, exchange.conversation.opening.sent)
         exchange.pending = exchange.begin()
+        exchange.progress.follow(exchange.conversation.make_opening())
 
     def _hand_out(self, exchange: DistributedExchange, messages: Messages) -> frozenset[int]:
         """Let ranks on this machine read their message, where it lies or is put; who they are."""
@@ -206,7 +210,8 @@ class DistributedExchange:
         self.step = step
         self.bucket = bucket
         self.sources = sources
-        self.sent = conversation.opening.sent
+        self.sent = conversation.unmade_opening.sent
+        self.progress = Progress()
         self.received: dict[int, torch.Tensor] = {}
         self.total: torch.Tensor | None = None
         self.local_messages: LocalMessages | None = None
@@ -234,11 +239,13 @@ class DistributedExchange:
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.received, received, strict=True))
         nothing: Messages = {}
+        num_bytes = 0
         for pieces in zip_longest(
             _pieces({target: message for target, message in wire_sent.items() if target not in self.handed_out}),
             _pieces({source: buffer for source, buffer in wire_received.items() if source not in self.readings}),
             fillvalue=nothing,
         ):
+            self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
             yield self._post(*pieces)
         if self.local_messages is not None:
             yield [
@@ -246,6 +253,7 @@ class DistributedExchange:
                 for source, reading in self.readings.items()
             ]
         yield None
+        self.progress.wait_for(sys.maxsize)  # who sends nothing reads the others' messages by its own
         for source, reading in self.readings.items():
             if self.read_in_place is not None:
                 wire_received[source] = self.received[source] = self._in_place(reading)
@@ -296,6 +304,44 @@ class DistributedExchange:
         yield from parts
         for reading in self.readings.values() if self.read_in_place is not None else ():
             reading.done()
+
+
+class Progress:
+    """How many bytes of a message have been made, for the thread that sends them."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._has_ended = False
+
+    def follow(self, making: Iterator[int]) -> None:
+        """Have the message made."""
+        try:
+            for num_bytes in making:
+                with self._changed:
+                    self._num_bytes = num_bytes
+                    self._changed.notify()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify()
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Return when so many bytes are there, or all.
+
+        Raises
+        ------
+        GossipError
+            They will never be.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._num_bytes >= num_bytes)
+        if self._error is not None:
+            raise GossipError(f"the message was not made: {self._error}")
 
 
 def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Two threads that keep communication out of the training thread's way."""
+"""Threads that keep communication out of the training thread's way."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ class WorkerThreads:
     busy, and that would be time taken from the backward pass. One daemon thread waits: a thread that is blocked in
     ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles answer
     ``is_completed()`` with False until somebody has waited for them. What a job yields before its first None
-    is posted ahead, in the order of the jobs, as long as only so much is under way; the rest by the thread
-    that waits, once its turn has come: on all ranks in one order. So messages follow each other on the wire and do not
-    compete. Whoever needs the outcome waits on a :class:`Ticket`, with a time-out of their own.
+    is posted ahead, in the order of the jobs, as long as only so much is under way; the rest is posted and waited for
+    by a third one, once all of that has ended: on all ranks in one order. So messages follow each other on the wire and
+    do not compete, and the wire is not idle while a message is decoded. Whoever needs the outcome waits on a
+    :class:`Ticket`, with a time-out of their own.
 
     Parameters
     ----------
@@ -102,12 +103,16 @@ class WorkerThreads:
     def __init__(self, name: str, patience: timedelta = daemon_threads.CLOSING_PATIENCE) -> None:
         self._to_post: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         posted: _Posted = queue.SimpleQueue()
+        to_finish: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         window = _Window(WINDOW_BYTES)
         self._finalizer = end = weakref.finalize(self, self._to_post.put, None)
-        post, wait = partial(_post, self._to_post, posted, window), partial(_wait, posted, window)
+        lives = {
+            "post": partial(_post, self._to_post, posted, window),
+            "wait": partial(_wait, posted, window, to_finish),
+            "finish": partial(_finish, to_finish),
+        }
         self._threads = [
-            daemon_threads.start(f"{name}-post", post, end=end, patience=patience),
-            daemon_threads.start(f"{name}-wait", wait, end=end, patience=patience),
+            daemon_threads.start(f"{name}-{what}", run, end=end, patience=patience) for what, run in lives.items()
         ]
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._is_parents = False
@@ -201,7 +206,7 @@ class Ticket:
             return None
 
     def wait_for(self, works: Works) -> None:
-        """Run by the waiting thread; nothing once something has failed."""
+        """Run by the thread that waits or finishes; nothing once something has failed."""
         try:
             for operation in works if self.error is None else ():
                 self.awaited = operation.awaited
@@ -211,7 +216,7 @@ class Ticket:
             self.error = error
 
     def finish(self) -> None:
-        """Run by the waiting thread: all that was not posted ahead."""
+        """Run by the finishing thread: all that was not posted ahead."""
         while self.error is None:
             try:
                 works = next(self._job)
@@ -263,11 +268,17 @@ def _post(tickets: queue.SimpleQueue[Ticket | None], posted: _Posted, window: _W
     posted.put(None)
 
 
-def _wait(posted: _Posted, window: _Window) -> None:
+def _wait(posted: _Posted, window: _Window, to_finish: queue.SimpleQueue[Ticket | None]) -> None:
     while (entry := posted.get()) is not None:
         ticket, works = entry
         if works is None:
-            ticket.finish()
+            to_finish.put(ticket)
         else:
             ticket.wait_for(works)
             window.add(-sum(operation.num_bytes for operation in works))
+    to_finish.put(None)
+
+
+def _finish(tickets: queue.SimpleQueue[Ticket | None]) -> None:
+    while (ticket := tickets.get()) is not None:
+        ticket.finish()

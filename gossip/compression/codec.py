@@ -152,7 +152,8 @@ class Codec(ABC):
         Parameters
         ----------
         values : Tensor, [numel]
-            They may change after the first ``yield``; to be deleted before it, so that nothing keeps them longer.
+            They may change after the first ``yield``, or when that turn's ``making`` has ended; to be deleted before
+            it, so that nothing keeps them longer.
         round_ : Round
             One in which this rank has a peer.
         step : int
@@ -160,6 +161,13 @@ class Codec(ABC):
 
     def exchange(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
         """Make the messages of ``values``, and lead their exchange. One at a time. Local; see :meth:`turns`."""
+        conversation = self.begin(values, round_, step)
+        for _ in conversation.make_opening():
+            pass
+        return conversation
+
+    def begin(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
+        """The same, but ``values`` are needed until the messages of the conversation's ``opening`` are made."""
         return Conversation(self.turns(values, round_, step))
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
@@ -90,12 +90,11 @@ class CompiledPasses(EagerPasses):
         offsets: torch.Tensor,
         points: torch.Tensor,
         message: torch.Tensor,
-    ) -> None:
+    ) -> Iterator[int]:
         block_numel, numel = self._layout.block_numel, values.shape[-1]
         num_rows, row = _rows(message)
-        # What is to be widened, some blocks at a time.
-        size = numel if values.dtype == points.dtype else max(1, CHUNK_NUMEL // block_numel) * block_numel
-        for start in range(0, numel, max(size, 1)):
+        size = max(1, CHUNK_NUMEL // block_numel) * block_numel
+        for start in range(0, numel, size):
             part = values[..., start : start + size].to(points.dtype).contiguous()
             self._encode[points.dtype](
                 self._numbers,
@@ -113,6 +112,7 @@ class CompiledPasses(EagerPasses):
                 message.data_ptr(),
                 row,
             )
+            yield -(-min(start + size, numel) // block_numel)
 
     def check(
         self, own: torch.Tensor, peers: torch.Tensor, spread: float, differences: torch.Tensor, wanted: torch.Tensor

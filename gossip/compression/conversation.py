@@ -29,6 +29,9 @@ class Turn:
         By rank that it goes to: contiguous, and left as it is until the exchange has ended.
     make_buffers : callable
         Makes ``receive_buffers``. Not called where no message is to be put anywhere.
+    making : iterator of int, optional
+        Makes ``sent``, from the beginning of each message on, and yields how many of their bytes are there; of the
+        opening alone. Without it they are there at once.
     make_accumulator : callable, optional
         Given where the messages are plain values of the same kind on all ranks, which may be added on the wire: memory
         for the weighted sum, [numel], in the dtype of accumulation.
@@ -44,8 +47,11 @@ class Turn:
         sent: Messages,
         make_buffers: Callable[[], Messages],
         make_accumulator: Callable[[], torch.Tensor] | None = None,
+        *,
+        making: Iterator[int] = iter(()),  # noqa: B008 -- it is empty, for all alike
     ) -> None:
         self.sent = sent
+        self.making = making
         self.make_accumulator = make_accumulator
         self._make_buffers = make_buffers
         self._buffers: Messages | None = None
@@ -128,25 +134,42 @@ Turns = Generator[Turn, Delivery, Arrival]
 class Conversation:
     """One exchange of one bucket at one rank.
 
-    Made by :meth:`gossip.Codec.exchange`, which makes the messages of its ``opening``. Whoever carries it delivers
-    these, then those of each turn of :meth:`proceed`, and has its ``arrival`` in the end::
+    Made by :meth:`gossip.Codec.exchange`. Whoever carries it delivers the messages of its ``opening``, then those of
+    each turn of :meth:`proceed`, and has its ``arrival`` in the end::
 
         for turn in conversation.proceed(Delivery(opening.sent, opening.receive_buffers)):
             ...  # send turn.sent, fill turn.receive_buffers
         conversation.arrival
 
     Both ends of an edge expect the same turns.
-
-    Attributes
-    ----------
-    opening : Turn
     """
 
     def __init__(self, turns: Turns) -> None:
         with _no_gradients():
-            self.opening = next(turns)
+            self._opening = next(turns)
         self._turns: Turns | None = turns
         self._arrival: Arrival | None = None
+
+    @property
+    def opening(self) -> Turn:
+        """The first turn, with its messages."""
+        for _ in self.make_opening():
+            pass
+        return self._opening
+
+    @property
+    def unmade_opening(self) -> Turn:
+        """The first turn, for those who call :meth:`make_opening` before they leave the values to others."""
+        return self._opening
+
+    def make_opening(self) -> Iterator[int]:
+        """Make the messages of the opening; how many bytes of each, from its beginning on, are there by now."""
+        while True:
+            with _no_gradients():
+                num_bytes = next(self._opening.making, None)
+            if num_bytes is None:
+                return
+            yield num_bytes
 
     def proceed(self, delivery: Delivery) -> Iterator[Turn]:
         """The turns after the opening, which has been delivered; what a turn sends has arrived when the next is asked.

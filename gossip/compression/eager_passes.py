@@ -60,8 +60,10 @@ class EagerPasses:
         offsets: torch.Tensor,
         points: torch.Tensor,
         message: torch.Tensor,
-    ) -> None:
+    ) -> Iterator[int]:
         """Round ``values`` to lattices of the wanted levels, or of coarser ones where these have no such points.
+
+        Yields how many blocks of codes are there.
 
         Parameters
         ----------
@@ -95,6 +97,7 @@ class EagerPasses:
                 chosen.copy_(torch.where(_some(is_raw, blocks, dim)[..., None], part, chosen))
             fields.codes.masked_fill_(is_raw[..., None], 0)
             fields.checksums.masked_fill_(is_raw, 0)
+        yield self._layout.num_blocks
 
     def _peaks(self, values: torch.Tensor) -> torch.Tensor:
         """The largest magnitude in each block, [num_blocks]; NaN where there is one."""

@@ -92,7 +92,7 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things stand in a message: checksums, levels, codes.
+    """Where things stand in a message: codes, checksums, levels.
 
     Attributes
     ----------
@@ -133,10 +133,10 @@ class Layout:
 
     def fields(self, message: torch.Tensor) -> Fields:
         """The parts of a message, [..., num_bytes] or longer; views."""
-        after_checksums, after_levels = 4 * self.num_blocks, 6 * self.num_blocks
-        codes = message[..., after_levels : self.num_bytes]
+        after_codes = self.num_blocks * self.code_bytes
+        after_checksums = after_codes + 4 * self.num_blocks
         return Fields(
-            message[..., :after_checksums].view(torch.int32),
-            message[..., after_checksums:after_levels].view(torch.int16),
-            codes.view(*message.shape[:-1], self.num_blocks, self.code_bytes),
+            message[..., after_codes:after_checksums].view(torch.int32),
+            message[..., after_checksums : self.num_bytes].view(torch.int16),
+            message[..., :after_codes].view(*message.shape[:-1], self.num_blocks, self.code_bytes),
         )

@@ -1,8 +1,8 @@
 /* The passes of modulo quantization over memory, block by block while it is in the nearest cache: what EagerPasses
  * in eager_passes.py makes, bit for bit. Powers of two scale exactly, and nothing is contracted or reassociated but integers.
  *
- * Rows are ranks, num_rows of them, row_... apart. A message is the checksums of its blocks (int32), their levels
- * (int16) and their codes; it is read and written as Layout in lattice.py says.
+ * Rows are ranks, num_rows of them, row_... apart. A message is the codes of its blocks, their checksums
+ * (int32) and their levels (int16); it is read and written as Layout in lattice.py says.
  */
 
 #ifndef REAL
@@ -42,10 +42,11 @@ typedef struct {
 } Fields;
 
 INLINED Fields fields_of(const Layout *layout, uint8_t *message) {
+    int64_t num_codes = layout->num_blocks * layout->block_numel * layout->bits / 8;
     Fields fields = {
-        (int32_t *)message,
-        (int16_t *)(message + 4 * layout->num_blocks),
-        message + 6 * layout->num_blocks,
+        (int32_t *)(message + num_codes),
+        (int16_t *)(message + num_codes + 4 * layout->num_blocks),
+        message,
     };
     return fields;
 }

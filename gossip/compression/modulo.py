@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -126,8 +126,10 @@ class ModuloArithmetic:
 
     def encode(
         self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
-    ) -> None:
+    ) -> Iterator[int]:
         """Write the message of ``values``, on lattices of these ``levels`` or coarser ones, and what it stands for.
+
+        Yields how many bytes of it, from its beginning on, are as they will be.
 
         Parameters
         ----------
@@ -139,7 +141,9 @@ class ModuloArithmetic:
         """
         device = values.device
         offsets = _offsets(self._compression.seed, step, self._bucket, self.layout.num_offsets).to(device)
-        self._passes[device].encode(values, levels.to(device), offsets, points, message)
+        for num_blocks in self._passes[device].encode(values, levels.to(device), offsets, points, message):
+            yield num_blocks * self.layout.code_bytes
+        yield self.layout.num_bytes
 
     def read(
         self, own: torch.Tensor, peers: torch.Tensor, unpacked: Callable[[], torch.Tensor], wanted: torch.Tensor
@@ -237,9 +241,11 @@ class ModuloCodec(Codec):
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
-        self._arithmetic.encode(values, self.levels, step, self._blocks, self._payload)
+        encoding = self._arithmetic.encode(values, self.levels, step, self._blocks, self._payload)
         del values
-        delivery = yield Turn(dict.fromkeys(targets, self._payload), partial(self._make_buffers, weights))
+        messages = dict.fromkeys(targets, self._payload)
+        delivery = yield Turn(messages, partial(self._make_buffers, weights), making=encoding)
+        del encoding
         sent, received = delivery.on_host
         own = next(iter(sent.values())) if sent else self._payload.cpu()
         wanted = torch.full_like(self.levels, RAW)
@@ -330,7 +336,9 @@ class StackedModuloCodec(StackedCodec):
         num_ranks, numel = values.shape
         edges = self._edges.of(round_)
         for rows in row_slices(num_ranks, numel, values.device):
-            self._arithmetic.encode(values[rows], self.levels[rows], step, self._blocks[rows], self._messages[rows])
+            blocks, messages = self._blocks[rows], self._messages[rows]
+            for _ in self._arithmetic.encode(values[rows], self.levels[rows], step, blocks, messages):
+                pass
         difference = torch.zeros_like(values, dtype=self._points.dtype)
         num_bytes = edges.num * (self._layout.num_bytes + self._layout.num_blocks)
         for readers in edges.readers:

@@ -215,7 +215,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                         in_flight.sent[channel] = [message.clone()]
                     continue
                 codec = self.codecs[index][channel]
-                conversation = codec.exchange(message, edges, step)
+                conversation = codec.begin(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self._transport.start(
                     conversation, edges, step=step, bucket=index + CHANNEL_STRIDE * number

@@ -186,7 +186,7 @@ def test_exit_waits_for_what_is_under_way(ended: Ended) -> None:
 
 def test_exit_says_what_it_waits_for(ended: Ended) -> None:
     assert statuses_of(RELEASED_BY_WHAT_IS_SAID, ended) == {0: 0, 1: 0}, ended.output
-    said = "messages are under way that a peer has not sent or taken yet (gossip-test-wait)"
+    said = "messages are under way that a peer has not sent or taken yet (gossip-test-finish, gossip-test-wait)"
     assert ended.output.count(said) == 2, ended.output
 
 

@@ -77,9 +77,9 @@ def exchange_everything(name: str, kind: str, shares_memory: bool) -> list[torch
         exchanges = []
         for bucket, codec in enumerate(codecs):
             values = values_of(world.rank, step, bucket, dtype)
-            conversation = codec.exchange(values, round_, step)
-            values.fill_(torch.nan)  # the message does not need it any more
+            conversation = codec.begin(values, round_, step)
             exchanges.append(transport.start(conversation, round_, step=step, bucket=bucket))
+            values.fill_(torch.nan)  # the message does not need it any more
         for bucket, exchange in enumerate(exchanges):
             difference = received(exchange)
             everyone = torch.stack([values_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)])

@@ -57,7 +57,7 @@ class Encoded:
         # Longer than it need be, as rows of several ranks are.
         memory = torch.full((*leading, layout.num_bytes + 16 - layout.num_bytes % 8), 77, dtype=torch.uint8)
         offsets = torch.randint(NOISE_PERIOD, (layout.num_offsets,), generator=torch.Generator().manual_seed(3))
-        made.encode(values, wanted, offsets, points, memory)
+        assert list(made.encode(values, wanted, offsets, points, memory))[-1] == layout.num_blocks
         return cls(points, memory)
 
     def check(
