@@ -3,9 +3,10 @@
     python scripts/compression_speed.py
     python scripts/compression_speed.py --device cuda --numel 67108864
 
-Two ranks exchange in one thread of one process. GB/s are of the values (4 bytes each) per second of the thread's own
-time on a CPU, of the device's time elsewhere. Decode contains checking the message, and mixing the result into the
-values.
+Two ranks exchange in one thread of one process, and copy their values in between. GB/s are of the values (4 bytes)
+per second of the thread's own time on a CPU, of the device's time elsewhere; behind them, the share of the copy's.
+Check is all between the message's arrival and the first part of what is decoded; decode makes the parts, and mix adds
+them to the values.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import torch
 
 import topologies
 from gossip import AdaptWhileCommunicating, BucketShape, Conversation, Delivery
+from gossip.compression.compiled_passes import quantized_by
 from gossip.compression.compression_names import COMPRESSIONS, resolve_compression
 
 NUM_WARM_UP = 3
+PIECES = {"encode": "encode", "check": "check by rank 0", "decode": "decode", "mix": "mix"}
+"""Columns, by what is measured under which name."""
 NOT_BY_VECTOR = ("powergossip",)  # its bytes depend on the matrices
 
 
@@ -60,7 +64,7 @@ class Clock:
 
 
 def measure(name: str | None, numel: int, device: torch.device, repetitions: int) -> tuple[dict[str, float], float]:
-    """Seconds to encode and to decode; bytes per value of the newest message."""
+    """Seconds of each piece; bytes per value of the newest message."""
     compression = resolve_compression(name)
     topology = topologies.build("complete", 2)
     round_ = topology.round(0)
@@ -73,11 +77,20 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
     num_bytes = 0
 
     def mix(conversation: Conversation, into: torch.Tensor) -> None:
-        for part, difference in conversation.arrival.parts:
-            algorithm.combine_(into[part], difference, 0)
+        parts, ends = conversation.arrival.parts, (None, None)
+        clock.time("decode", lambda: None)
+        clock.time("mix", lambda: None)
+        while True:
+            part, difference = clock.time("decode", partial(next, parts, ends), goes_on=True)
+            if part is None:
+                return
+            clock.time("mix", partial(algorithm.combine_, into[part], difference, 0), goes_on=True)
 
-    names = [f"decode by rank {rank}" for rank in range(2)]
+    checks = [f"check by rank {rank}" for rank in range(2)]
+    copies = [torch.empty_like(replica) for replica in values]
     for step in range(NUM_WARM_UP + repetitions):
+        for replica, copy in zip(values, copies, strict=True):
+            clock.time("copy", partial(copy.copy_, replica))
         conversations: list[Conversation] = [
             clock.time("encode", partial(codec.exchange, replica, round_, step))
             for codec, replica in zip(codecs, values, strict=True)
@@ -92,19 +105,19 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
         under_way = [
             conversation.proceed(delivery) for conversation, delivery in zip(conversations, deliveries, strict=True)
         ]
-        for name in names:
-            clock.time(name, lambda: None)
+        for check in checks:
+            clock.time(check, lambda: None)
         while (
             turns := [
-                clock.time(name, partial(next, more, None), goes_on=True)
-                for name, more in zip(names, under_way, strict=True)
+                clock.time(check, partial(next, more, None), goes_on=True)
+                for check, more in zip(checks, under_way, strict=True)
             ]
         ) != [None, None]:
             for rank, turn in enumerate(turns):
                 for source, buffer in turn.receive_buffers.items():
                     buffer.copy_(turns[source].sent[rank])
-        for name, conversation, replica in zip(names, conversations, values, strict=True):
-            clock.time(name, partial(mix, conversation, replica), goes_on=True)
+        for conversation, replica in zip(conversations, values, strict=True):
+            mix(conversation, replica)
         values[0].add_(1e-3)
     return clock.medians(), num_bytes / numel
 
@@ -120,25 +133,18 @@ def main() -> None:
         parser.error("--numel and --repetitions must be at least 1")
     torch.set_num_threads(1)
     device = torch.device(arguments.device)
-    source = torch.randn(arguments.numel).to(device)
-    target = torch.empty_like(source)
-    clock = Clock(device)
-    for _ in range(NUM_WARM_UP + arguments.repetitions):
-        clock.time("copy", lambda: target.copy_(source))
-    copy_s = clock.medians()["copy"]
     print(
-        f"{arguments.numel} float32 on {device}, torch {torch.__version__}; a copy: {_speed(arguments.numel, copy_s)}\n"
+        f"{arguments.numel} float32 on {device}, torch {torch.__version__}, int8 and int4 by "
+        f"{quantized_by() if device.type == 'cpu' else 'torch'}:\n"
     )
-    print("| compression | bytes per value | encode | decode and mix |\n| --- | ---: | ---: | ---: |")
+    print("| compression | bytes per value | copy |" + "".join(f" {piece} |" for piece in PIECES))
+    print("| --- " + "| ---: " * (2 + len(PIECES)) + "|")
     for name in (None, *COMPRESSIONS.available()):
         if name not in NOT_BY_VECTOR:
             times, size = measure(name, arguments.numel, device, arguments.repetitions)
-            cells = [_speed(arguments.numel, times[part]) for part in ("encode", "decode by rank 0")]
-            print(f"| {name or 'none'} | {size:.3f} | {' | '.join(cells)} |", flush=True)
-
-
-def _speed(numel: int, seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms, {4 * numel / seconds / 1e9:.1f} GB/s"
+            speeds = {piece: 4 * arguments.numel / took / 1e9 for piece, took in times.items()}
+            cells = [f"{speeds[key]:.1f} ({speeds[key] / speeds['copy']:.2f})" for key in PIECES.values()]
+            print(f"| {name or 'none'} | {size:.3f} | {speeds['copy']:.1f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
