@@ -138,5 +138,10 @@ class Layout:
         return Fields(
             message[..., after_codes:after_checksums].view(torch.int32),
             message[..., after_checksums : self.num_bytes].view(torch.int16),
-            message[..., :after_codes].view(*message.shape[:-1], self.num_blocks, self.code_bytes),
+            self.codes(message),
         )
+
+    def codes(self, message: torch.Tensor) -> torch.Tensor:
+        """Those of a message, [..., num_blocks, code_bytes]; a view."""
+        codes = message[..., : self.num_blocks * self.code_bytes]
+        return codes.view(*message.shape[:-1], self.num_blocks, self.code_bytes)

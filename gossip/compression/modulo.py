@@ -13,7 +13,9 @@ import torch
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.compiled_passes import passes
 from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns
+from gossip.compression.eager_passes import block_ranges
 from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
+from gossip.compression.part_memory import all_finite
 from gossip.compression.random_draws import generator
 from gossip.compression.stacked_codec import (
     KnownEdges,
@@ -159,15 +161,23 @@ class ModuloArithmetic:
         wanted : Tensor, [num_blocks], int16
             Raised to the levels at which the next message would fit.
         """
-        differences = self.layout.fields(peers).codes.view(torch.int8) if self.layout.bits == 8 else unpacked()
+        differences = self.layout.codes(peers).view(torch.int8) if self.layout.bits == 8 else unpacked()
         resent, sizes = self._passes[own.device].check(own, peers, self._spread, differences, wanted)
         return Read(differences, sizes, resent, torch.empty(0))
 
-    def learn_from_rows(self, read: Read, own_rows: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Raise ``wanted`` to what the blocks that were sent in full say; ``own_rows`` are our own of these blocks."""
-        peaks = (read.rows - own_rows).abs().amax(1).double()
-        needed = levels_of(self._spread * peaks).masked_fill_(~torch.isfinite(peaks), RAW)
+    def learn_from_rows(self, read: Read, points: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Raise ``wanted`` to what the blocks that were sent in full say; whether these and our own are finite."""
+        places = read.resent.nonzero(as_tuple=True)
+        peaks = torch.empty(len(read.rows), dtype=read.rows.dtype, device=read.rows.device)
+        is_finite = True
+        for some in block_ranges(len(read.rows), self.layout.block_numel, read.rows.device):
+            rows, own = read.rows[some], points[tuple(place[some] for place in places)].to(read.rows.device)
+            torch.amax((rows - own).abs_(), 1, out=peaks[some])
+            if not bool(peaks[some].isfinite().all()):
+                is_finite = is_finite and all_finite(rows) and all_finite(own)
+        needed = levels_of(self._spread * peaks.double()).masked_fill_(~torch.isfinite(peaks), RAW)
         wanted[read.resent] = torch.maximum(wanted[read.resent], needed)
+        return is_finite
 
     def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
         """The sum of the differences to what was read, by its weights, part by part.
@@ -255,17 +265,19 @@ class ModuloCodec(Codec):
         }
         # Backwards along every edge: which blocks are asked for again.
         asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
-        yield Turn({source: read.resent.to(torch.uint8) for source, read in reads.items()}, lambda: asked)
+        yield Turn({source: read.resent.view(torch.uint8) for source, read in reads.items()}, lambda: asked)
         yield Turn(
-            {target: self._rows(blocks.bool()) for target, blocks in asked.items() if bool(blocks.any())},
+            {target: self._rows(blocks.view(torch.bool)) for target, blocks in asked.items() if bool(blocks.any())},
             lambda: {source: read.rows for source, read in reads.items() if read.rows.shape[0]},
         )
-        for read in reads.values():
-            if read.rows.shape[0]:
-                self._arithmetic.learn_from_rows(read, self._rows(read.resent), wanted)
+        are_finite = [
+            self._arithmetic.learn_from_rows(read, self._blocks, wanted)
+            for read in reads.values()
+            if read.rows.shape[0]
+        ]
         if reads:
             self.levels = wanted
-        return Arrival(self._parts(weights, reads), self._device.type != "cpu" or self._is_finite(reads.values()))
+        return Arrival(self._parts(weights, reads), self._device.type != "cpu" or all(are_finite))
 
     def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
         for place in range(len(self._receive_buffers), len(weights)):
@@ -286,16 +298,8 @@ class ModuloCodec(Codec):
         return self._unpacked[number]
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Our own points of some blocks, in full."""
-        return self._blocks[blocks.to(self._device)].cpu()
-
-    def _is_finite(self, reads: Iterable[Read]) -> bool:
-        return all(
-            bool(rows.isfinite().all())
-            for read in reads
-            if read.rows.shape[0]
-            for rows in (read.rows, self._rows(read.resent))
-        )
+        """Our own points of some blocks, in full; no copy of all of them where they are in the host's memory."""
+        return self._blocks.cpu() if bool(blocks.all()) else self._blocks[blocks.to(self._device)].cpu()
 
     @torch.no_grad()
     def _parts(self, weights: Mapping[int, float], reads: Mapping[int, Read]) -> Parts:
@@ -365,7 +369,7 @@ class StackedModuloCodec(StackedCodec):
                 num_bytes += read.rows.nbytes
         for read in reads:
             if read.rows.shape[0]:
-                self._arithmetic.learn_from_rows(read, points[read.resent], wanted)
+                self._arithmetic.learn_from_rows(read, points, wanted)
         self.levels[ranks] = wanted
         for place, part in self._arithmetic.parts(points, zip(reads, readers.weights, strict=True)):
             difference[ranks, place] = part
