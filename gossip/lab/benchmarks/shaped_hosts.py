@@ -28,6 +28,7 @@ _BRIDGE_ADDRESS = f"{_NETWORK}.254"
 _COMMAND_TIMEOUT_S = 20
 _ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
 _NUM_ORPHAN_RETRIES = 3  # 3 seconds; by default it is 100
+_SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # off, as on hosts set up for far links
 _BURST_S = 0.004  # what an idle link saves up and lets through at once, as a time: a tick of the kernel's clock, but
 _MIN_BURST_BYTES = 1 << 17  # two of the 64 KiB packets
 _QUEUE_S = 0.05  # what a link may hold back before it drops, as a time: a round trip if that is more, but
@@ -113,7 +114,8 @@ class Lab:
             )
         self._in_bridge("ip", "link", "set", port, "master", "bridge", "up")
         with host.entered():
-            _let_go_of_dead_peers()
+            _set(_ORPHAN_RETRIES, _NUM_ORPHAN_RETRIES)  # a dead peer must not keep the host for minutes
+            _set(_SLOW_START_AFTER_IDLE, 0)
             _run("ip", "link", "set", "lo", "up")
             _run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "link", "set", self.interface, "up")
@@ -168,10 +170,10 @@ class Lab:
             return _run(*command)
 
 
-def _let_go_of_dead_peers() -> None:
-    """On a host: a connection whose process is gone, and whose peer's host too, must not keep the host for minutes."""
-    with contextlib.suppress(OSError):  # /proc may be read-only; then the kernel's own patience ends it
-        _ORPHAN_RETRIES.write_text(str(_NUM_ORPHAN_RETRIES))
+def _set(parameter: Path, value: int) -> None:
+    """Of this host's network."""
+    with contextlib.suppress(OSError):  # /proc may be read-only; then the kernel's own one counts
+        parameter.write_text(str(value))
 
 
 def what_is_missing() -> str | None:

@@ -76,7 +76,7 @@ TASKS = {
         lambda: stdlib_text(context_length=32, max_bytes=200_000),
         lambda data: CharTransformer(data.input_shape, data.num_classes, width=256, depth=3),
         batch_size=1,
-        learning_rate=0.05,
+        learning_rate=0.02,
     ),
 }
 """CNN of 10.1 MB on images by class; transformer of 9.7 MB on source text by module."""
