@@ -48,7 +48,8 @@ def test_bench_leaves_a_table_and_figures(tmp_path: Path) -> None:
     kinds = {row["kind"]: row for row in result["rows"]}
     assert {"local", "ddp", "gossip"} <= set(kinds)
     assert kinds["local"]["step_s"]["high"] > 0
-    assert kinds["gossip"]["sent_bytes"] > kinds["local"]["sent_bytes"]
+    # What gossip's ranks have for each other lies in the memory of this machine.
+    assert kinds["ddp"]["sent_bytes"] > 1000 + max(kinds[kind]["sent_bytes"] for kind in ("local", "gossip"))
     assert {ratio["reference"] for ratio in result["ratios"]} >= {"local", "ddp"}
     assert (folder / "parts.svg").read_text().count("gossip") >= 1
     assert (folder / "config.yaml").exists()
