@@ -5,13 +5,11 @@ from __future__ import annotations
 import collections
 import functools
 import json
-import mmap
 import os
-import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,167 +19,19 @@ import torch.distributed as dist
 
 from gossip.communication import forks
 from gossip.communication.process_states import GONE
+from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, Arena, Buffer
 from gossip.communication.sockets import with_resending
 from gossip.communication.world import World
 from gossip.errors import GossipError
 
-_MAX_BUFFERS = 3
-_ALIGNMENT_BYTES = 64
 _PAUSES_S = 0.00005, 0.0002
 _GONE_CHECK_S = 0.005
-_SECRET_BYTES = 16
-_NUM_ROWS = 2**16
-
-
-class Directory:
-    """Where the buffers of a rank are: a file of rows that are added, and never changed.
-
-    Parameters
-    ----------
-    fd : int
-        Of an anonymous file, which begins with a secret.
-    """
-
-    def __init__(self, fd: int) -> None:
-        size = _SECRET_BYTES + _NUM_ROWS * 8 * len(Row._fields)
-        if os.fstat(fd).st_size < size:
-            os.ftruncate(fd, size)  # what is not written takes no memory
-        self._numbers = memoryview(mmap.mmap(fd, size))[_SECRET_BYTES:].cast("q")
-        self._num_rows = 0
-
-    def add(self, row: Row) -> None:
-        """Add a row: by the owner."""
-        start = self._num_rows * len(row)
-        for place in reversed(range(len(row))):  # a row is there once its first number is
-            self._numbers[start + place] = row[place]
-        self._num_rows += 1
-
-    def new_rows(self) -> Iterator[Row]:
-        """Those that were added since the last call."""
-        while self._numbers[start := self._num_rows * len(Row._fields)]:
-            self._num_rows += 1
-            yield Row(*self._numbers[start : start + len(Row._fields)])
-
-
-class Row(NamedTuple):
-    """A buffer in a :class:`Directory`.
-
-    Attributes
-    ----------
-    place : int
-        The bucket, plus 1.
-    fd, secret, nbytes : int
-    """
-
-    place: int
-    fd: int
-    secret: int
-    nbytes: int
-
-
-class Buffer:
-    """Memory for one message, who shall read it, and who has.
-
-    Parameters
-    ----------
-    fd : int
-        Of an anonymous file, which ends with the last process that has it open or mapped.
-    world_size : int
-    nbytes : int
-        Of the message.
-
-    Attributes
-    ----------
-    message : Tensor, [nbytes], uint8
-    """
-
-    def __init__(self, fd: int, world_size: int, nbytes: int) -> None:
-        header = 8 * (2 + 2 * world_size)
-        start = -(-header // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        size = start + nbytes
-        if os.fstat(fd).st_size < size:
-            os.ftruncate(fd, size)
-        memory = mmap.mmap(fd, size)
-        self._numbers = memoryview(memory)[:header].cast("q")
-        self._world_size = world_size
-        self.message = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes)
-
-    @property
-    def secret(self) -> int:
-        """Tells whether a descriptor is still what it was."""
-        return self._numbers[0]
-
-    @property
-    def published_at(self) -> float:
-        """``time.perf_counter()``, which is one clock for all processes of a machine."""
-        return self._numbers[1] / 1e9
-
-    def name(self, secret: int) -> None:
-        """Give it its secret: by the owner, once."""
-        self._numbers[0] = secret
-
-    def publish(self, numbers: Mapping[int, int]) -> None:
-        """Let ranks read it, as their messages of these numbers: by the owner."""
-        self._numbers[1] = time.perf_counter_ns()
-        for rank, number in numbers.items():
-            self._numbers[2 + rank] = number
-
-    def number_for(self, rank: int) -> int:
-        """Which message to that rank it is, or was."""
-        return self._numbers[2 + rank]
-
-    def done(self, rank: int) -> None:
-        """That rank has read it."""
-        self._numbers[2 + self._world_size + rank] = self.number_for(rank)
-
-    def is_read_by(self, rank: int) -> bool:
-        """Whether that rank has done with what it was given last."""
-        return self._numbers[2 + self._world_size + rank] == self.number_for(rank)
-
-
-class OwnBuffer:
-    """A buffer that this rank fills.
-
-    Attributes
-    ----------
-    message : Tensor
-        Like the messages.
-    row : Row
-    readers : tuple of int
-        Who shall read what is in it.
-    """
-
-    def __init__(self, world_size: int, bucket: int, nbytes: int, dtype: torch.dtype) -> None:
-        self._pid, self._fd = os.getpid(), os.memfd_create("gossip")
-        self._buffer = Buffer(self._fd, world_size, nbytes)
-        self.row = Row(bucket + 1, self._fd, secrets.randbits(62), nbytes)
-        self._buffer.name(self.row.secret)
-        self.message = self._buffer.message.view(dtype)
-        self.readers: tuple[int, ...] = ()
-
-    def __del__(self) -> None:
-        if os.getpid() == self._pid:  # in a forked child the number may stand for something else by now
-            os.close(self._fd)
-
-    def publish(self, numbers: Mapping[int, int]) -> None:
-        """Let ranks read it, as their messages of these numbers."""
-        self.readers = tuple(numbers)
-        self._buffer.publish(numbers)
-
-    def is_read_by(self, reader: int) -> bool:
-        """Whether that rank has done with what is in it."""
-        return self._buffer.is_read_by(reader)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether everybody has done with what is in it."""
-        return all(map(self.is_read_by, self.readers))
 
 
 class SharedMessage:
     """Where messages of one bucket of this rank lie, of one size.
 
-    A rank that is ahead need not wait for a peer that still reads: another buffer is made then, up to three. With that
+    A rank that is ahead need not wait for a peer that still reads: it takes another buffer then, up to three. With that
     many, one-peer gossip with delays that are exponentially distributed is within 1 % of what it makes without a limit,
     as a recursion over the times of the steps shows; with two it loses 3 to 5 %, from 4 to 64 ranks.
     """
@@ -189,13 +39,14 @@ class SharedMessage:
     def __init__(self, owner: LocalMessages, message: torch.Tensor, bucket: int) -> None:
         self._owner = owner
         self._bucket = bucket
-        self._nbytes, self._dtype = message.nbytes, message.dtype
-        self._buffers: collections.deque[OwnBuffer] = collections.deque()
+        self._dtype = message.dtype
+        self._unused = collections.deque(owner.new_buffers(bucket, message.nbytes))
+        self._used: collections.deque[Buffer] = collections.deque()
 
     @property
     def message(self) -> torch.Tensor:
         """The buffer taken last."""
-        return self._buffers[-1].message
+        return self._used[-1].message.view(self._dtype)
 
     def take(self, step: int) -> torch.Tensor:
         """A buffer for the message of ``step``, which nobody reads any more.
@@ -205,10 +56,10 @@ class SharedMessage:
         ExchangeError
             There is none, in time.
         """
-        if len(self._buffers) < _MAX_BUFFERS and not (self._buffers and self._buffers[0].is_free):
-            self._buffers.append(self._owner.new_buffer(self._bucket, self._nbytes, self._dtype))
+        if self._unused and not (self._used and not self._used[0].readers):
+            self._used.append(self._unused.popleft())  # what was never written takes no memory
             return self.message
-        oldest, world = self._buffers[0], self._owner.world
+        oldest, world = self._used[0], self._owner.world
         for reader in oldest.readers:
             where = f"step {step}, bucket {self._bucket}"
             reading = _BeingRead(oldest, reader)
@@ -217,15 +68,15 @@ class SharedMessage:
                 raise world.lost(
                     failure,
                     f"{where}: waited {failure.waited_s:.3g} s in vain for rank {reader} to read the message of "
-                    f"{_MAX_BUFFERS} exchanges ago",
+                    f"{BUFFERS_PER_ROW} exchanges ago",
                     advice=" (GossipDataParallel's timeout sets how long to wait)",
                 )
-        self._buffers.rotate(-1)
+        self._used.rotate(-1)
         return self.message
 
     def publish(self, readers: Sequence[int]) -> None:
         """Let these ranks read the buffer taken last."""
-        self._buffers[-1].publish({reader: self._owner.next_number_to(reader, self._bucket) for reader in readers})
+        self._used[-1].publish({reader: self._owner.next_number_to(reader, self._bucket) for reader in readers})
 
 
 class _Polled(ABC):
@@ -265,7 +116,7 @@ class _Polled(ABC):
 class _BeingRead(_Polled):
     """A message of this rank, until a peer has read it."""
 
-    def __init__(self, buffer: OwnBuffer, reader: int) -> None:
+    def __init__(self, buffer: Buffer, reader: int) -> None:
         super().__init__()
         self._buffer, self._reader = buffer, reader
 
@@ -413,44 +264,35 @@ class LocalMessages:
         self.world = world
         self.local: frozenset[int] = frozenset()
         self._lock = threading.Lock()  # messages are looked for in the training thread and beside it
-        self._pid = os.getpid()
-        self._fd = os.memfd_create("gossip") if shares_memory and hasattr(os, "memfd_create") else None
         self._seen: list[set[int]] = [set() for _ in range(world.world_size)]
         self._numbers_to: collections.Counter[tuple[int, int]] = collections.Counter()
         self._numbers_from: collections.Counter[tuple[int, int]] = collections.Counter()
         self._buffers: dict[tuple[int, int], list[Buffer]] = collections.defaultdict(list)
-        self._rows: dict[tuple[int, int], list[Row]] = collections.defaultdict(list)
-        secret = secrets.token_hex(_SECRET_BYTES // 2)
-        if self._fd is not None:
-            os.write(self._fd, secret.encode())
-            self._directory = Directory(self._fd)
-        own = [machine() if self._fd is not None else None, self._pid, self._fd, secret]
-        everyone = _gather(world, own)
-        self._directories = {
-            rank: directory
-            for rank, (machine, pid, descriptor, text) in enumerate(everyone)
-            if machine is not None and machine == own[0] and rank != world.rank
-            if (directory := _directory_of(pid, descriptor, text)) is not None
+        self._arena: Arena | None = None
+        own, address = None, Address(os.getpid(), -1, "")
+        if shares_memory and hasattr(os, "memfd_create"):
+            own = machine()
+            self._arena, address = Arena.make(world.world_size)
+        everyone = _gather(world, [own, address])
+        self._arenas = {
+            rank: arena
+            for rank, (machine, address) in enumerate(everyone)
+            if machine is not None and machine == own and rank != world.rank
+            if (arena := Arena.at(Address(*address), world.world_size)) is not None
         }
-        self._pids = [pid for _, pid, _, _ in everyone]
-        machines = [str(machine) for machine, *_ in everyone if machine is not None]
+        machines = [str(machine) for machine, _ in everyone if machine is not None]
         if len(set(machines)) < len(machines):
-            self._seen = [set(ranks) for ranks in _gather(world, list(self._directories))]  # so all ranks know by now
-        self.local = frozenset(rank for rank in self._directories if self.are_local((world.rank, rank)))
-
-    def __del__(self) -> None:
-        if self._fd is not None and os.getpid() == self._pid:
-            os.close(self._fd)
+            self._seen = [set(ranks) for ranks in _gather(world, list(self._arenas))]  # so all ranks know by now
+        self.local = frozenset(rank for rank in self._arenas if self.are_local((world.rank, rank)))
 
     def are_local(self, ranks: Sequence[int]) -> bool:
         """Whether all of them can read each other's memory; the answer is the same on all ranks."""
         return all(other in self._seen[rank] for rank in ranks for other in ranks if other != rank)
 
-    def new_buffer(self, bucket: int, nbytes: int, dtype: torch.dtype) -> OwnBuffer:
-        """Memory for a message of this rank, which the others find."""
-        buffer = OwnBuffer(self.world.world_size, bucket, nbytes, dtype)
-        self._directory.add(buffer.row)
-        return buffer
+    def new_buffers(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
+        """Memory for messages of this rank, which the others find."""
+        assert self._arena is not None
+        return self._arena.add(bucket, nbytes)
 
     def next_number_to(self, reader: int, bucket: int) -> int:
         """Count a message of this rank."""
@@ -471,26 +313,13 @@ class LocalMessages:
         with self._lock:
             found = self._among(self._buffers[source, bucket], number)
             if found is None:
-                for row in self._directories[source].new_rows():
-                    self._rows[source, row.place - 1].append(row)
-                opened = [self._open(self._pids[source], row) for row in self._rows.pop((source, bucket), ())]
-                self._buffers[source, bucket] += opened
-                found = self._among(opened, number)
+                for place, added in self._arenas[source].new_buffers():
+                    self._buffers[source, place] += added
+                found = self._among(self._buffers[source, bucket], number)
             return found
 
     def _among(self, buffers: Sequence[Buffer], number: int) -> Buffer | None:
-        rank = self.world.rank
-        return next((buffer for buffer in buffers if buffer.number_for(rank) == number), None)
-
-    def _open(self, pid: int, row: Row) -> Buffer:
-        descriptor = os.open(f"/proc/{pid}/fd/{row.fd}", os.O_RDWR)
-        try:
-            buffer = Buffer(descriptor, self.world.world_size, row.nbytes)
-        finally:
-            os.close(descriptor)
-        if buffer.secret != row.secret:
-            raise OSError(f"descriptor {row.fd} of process {pid} is something else by now")
-        return buffer
+        return next((buffer for buffer in buffers if buffer.holds(number, self.world.rank)), None)
 
 
 def _gather(world: World, content: Any) -> list[Any]:
@@ -502,15 +331,3 @@ def machine() -> list[str | int]:
     """Equal in two processes that can have memory in common, and between which nobody has put a network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return [boot, os.getuid(), *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))]
-
-
-def _directory_of(pid: int, fd: int, secret: str) -> Directory | None:
-    """That of another rank, if this one can read and write it."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        return Directory(descriptor) if os.read(descriptor, _SECRET_BYTES) == secret.encode() else None
-    finally:
-        os.close(descriptor)

@@ -86,11 +86,11 @@ from torch import nn
 import gossip
 
 
-def build(timeout_s=60.0, **options):
-    """Join the process group, over a file of its own, and wrap a module."""
+def build(timeout_s=60.0, module=None, **options):
+    """Join the process group, over a file of its own, and wrap a module, by default a small one."""
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{number}", rank=rank, world_size=world_size)
     sgd, timeout = partial(torch.optim.SGD, lr=0.1), timedelta(seconds=timeout_s)
-    return gossip.GossipDataParallel(nn.Linear(3, 1), sgd, "complete", timeout=timeout, **options)
+    return gossip.GossipDataParallel(module or nn.Linear(3, 1), sgd, "complete", timeout=timeout, **options)
 
 
 def train(model, num_steps):

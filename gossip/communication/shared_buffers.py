@@ -1,0 +1,229 @@
+"""Buffers of one process that others on its machine read and mark as read: how they lie in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from gossip.errors import GossipError
+
+BUFFERS_PER_ROW = 3
+_ALIGNMENT_BYTES = 64
+_SECRET_BYTES = 16
+_MAX_ROWS = 2**16
+_order = threading.Lock()
+
+
+class Address(NamedTuple):
+    """Where a process keeps its buffers.
+
+    Attributes
+    ----------
+    pid, fd : int
+        A descriptor of that process.
+    secret : str
+        Tells whether it is still what it was.
+    """
+
+    pid: int
+    fd: int
+    secret: str
+
+
+class Row(NamedTuple):
+    """Some buffers of an :class:`Arena`, one after the other.
+
+    Attributes
+    ----------
+    place : int
+        The bucket that they serve, plus 1.
+    start : int
+        In the file, a whole number of pages.
+    nbytes : int
+        Of a message.
+    """
+
+    place: int
+    start: int
+    nbytes: int
+
+
+class Arena:
+    """All buffers of one process: a file without a name, which lives as long as any process holds it.
+
+    Whoever knows of it holds it from the beginning: what a process has published is there after its end too. At its
+    start are a secret and rows, which are added and never changed; then come the buffers. What has not been written
+    takes no memory.
+
+    Parameters
+    ----------
+    fd : int
+        Of the file; closed with this.
+    world_size : int
+    """
+
+    def __init__(self, fd: int, world_size: int) -> None:
+        self._pid, self._fd = os.getpid(), fd
+        self._world_size = world_size
+        rows_bytes = _MAX_ROWS * 8 * len(Row._fields)
+        self._end = _whole_pages(_SECRET_BYTES + rows_bytes)
+        if os.fstat(fd).st_size < self._end:
+            os.ftruncate(fd, self._end)
+        self._numbers = memoryview(mmap.mmap(fd, self._end))[_SECRET_BYTES:][:rows_bytes].cast("q")
+        self._num_rows = 0
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:  # in a forked child the number may stand for something else by now
+            os.close(self._fd)
+
+    @classmethod
+    def make(cls, world_size: int) -> tuple[Arena, Address]:
+        """That of this process."""
+        fd, secret = os.memfd_create("gossip"), secrets.token_hex(_SECRET_BYTES // 2)
+        os.write(fd, secret.encode())
+        return cls(fd, world_size), Address(os.getpid(), fd, secret)
+
+    @classmethod
+    def at(cls, address: Address, world_size: int) -> Arena | None:
+        """That of another process, if this one can read and write it."""
+        try:
+            fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
+        except OSError:
+            return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, fd)
+            if os.read(fd, _SECRET_BYTES) != address.secret.encode():
+                return None
+            stack.pop_all()
+        return cls(fd, world_size)
+
+    def add(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
+        """Make buffers for messages of ``nbytes``: by the owner.
+
+        Raises
+        ------
+        GossipError
+            There are too many.
+        """
+        if self._num_rows == _MAX_ROWS:
+            raise GossipError(
+                f"messages of {_MAX_ROWS} different sizes went to ranks on this machine, which is as many as fit; a "
+                "codec whose messages change their size in every step is to send them filled up to a few sizes"
+            )
+        row = Row(bucket + 1, self._end, nbytes)
+        self._end += _whole_pages(BUFFERS_PER_ROW * self._stride(nbytes))
+        os.ftruncate(self._fd, self._end)
+        buffers = self._buffers(row)
+        start = self._num_rows * len(row)
+        for number in reversed(range(len(row))):  # a row is there once its first number is
+            _keep_order()
+            self._numbers[start + number] = row[number]
+        self._num_rows += 1
+        return buffers
+
+    def new_buffers(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
+        """Buckets, and buffers for them that were added since the last call: by a reader."""
+        while self._num_rows < _MAX_ROWS and self._numbers[start := self._num_rows * len(Row._fields)]:
+            _keep_order()
+            row = Row(*self._numbers[start : start + len(Row._fields)])
+            buffers = self._buffers(row)
+            self._num_rows += 1
+            yield row.place - 1, buffers
+
+    def _buffers(self, row: Row) -> Sequence[Buffer]:
+        stride = self._stride(row.nbytes)
+        # One mapping for all: each takes a descriptor.
+        memory = memoryview(mmap.mmap(self._fd, BUFFERS_PER_ROW * stride, offset=row.start))
+        starts = range(0, BUFFERS_PER_ROW * stride, stride)
+        return [Buffer(memory[start : start + stride], self._world_size, row.nbytes) for start in starts]
+
+    def _stride(self, nbytes: int) -> int:
+        return _header_bytes(self._world_size) + _whole(nbytes, _ALIGNMENT_BYTES)
+
+
+class Buffer:
+    """Memory for one message, who shall read it, and who has.
+
+    Parameters
+    ----------
+    memory : memoryview
+        Zeros at first.
+    world_size : int
+    nbytes : int
+        Of the message.
+
+    Attributes
+    ----------
+    message : Tensor, [nbytes], uint8
+    """
+
+    def __init__(self, memory: memoryview, world_size: int, nbytes: int) -> None:
+        header = _header_bytes(world_size)
+        numbers = memory[: 8 * (1 + 2 * world_size)].cast("q")
+        self._time = numbers[:1]
+        self._given, self._read = numbers[1 : 1 + world_size], numbers[1 + world_size :]
+        self.message = torch.frombuffer(memory, dtype=torch.uint8, offset=header, count=nbytes)
+
+    @property
+    def published_at(self) -> float:
+        """``time.perf_counter()``, which is one clock for all processes of a machine."""
+        return self._time[0] / 1e9
+
+    def publish(self, numbers: Mapping[int, int]) -> None:
+        """Let ranks read it, as their messages of these numbers: by the owner."""
+        self._time[0] = time.perf_counter_ns()
+        _keep_order()
+        for rank, number in numbers.items():
+            self._given[rank] = number
+
+    def holds(self, number: int, rank: int) -> bool:
+        """Whether it is the message of this number to that rank."""
+        is_it = self._given[rank] == number
+        _keep_order()
+        return is_it
+
+    def done(self, rank: int) -> None:
+        """That rank has read it."""
+        _keep_order()
+        self._read[rank] = self._given[rank]
+
+    def is_read_by(self, rank: int) -> bool:
+        """Whether that rank has done with what it was given last."""
+        return self._read[rank] == self._given[rank]
+
+    @property
+    def readers(self) -> list[int]:
+        """Who has not read it yet."""
+        if self._read == self._given:
+            return []
+        return [rank for rank in range(len(self._given)) if not self.is_read_by(rank)]
+
+
+def _keep_order() -> None:
+    """What was written before is seen before what is written after, and likewise what is read.
+
+    Some processors (ARM) change the order, but not across a lock that is given back and taken.
+    """
+    for _ in range(2):
+        with _order:
+            pass
+
+
+def _header_bytes(world_size: int) -> int:
+    return _whole(8 * (1 + 2 * world_size), _ALIGNMENT_BYTES)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return _whole(nbytes, mmap.ALLOCATIONGRANULARITY)
+
+
+def _whole(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
