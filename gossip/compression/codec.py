@@ -101,6 +101,9 @@ class BucketShape:
     memory : callable
         ``(message, step) -> Tensor``: where a message like that one is best made in this step, for it to travel fast;
         by default where it lies. Only for a message that goes to all peers alike.
+    start : Tensor, [numel], or None
+        Values that all ranks begin with, as they are when the codec is made: how far a rank has come from there tells
+        how far apart two of them may be. None: they may be any distance apart.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class BucketShape:
         views: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]] | None = None,
         *,
         memory: Callable[[torch.Tensor, int], torch.Tensor] = lambda message, _: message,
+        start: torch.Tensor | None = None,
     ) -> None:
         self.index = index
         self.numel = block.numel()
@@ -117,6 +121,7 @@ class BucketShape:
         self.device = block.device
         self.views = tuple(views) if views is not None else (((self.numel,), (1,), 0),)
         self.memory = memory
+        self.start = start
 
     @property
     def accumulation_dtype(self) -> torch.dtype:

@@ -217,6 +217,17 @@ class EagerPasses:
             yield blocks, total
 
 
+def largest_distances(values: torch.Tensor, start: torch.Tensor, block_numel: int) -> torch.Tensor:
+    """The largest distance of ``values`` [..., numel] from ``start`` [numel] in each block, [..., num_blocks]; NaN
+    where there is one. In the dtype of ``start``.
+    """
+    found = []
+    for blocks, part in _parts(values, block_numel, fill_up=False):
+        first, shape = blocks.start * block_numel, part.shape[-2:]
+        found.append((part - start[first : first + shape.numel()].view(shape)).abs_().amax(-1))
+    return torch.cat(found, -1)
+
+
 def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
     fits = peaks <= LARGEST_INTEGER * power_of_two(exponents(wanted.clamp(min=FINEST)))

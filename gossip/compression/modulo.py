@@ -13,7 +13,7 @@ import torch
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.compiled_passes import passes
 from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns
-from gossip.compression.eager_passes import block_ranges
+from gossip.compression.eager_passes import block_ranges, largest_distances
 from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
 from gossip.compression.random_draws import generator
@@ -40,8 +40,10 @@ class ModuloQuantization(Compression):
 
     Each block of 4,096 values has its own :math:`\delta`, a power of two that follows the largest difference between
     peers that was seen of late, times ``headroom``. Each block carries a checksum of its :math:`k_j`. Where two ranks
-    are further apart than the code can say it does not fit; the block is asked for again and sent in full. So the first
-    exchange is nearly uncompressed, and after a jump of the replicas some are; ``num_resent`` counts.
+    are further apart than the code can say it does not fit; the block is asked for again and sent in full: after a jump
+    of the replicas, and in the first exchange of values that did not begin the same on all ranks; ``num_resent``
+    counts. Of those that did, the first lattice has room for twice the way that a rank has come: two ranks that have
+    come as far are no further apart.
 
     Parameters
     ----------
@@ -125,6 +127,18 @@ class ModuloArithmetic:
         self._spread = 2 * compression.headroom / 2**compression.bits
         self._bucket, self._numel = bucket.index, bucket.numel
         self._passes = {device: passes(self.layout, device) for device in {bucket.device, torch.device("cpu")}}
+
+    def first_levels(self, values: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """Levels for the first exchange, [..., num_blocks], int16.
+
+        Parameters
+        ----------
+        values : Tensor, [..., numel]
+        start : Tensor, [numel], in the dtype of accumulation
+            Where all ranks began.
+        """
+        distances = largest_distances(values, start, self.layout.block_numel)
+        return levels_of(2 * self._spread * distances.double()).masked_fill_(~distances.isfinite(), RAW)
 
     def encode(
         self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
@@ -242,6 +256,9 @@ class ModuloCodec(Codec):
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
         self._receive_buffers: dict[int, torch.Tensor] = {}
         self._unpacked: list[torch.Tensor] = []
+        self._is_at_start = bucket.start is not None
+        if bucket.start is not None:
+            self.sent.copy_(bucket.start)
         self.levels = torch.full((layout.num_blocks,), RAW, dtype=torch.int16)
         self.num_resent = 0
 
@@ -251,8 +268,11 @@ class ModuloCodec(Codec):
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
-        encoding = self._arithmetic.encode(values, self.levels, step, self._blocks, self._payload)
-        del values
+        levels = self.levels
+        if self._is_at_start:
+            levels, self._is_at_start = self._arithmetic.first_levels(values, self.sent), False
+        encoding = self._arithmetic.encode(values, levels, step, self._blocks, self._payload)
+        del values, levels
         messages = dict.fromkeys(targets, self._payload)
         delivery = yield Turn(messages, partial(self._make_buffers, weights), making=encoding)
         del encoding
@@ -307,11 +327,15 @@ class ModuloCodec(Codec):
             yield from self._arithmetic.parts(self._blocks, [(reads[source], weights[source]) for source in weights])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"levels": self.levels.clone(), "num_resent": self.num_resent}
+        start = {"start": self.sent.to("cpu", copy=True)} if self._is_at_start else {}
+        return {"levels": self.levels.clone(), "num_resent": self.num_resent, **start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.levels.copy_(state["levels"])
         self.num_resent = state["num_resent"]
+        self._is_at_start = "start" in state
+        if self._is_at_start:
+            self.sent.copy_(state["start"])
 
 
 class StackedModuloCodec(StackedCodec):
@@ -331,6 +355,8 @@ class StackedModuloCodec(StackedCodec):
         self._points = torch.zeros((world_size, layout.numel), dtype=bucket.accumulation_dtype, device=device)
         self._blocks = self._points.view(world_size, layout.num_blocks, layout.block_numel)
         self._messages = message_rows(world_size, layout.num_bytes, device)
+        self._start = None if bucket.start is None else bucket.start.to(bucket.accumulation_dtype, copy=True)
+        self._is_at_start = torch.full((world_size,), self._start is not None)
         self.levels = torch.full((world_size, layout.num_blocks), RAW, dtype=torch.int16, device=device)
         self.num_resent = torch.zeros(world_size, dtype=torch.int64, device=device)
 
@@ -341,8 +367,11 @@ class StackedModuloCodec(StackedCodec):
         edges = self._edges.of(round_)
         for rows in row_slices(num_ranks, numel, values.device):
             blocks, messages = self._blocks[rows], self._messages[rows]
-            for _ in self._arithmetic.encode(values[rows], self.levels[rows], step, blocks, messages):
+            for _ in self._arithmetic.encode(values[rows], self._levels_of(values, rows), step, blocks, messages):
                 pass
+        self._is_at_start[edges.active] = False
+        if self._start is not None and not bool(self._is_at_start.any()):
+            self._start = None
         difference = torch.zeros_like(values, dtype=self._points.dtype)
         num_bytes = edges.num * (self._layout.num_bytes + self._layout.num_blocks)
         for readers in edges.readers:
@@ -350,6 +379,12 @@ class StackedModuloCodec(StackedCodec):
         sent = self._points[:, :numel].to(values.dtype, copy=True)
         sent[edges.idle] = values[edges.idle]
         return StackedArrival([difference], [sent], num_bytes)
+
+    def _levels_of(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
+        if self._start is None:
+            return self.levels[rows]
+        is_at_start = self._is_at_start[rows, None].to(values.device)
+        return torch.where(is_at_start, self._arithmetic.first_levels(values[rows], self._start), self.levels[rows])
 
     def _take_in(self, readers: Readers, difference: torch.Tensor) -> int:
         """Fill the rows of these ranks; how many bytes were sent to them in full."""
@@ -376,9 +411,18 @@ class StackedModuloCodec(StackedCodec):
         return num_bytes
 
     def state_dict(self, rank: int) -> dict[str, Any]:
-        return {"levels": self.levels[rank].to("cpu", copy=True), "num_resent": int(self.num_resent[rank])}
+        at_start = self._start if bool(self._is_at_start[rank]) else None
+        start = {} if at_start is None else {"start": at_start.to("cpu", copy=True)}
+        return {
+            "levels": self.levels[rank].to("cpu", copy=True),
+            "num_resent": int(self.num_resent[rank]),
+            **start,
+        }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._is_at_start = torch.tensor(["start" in state for state in states])
+        starts = [state["start"] for state in states if "start" in state]
+        self._start = starts[0].to(self._points) if starts else None
         self.levels.copy_(torch.stack([state["levels"] for state in states]))
         self.num_resent.copy_(torch.tensor([state["num_resent"] for state in states]))
 

@@ -183,7 +183,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             is_number = channel in self.algorithm.numbers
             views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
             place = index + CHANNEL_STRIDE * number
-            shape = BucketShape(place, example, views, memory=functools.partial(_memory, transport, place))
+            memory = functools.partial(_memory, transport, place)
+            shape = BucketShape(place, example, views, memory=memory, start=example)
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
         return codecs
 

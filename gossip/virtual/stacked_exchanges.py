@@ -148,7 +148,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             if compression.messages(stacks[0][:1]) is not None:
                 continue
             rows = [row for stack in stacks for row in stack]
-            shapes = [BucketShape(bucket.index + CHANNEL_STRIDE * number, row, bucket.shape.views) for row in rows]
+            place = bucket.index + CHANNEL_STRIDE * number
+            shapes = [BucketShape(place, row, bucket.shape.views, start=row) for row in rows]
             stacked = compression.stacked_codec(shapes[0], world_size) if len(stacks) == 1 else None
             self.codecs[index, channel] = stacked or RankCodecs(
                 [compression.codec(shape, rank) for rank, shape in enumerate(shapes)]

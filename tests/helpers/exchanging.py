@@ -101,6 +101,8 @@ class Ranks(Replicas):
     values : sequence of Tensor
     views : sequence of (shape, stride, offset), optional
         Where the parameters lie in each.
+    start : Tensor, [numel], optional
+        Where all began.
 
     Attributes
     ----------
@@ -116,10 +118,11 @@ class Ranks(Replicas):
         topology: Topology,
         values: Sequence[torch.Tensor],
         views: Sequence[View] | None = None,
+        start: torch.Tensor | None = None,
     ) -> None:
         super().__init__(topology, values)
         self.codecs: list[Codec] = [
-            compression.codec(BucketShape(0, each, views), rank) for rank, each in enumerate(self.values)
+            compression.codec(BucketShape(0, each, views, start=start), rank) for rank, each in enumerate(self.values)
         ]
         self.num_bytes = 0
         self.are_finite: dict[int, bool] = {}

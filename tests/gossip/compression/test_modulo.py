@@ -63,6 +63,32 @@ def test_the_first_exchange_is_in_full_and_the_next_ones_are_not(bits: int) -> N
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_from_a_common_start_the_first_exchange_fits_however_far_ranks_have_come(bits: int, is_resumed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(NUMEL, generator=generator)
+    ranks = Ranks(ModuloQuantization(bits), build("complete", 4), [start] * 4, start=start)
+    scales = 10.0 ** -torch.arange(NUM_BLOCKS).repeat_interleave(lattice.BLOCK_NUMEL)[:NUMEL]
+    for values in ranks.values:
+        values += scales * torch.randn(NUMEL, generator=generator)
+    if is_resumed:
+        states = [codec.state_dict() for codec in ranks.codecs]
+        ranks = Ranks(ModuloQuantization(bits), build("complete", 4), ranks.values)
+        for codec, state in zip(ranks.codecs, states, strict=True):
+            codec.load_state_dict(state)
+            assert torch.equal(state["start"], start)
+    largest = 2 * ((ranks.stacked - start) / scales).abs().max()
+    mean = ranks.mean
+    ranks.mix(0)
+    assert num_resent(ranks) == [0] * 4
+    # Rounding moves a value by one lattice constant at most, which is less than two times that of its level.
+    assert (ranks.mean - mean).abs().max() <= 1e-6
+    noise = (ranks.stacked - mean).abs() - 1e-6
+    assert (noise / scales).max() <= 2 * 2 * 1.5 * largest / 2**bits
+    assert all("start" not in codec.state_dict() for codec in ranks.codecs)
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("places", [[7], [7, 8], [5000], [3, 4 * lattice.BLOCK_NUMEL + 1]])
 def test_values_too_far_apart_are_noticed_and_sent_in_full(bits: int, places: list[int]) -> None:
     ranks = settled(bits)

@@ -50,16 +50,25 @@ def test_table_has_every_compression_that_has_a_stacked_codec() -> None:
 class Both:
     """The same replicas twice: mixed by their own codecs, and all at once."""
 
-    def __init__(self, compression: Compression, topology: Topology, numel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        compression: Compression,
+        topology: Topology,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        begins_together: bool = False,
+    ) -> None:
         self.compression, self.topology = compression, topology
         self.generator = torch.Generator().manual_seed(numel)
         common = torch.randn(numel, generator=self.generator)
+        self.start = common.to(dtype) if begins_together else None
         apart = 0.1 * torch.randn(topology.world_size, numel, generator=self.generator)
         self.values = [(common + apart).to(dtype) for _ in range(2)]
         self.codecs = self.make()
 
     def make(self) -> tuple[StackedCodec, StackedCodec]:
-        bucket, size = BucketShape(2, self.values[0][0]), self.topology.world_size
+        bucket, size = BucketShape(2, self.values[0][0], start=self.start), self.topology.world_size
         stacked = self.compression.stacked_codec(bucket, size)
         assert stacked is not None
         return RankCodecs([self.compression.codec(bucket, rank) for rank in range(size)]), stacked
@@ -140,6 +149,26 @@ def test_ranks_with_few_peers_or_none_are_as_by_themselves(
     _, arrival = both.exchange(8)
     assert (~arrival.differences[0].any(1)).nonzero().flatten().tolist() == silent
     assert torch.equal(arrival.sent[0][idle], both.values[1][idle])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [300, 5000])
+@pytest.mark.parametrize("saved_at", [0, 1, 2])
+def test_ranks_that_began_together_exchange_for_the_first_time_as_by_themselves(
+    name: str, dtype: torch.dtype, numel: int, saved_at: int
+) -> None:
+    topology = topologies.build("random_matching", 7)  # somebody is left over in every round
+    both = Both(COMPRESSIONS[name].make(3), topology, numel, dtype, begins_together=True)
+    for step in range(5):
+        if step == saved_at:
+            of_ranks, of_stack = both.states()
+            both.start = None
+            both.codecs = both.make()
+            both.codecs[0].load_state_dicts(of_stack)
+            both.codecs[1].load_state_dicts(of_ranks)
+            assert sum("start" in state for state in of_stack) == (7, 1, 0)[saved_at]
+        both.mix(step)
 
 
 def test_choco_refuses_ranks_of_which_some_have_not_begun() -> None:

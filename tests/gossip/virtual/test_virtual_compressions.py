@@ -134,4 +134,4 @@ def test_parameters_equal_those_of_processes(case: Case) -> None:
 @grouped(ROUNDED)
 def test_lossy_messages_give_the_losses_of_processes(case: Case) -> None:
     wanted, actual = of_processes(case[0])[case][LOSSES].mean(0), train_virtual(case)[LOSSES]
-    np.testing.assert_allclose(actual, wanted, rtol=1e-3)
+    np.testing.assert_allclose(actual, wanted, rtol=2e-2)
