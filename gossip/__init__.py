@@ -6,6 +6,7 @@ workers on this machine.
 """
 
 from gossip.algorithms import ALGORITHMS as ALGORITHMS
+from gossip.algorithms import AdamTracking as AdamTracking
 from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms import Algorithm as Algorithm
@@ -80,6 +81,7 @@ __all__ = [
     "TRANSPORTS",
     "AccumAdam",
     "AccumAdamW",
+    "AdamTracking",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",

@@ -1,5 +1,6 @@
 """Update rules: when a rank combines its values with what it got, how, and what it keeps. One file each."""
 
+from gossip.algorithms.adam_tracking import AdamTracking as AdamTracking
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms.algorithm_names import ALGORITHMS as ALGORITHMS
@@ -30,6 +31,7 @@ from gossip.algorithms.streaming_diloco import StreamingDiLoCo as StreamingDiLoC
 __all__ = [
     "ALGORITHMS",
     "VALUES",
+    "AdamTracking",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
     "Algorithm",

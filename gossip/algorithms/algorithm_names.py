@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gossip.algorithms.adam_tracking import AdamTracking
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating
 from gossip.algorithms.base import Algorithm
@@ -29,6 +30,7 @@ from topologies.registry import Registry
 ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
     "algorithm",
     {
+        "adam_tracking": AdamTracking,
         "adapt_while_communicating": AdaptWhileCommunicating,
         "awc": AdaptWhileCommunicating,
         "adapt_then_combine": AdaptThenCombine,

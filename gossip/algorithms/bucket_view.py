@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -123,13 +123,7 @@ class BucketView:
 
     def follow_learning_rate(self) -> None:
         """Take note of the rates of a step that has been made."""
-        rates = {
-            id(parameter): float(group["lr"])
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        now = tuple(rates.get(id(parameter), 1.0) for parameter in self.parameters)
+        now = self._of_groups(lambda group: group["lr"])
         known = zip(self.rates, self.earlier_rates, strict=True)
         self.earlier_rates = tuple(newest or earlier for newest, earlier in known) or now
         self.rates = now
@@ -162,6 +156,24 @@ class BucketView:
         if self._part_of is not None:
             return _of_part(self._part_of[0].is_moving, self._part_of[1])
         return self._spread([float(rate != 0) for rate in self.rates])
+
+    def group_number(self, pick: Callable[[Mapping[str, Any]], float]) -> PerParameter:
+        """A number of the optimizers' parameter groups, found by ``pick``; 1 for what no optimizer holds."""
+        return self._spread(self._of_groups(pick))
+
+    @property
+    def updates_made(self) -> PerParameter:
+        """How many the optimizers have counted, where they do ("step"); else 0."""
+        return self._spread([float(self._entry(parameter).get("step", 0.0)) for parameter in self.parameters])
+
+    def _of_groups(self, pick: Callable[[Mapping[str, Any]], float]) -> tuple[float, ...]:
+        found = {
+            id(parameter): float(pick(group))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return tuple(found.get(id(parameter), 1.0) for parameter in self.parameters)
 
     def _spread(self, numbers: Sequence[float]) -> PerParameter:
         if len(set(numbers)) <= 1:

@@ -56,8 +56,8 @@ class Problem:
 class Sgd:
     """torch.optim.SGD, of all ranks."""
 
-    def __init__(self, rates: Callable[[int], float], momentum: float) -> None:
-        self.rates, self.momentum = rates, momentum
+    def __init__(self, rates: Callable[[int], float], momentum: float | None) -> None:
+        self.rates, self.momentum = rates, momentum or 0.0
         self.velocity: Array | float = 0.0
 
     def __call__(self, gradients: Array, updated: Array, step: int) -> Array:
@@ -189,6 +189,38 @@ def momentum_tracking(
         ratio = sgd.rates(step) / sgd.rates(max(step - 1, 0))
         update = sgd(gradients, problem.is_updated(step), step)
         tracker, last = ratio * tracker + update - ratio * last, update
+        x = x + tracker
+        if form == "atc":
+            matrix = topology.round(step).matrix()
+            x, tracker = matrix @ x, matrix @ tracker
+    return x
+
+
+def adam_tracking(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc") -> Array:
+    """With the constants that torch.optim.Adam has by default; of ``sgd`` it takes the rates alone."""
+    size = problem.world_size
+    x = np.tile(problem.start, (size, 1))
+    tracker = last = mean = second = own = tracked = np.zeros_like(x)
+    made = np.zeros((size, 1))
+    for step in range(problem.num_steps):
+        gradients, updated = problem.gradients(x, max_norm), problem.is_updated(step)
+        if step and form == "awc":
+            matrix = topology.round(step - 1).matrix()
+            x, tracker = matrix @ x, matrix @ tracker
+        rate, earlier = sgd.rates(step), sgd.rates(max(step - 1, 0))
+        own_now = 0.999 * own + 0.001 * gradients**2
+        average = (tracker / earlier) ** 2 * second / (1 - 0.999 ** np.maximum(made, 1))
+        limit = own_now / (1 - 0.999 ** (made + 1))
+        tracked_now = 0.999 * tracked + 0.001 * np.minimum(np.where(made == 0, gradients**2, average), limit)
+        shared = np.minimum(tracked_now, own_now)
+        now = own_now, tracked_now, shared + (own_now - shared) / size, 0.9 * mean + 0.1 * gradients, made + 1
+        own, tracked, second, mean, made = (
+            np.where(updated, new, old) for new, old in zip(now, (own, tracked, second, mean, made), strict=True)
+        )
+        counted = np.maximum(made, 1)
+        root = np.sqrt(second / (1 - 0.999**counted)) + 1e-8
+        update = np.where(updated, -rate * mean / (1 - 0.9**counted) / root, 0)
+        tracker, last = rate / earlier * (tracker - last) + update, update
         x = x + tracker
         if form == "atc":
             matrix = topology.round(step).matrix()
@@ -406,20 +438,21 @@ class Row(NamedTuple):
     """What the contract knows of an algorithm.
 
     ``keeps_mean``: whether the average of the replicas follows the average of the updates. ``options``: its arguments.
-    ``momentum``: the optimizer's.
+    ``momentum``: of SGD; None: the optimizer is Adam.
     """
 
     dense: Dense
     topologies: tuple[str, ...]
     keeps_mean: bool = True
     options: Mapping[str, Any] = {}
-    momentum: float = MOMENTUM
+    momentum: float | None = MOMENTUM
 
 
 CHANGING = ("ring", "one_peer_exponential", "base")
 EVERY_3 = {"period": 3}
 TREES = ("path", "star")
-AWC_AND_ATC: dict[str, tuple[Callable[..., Array], float]] = {
+AWC_AND_ATC: dict[str, tuple[Callable[..., Array], float | None]] = {
+    "adam_tracking": (adam_tracking, None),
     "gradient_tracking": (gradient_tracking, MOMENTUM),
     "integral_correction": (integral_correction, MOMENTUM),
     "momentum_tracking": (momentum_tracking, MOMENTUM),

@@ -82,6 +82,8 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
             overrides += TEXT[1:]
         if option in ("decentlam", "quasi_global_integral", "quasi_global_momentum"):
             overrides += ["optimizer.momentum=0", "optimizer.nesterov=false"]  # they bring their own
+        if option == "adam_tracking":
+            overrides.append("optimizer=adamw")
         experiment = check(composed(*overrides))
         assert experiment.shards.steps_per_epoch >= 1
 
