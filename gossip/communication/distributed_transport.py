@@ -219,6 +219,7 @@ class DistributedExchange:
         self.handed_out: frozenset[int] = frozenset()
         self.read_in_place: SharedMessage | None = None
         self.bytes_by_peer = {target: message.nbytes for target, message in self.sent.items()}
+        self._following: Works = ()
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
@@ -238,15 +239,20 @@ class DistributedExchange:
         """The messages, and what the codec has to say to them."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.received, received, strict=True))
-        nothing: Messages = {}
+        outgoing = _pieces({rank: message for rank, message in wire_sent.items() if rank not in self.handed_out})
+        incoming = _pieces({rank: buffer for rank, buffer in wire_received.items() if rank not in self.readings})
+        following = self.conversation.unmade_opening.following
+        if all(buffer.is_cpu for buffer in received):
+            # All of them at once: a peer on a far link is told in time that there is room.
+            awaited = [self._post({}, buffers) for buffers in incoming]
+            incoming, self._following = iter(()), self._post({}, following)
+        else:
+            awaited = []
         num_bytes = 0
-        for pieces in zip_longest(
-            _pieces({target: message for target, message in wire_sent.items() if target not in self.handed_out}),
-            _pieces({source: buffer for source, buffer in wire_received.items() if source not in self.readings}),
-            fillvalue=nothing,
-        ):
+        nothing: Messages = {}
+        for works, *pieces in zip_longest(awaited, outgoing, incoming, fillvalue=None):
             self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
-            yield self._post(*pieces)
+            yield [*(works or ()), *self._post(*(piece or nothing for piece in pieces))]
         if self.local_messages is not None:
             yield [
                 Operation(message_of(source), self.local_messages.arrival(reading))
@@ -277,7 +283,8 @@ class DistributedExchange:
         for turn in self.conversation.proceed(delivery):
             for target, message in turn.sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
-            yield self._post(turn.sent, turn.receive_buffers)
+            following, self._following = self._following, ()
+            yield [*following, *self._post(turn.sent, {} if following else turn.receive_buffers)]
 
     def _post(self, sent: Messages, received: Messages) -> Works:
         tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,9 @@ class Turn:
         By rank that it goes to: contiguous, and left as it is until the exchange has ended.
     make_buffers : callable
         Makes ``receive_buffers``. Not called where no message is to be put anywhere.
+    following : mapping of int to Tensor, optional
+        The ``receive_buffers`` of the next turn, where these are known by now: so it can be waited for from now on, and
+        what it waits for travels without asking first whether there is room. Of the opening alone.
     making : iterator of int, optional
         Makes ``sent``, from the beginning of each message on, and yields how many of their bytes are there; of the
         opening alone. Without it they are there at once.
@@ -48,9 +52,11 @@ class Turn:
         make_buffers: Callable[[], Messages],
         make_accumulator: Callable[[], torch.Tensor] | None = None,
         *,
+        following: Messages = MappingProxyType({}),
         making: Iterator[int] = iter(()),  # noqa: B008 -- it is empty, for all alike
     ) -> None:
         self.sent = sent
+        self.following = following
         self.making = making
         self.make_accumulator = make_accumulator
         self._make_buffers = make_buffers

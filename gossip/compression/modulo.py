@@ -274,7 +274,9 @@ class ModuloCodec(Codec):
         encoding = self._arithmetic.encode(values, levels, step, self._blocks, self._payload)
         del values, levels
         messages = dict.fromkeys(targets, self._payload)
-        delivery = yield Turn(messages, partial(self._make_buffers, weights), making=encoding)
+        # Backwards along every edge: which blocks are asked for again.
+        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
+        delivery = yield Turn(messages, partial(self._make_buffers, weights), following=asked, making=encoding)
         del encoding
         sent, received = delivery.on_host
         own = next(iter(sent.values())) if sent else self._payload.cpu()
@@ -283,8 +285,6 @@ class ModuloCodec(Codec):
             source: self._read(own, message, number, wanted)
             for number, (source, message) in enumerate(received.items())
         }
-        # Backwards along every edge: which blocks are asked for again.
-        asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
         yield Turn({source: read.resent.view(torch.uint8) for source, read in reads.items()}, lambda: asked)
         yield Turn(
             {target: self._rows(blocks.view(torch.bool)) for target, blocks in asked.items() if bool(blocks.any())},
