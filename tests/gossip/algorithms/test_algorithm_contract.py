@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,40 +43,69 @@ TINY_BUCKETS = 1e-5
 
 
 class Case(NamedTuple):
-    """One way of using an algorithm."""
+    """One way of using an algorithm: with a plain optimizer, bucket by bucket, where nothing else is said."""
 
     algorithm: str
     topology: str
-    way: str = "plain"
+    mode: str = ""
+    skips: str = ""
+    rate: str = ""
 
     @property
     def problem(self) -> Problem:
-        return Problem(WORLD_SIZE, NUM_STEPS, SKIPPED if self.way == "skipped" else ())
+        return make_problem(SKIPPED if self.skips else ())
 
     @property
     def max_norm(self) -> float | None:
-        return MAX_NORM if self.way == "clipped" else None
+        return MAX_NORM if self.mode == "clipped" else None
 
     @property
     def rates(self) -> Callable[[int], float]:
-        return halved_at_four if self.way == "rate" else constant
+        return halved_at_four if self.rate else constant
 
-    def dense(self) -> np.ndarray:
-        sgd = Sgd(self.rates, ROWS[self.algorithm].momentum)
-        topology = make_topology(self.topology, WORLD_SIZE)
-        return ROWS[self.algorithm].dense(self.problem, topology, sgd, self.max_norm)
+    @property
+    def label(self) -> str:
+        return "-".join(filter(None, self))
 
 
-CASES = [Case(name, topology) for name, row in ROWS.items() for topology in row.topologies]
-CASES += [Case(name, row.topologies[0], way) for name, row in ROWS.items() for way in ("clipped", "skipped", "rate")]
-WAYS = ("plain", "clipped", "skipped", "rate", "optimizer")
-# Every algorithm on every topology and in every way, and each way on each topology.
+@functools.cache
+def dense(case: Case) -> np.ndarray:
+    sgd = Sgd(case.rates, ROWS[case.algorithm].momentum)
+    return ROWS[case.algorithm].dense(case.problem, make_topology(case.topology, WORLD_SIZE), sgd, case.max_norm)
+
+
+@functools.cache
+def make_problem(skipped: tuple[tuple[int, int], ...]) -> Problem:
+    return Problem(WORLD_SIZE, NUM_STEPS, skipped)
+
+
+PLAIN = {name: Case(name, row.topologies[0]) for name, row in ROWS.items()}
+# Every algorithm on every topology, in every mode, with skipped updates, with a rate that changes; and these by pairs.
 OF_PROCESSES = [
-    Case(*row)
-    for row in covering(
-        (name, topology, way) for name, row in ROWS.items() for topology in row.topologies for way in WAYS
-    )
+    *PLAIN.values(),
+    *itertools.starmap(
+        Case,
+        covering(
+            (
+                (name, *others)
+                for name, row in ROWS.items()
+                for others in itertools.product(
+                    row.topologies, ("", "clipped", "optimizer"), ("", "skipped"), ("", "rate")
+                )
+            ),
+            besides=PLAIN.values(),
+        ),
+    ),
 ]
+# Virtual workers have one mode, and one count of updates, which Adam goes by, for one that skips an update as well.
+VIRTUAL = dict.fromkeys(
+    case._replace(
+        mode=case.mode if case.mode == "clipped" else "",
+        skips="" if ROWS[case.algorithm].momentum is None else case.skips,
+    )
+    for case in OF_PROCESSES
+)
+RULE_ALONE = dict.fromkeys(case._replace(skips="") for case in VIRTUAL)
 
 
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
@@ -162,9 +193,9 @@ def as_decoded(algorithm: Algorithm, message: torch.Tensor, round_: Round) -> to
     return torch.stack([codec.sent for codec in codecs if codec.sent is not None])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.way != "skipped"], ids="-".join)
+@pytest.mark.parametrize("case", RULE_ALONE, ids=lambda case: case.label)
 def test_rule_alone_is_the_dense_recursion(case: Case) -> None:
-    np.testing.assert_allclose(drive(case), case.dense(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(drive(case), dense(case), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.keeps_mean])
@@ -217,22 +248,15 @@ def train_virtually(workers: VirtualWorkers, case: Case, steps: range) -> np.nda
     return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
 
 
-def counts_its_updates(case: Case) -> bool:
-    """Adam does: once for a stack of virtual workers, of which one that skips an update is counted too."""
-    return ROWS[case.algorithm].momentum is None
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.way != "skipped" or not counts_its_updates(case)], ids="-".join
-)
+@pytest.mark.parametrize("case", VIRTUAL, ids=lambda case: case.label)
 def test_virtual_workers_make_the_dense_recursion(case: Case) -> None:
     actual = train_virtually(make_workers(case), case, range(NUM_STEPS))
-    np.testing.assert_allclose(actual, case.dense(), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(actual, dense(case), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_virtual_workers_are_restored_with_the_algorithms_state(name: str, tmp_path: Path) -> None:
-    case = Case(name, ROWS[name].topologies[0])
+    case = PLAIN[name]
     workers = make_workers(case)
     train_virtually(workers, case, range(4))
     gossip.save(workers, tmp_path)
@@ -245,7 +269,7 @@ def test_virtual_workers_are_restored_with_the_algorithms_state(name: str, tmp_p
 
 @pytest.mark.parametrize("name", ROWS)
 def test_another_number_of_workers_starts_from_the_mean_with_sums_that_hold(name: str, tmp_path: Path) -> None:
-    case = Case(name, ROWS[name].topologies[0])
+    case = PLAIN[name]
     workers = make_workers(case)
     train_virtually(workers, case, range(4))
     with workers.averaged() as module:
@@ -272,7 +296,7 @@ def assert_begins_at(mean: torch.Tensor, rows: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.keeps_mean])
 def test_global_average_is_that_of_the_replicas(name: str) -> None:
-    case = Case(name, ROWS[name].topologies[0])
+    case = PLAIN[name]
     workers = make_workers(case)
     rows = train_virtually(workers, case, range(4))
     with workers.averaged() as module:
@@ -304,7 +328,7 @@ def make_model(case: Case) -> GossipDataParallel:
         algorithm=make_algorithm(case.algorithm),
         clip_grad_norm=case.max_norm,
         bucket_cap_mb=TINY_BUCKETS,
-        step_in_backward=case.way != "optimizer",
+        step_in_backward=case.mode != "optimizer",
     )
 
 
@@ -322,23 +346,25 @@ def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
 def train_processes(folder: str) -> dict[str, list[Any]]:
     """By case: the values at the end; by algorithm: restored bit for bit, the mean, gone on from virtual workers."""
     found: dict[str, list[Any]] = {}
-    for case in OF_PROCESSES:
+    for case in OF_PROCESSES[len(PLAIN) :]:
         with make_model(case) as model:
-            found["-".join(case)] = train(model, case, range(NUM_STEPS)).tolist()
-    for name, row in ROWS.items():
-        case, path = Case(name, row.topologies[0]), Path(folder) / name
-        with make_model(case) as model, make_model(case) as other:
+            found[case.label] = train(model, case, range(NUM_STEPS)).tolist()
+    for name, case in PLAIN.items():
+        path, rest = Path(folder) / name, range(4, NUM_STEPS)
+        with make_model(case) as model:
             train(model, case, range(4))
             gossip.save(model, path)
             with model.averaged():
                 mean = model.module.x.tolist()
             gossip.export(model, path.with_suffix(".safetensors"))
-            train(other, case, range(2))
-            gossip.load(other, path)
-            wanted, restored = (train(each, case, range(4, NUM_STEPS)) for each in (model, other))
-            found[f"restored {name}"] = [bool((wanted == restored).all()), mean]
-            gossip.load(other, Path(folder) / "virtual" / name)
-            found[f"begun virtually {name}"] = train(other, case, range(4, NUM_STEPS)).tolist()
+            wanted = train(model, case, rest)
+            gossip.load(model, Path(folder) / "virtual" / name)
+            begun_virtually = train(model, case, rest)
+            gossip.load(model, path)
+            restored = train(model, case, rest)
+        found[case.label] = wanted.tolist()
+        found[f"begun virtually {name}"] = begun_virtually.tolist()
+        found[f"restored {name}"] = [bool((wanted == restored).all()), mean]
     return found
 
 
@@ -358,8 +384,7 @@ def resume_with_other_ranks(folder: str) -> dict[str, list[float]]:
 @pytest.fixture(scope="module")
 def of_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[Any]]]]:
     folder = tmp_path_factory.mktemp("algorithms")
-    for name, row in ROWS.items():
-        case = Case(name, row.topologies[0])
+    for name, case in PLAIN.items():
         workers = make_workers(case)
         train_virtually(workers, case, range(4))
         gossip.save(workers, folder / "virtual" / name)
@@ -369,10 +394,10 @@ def of_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[d
 pytestmark = pytest.mark.xdist_group("algorithm_contract")  # one set of processes makes all cases
 
 
-@pytest.mark.parametrize("case", OF_PROCESSES, ids="-".join)
+@pytest.mark.parametrize("case", OF_PROCESSES, ids=lambda case: case.label)
 def test_processes_make_the_dense_recursion(case: Case, of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
-    actual = np.array([found["-".join(case)] for found in of_processes[1]])
-    np.testing.assert_allclose(actual, case.dense(), rtol=0, atol=1e-11)
+    actual = np.array([found[case.label] for found in of_processes[1]])
+    np.testing.assert_allclose(actual, dense(case), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -385,7 +410,7 @@ def test_exports_are_the_mean_that_averaged_gives(
     name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
 ) -> None:
     folder, by_rank = of_processes
-    workers = make_workers(Case(name, ROWS[name].topologies[0]))
+    workers = make_workers(PLAIN[name])
     gossip.load(workers, folder / name)
     gossip.export(workers, folder / "virtual" / f"{name}.safetensors")
     for path in (folder / f"{name}.safetensors", folder / "virtual" / f"{name}.safetensors"):
@@ -399,17 +424,17 @@ def test_run_goes_on_as_processes_that_began_virtually(
     name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
 ) -> None:
     actual = np.array([found[f"begun virtually {name}"] for found in of_processes[1]])
-    np.testing.assert_allclose(actual, Case(name, ROWS[name].topologies[0]).dense(), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(actual, dense(PLAIN[name]), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_run_goes_on_virtually_that_began_as_processes(
     name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
 ) -> None:
-    case = Case(name, ROWS[name].topologies[0])
+    case = PLAIN[name]
     gossip.load(workers := make_workers(case), of_processes[0] / name)
     actual = train_virtually(workers, case, range(4, NUM_STEPS))
-    np.testing.assert_allclose(actual, case.dense(), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(actual, dense(case), rtol=0, atol=1e-11)
 
 
 def test_other_numbers_of_processes_start_from_the_mean(of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
