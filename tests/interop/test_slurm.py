@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,10 +44,26 @@ def run(slurm: dict[str, str], folder: Path, *command: str) -> subprocess.Comple
     )
 
 
-def batch_script(folder: Path, *command: str) -> str:
-    path = folder / "job.sh"
-    path.write_text(f"#!/bin/bash\n{' '.join(command)}\n")
-    return str(path)
+class Batch:
+    """A batch job of this command; its status is looked for often, between which ``sbatch --wait`` pauses for long."""
+
+    def __init__(self, slurm: dict[str, str], folder: Path, options: Sequence[str], *command: str) -> None:
+        self._status, self._output = folder / "status", folder / "batch.out"
+        script = folder / "job.sh"
+        script.write_text(f"#!/bin/bash\n{' '.join(command)}\necho $? >status.part; mv status.part status\n")
+        submitted = run(slurm, folder, "sbatch", f"--output={self._output}", *options, str(script))
+        assert submitted.returncode == 0, submitted.stderr
+
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> str:
+        """What it printed, once it has ended well."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._status.exists():
+            assert time.monotonic() < deadline, self._output.read_text()
+            meanwhile()
+            time.sleep(0.2)
+        output = self._output.read_text()
+        assert self._status.read_text() == "0\n", output
+        return output
 
 
 def result(folder: Path) -> tuple[object, ...]:
@@ -63,9 +79,7 @@ def test_srun_of_three_tasks_is_one_run_with_the_bits_of_three_workers(tmp_path:
         ["srun", "-n", "3", *TRAIN, *TINY], cwd=tmp_path, env=slurm, stderr=subprocess.PIPE, text=True
     )
     # A batch script of one task has SLURM_NTASKS and SLURM_PROCID too, and starts its own workers.
-    script = batch_script(tmp_path, *TRAIN, *TINY, "launch.world_size=3", "hydra.run.dir=workers")
-    batch = run(slurm, tmp_path, "sbatch", "--wait", "--ntasks=1", "--output=batch.out", script)
-    assert batch.returncode == 0, (tmp_path / "batch.out").read_text()
+    Batch(slurm, tmp_path, ["--ntasks=1"], *TRAIN, *TINY, "launch.world_size=3", "hydra.run.dir=workers").wait()
     _, errors = srun.communicate(timeout=TIMEOUT_S)
     assert srun.returncode == 0, errors
     (folder,) = (tmp_path / "outputs").iterdir()
@@ -131,23 +145,21 @@ def test_killing_one_task_ends_all_and_names_it(tmp_path: Path, slurm: dict[str,
 
 def test_requeued_job_goes_on_in_the_first_attempts_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
     once = ("+model.how=killed", f"+model.once={tmp_path}/killed", "checkpoint.every=2")
-    script = batch_script(
+    batch = Batch(
+        slurm,
         tmp_path,
+        ["--requeue", "--ntasks=2", "--open-mode=append"],
         "srun",
         *map(shlex.quote, [*TRAIN, *TINY, *FAULTY, *once]),
         '|| { [ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID && sleep 100; }',
     )
-    command = ["sbatch", "--wait", "--requeue", "--ntasks=2", "--output=batch.out", "--open-mode=append", script]
-    batch = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + TIMEOUT_S
-    while batch.poll() is None:
-        assert time.monotonic() < deadline, (tmp_path / "batch.out").read_text()
+
+    def start_again() -> None:
         waiting = run(slurm, tmp_path, "squeue", "-h", "-t", "PENDING", "-o", "%i").stdout.split()
         for job in waiting:  # SLURM would have a requeued job wait for two minutes
             run(slurm, tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now")
-        time.sleep(0.2)
-    output = (tmp_path / "batch.out").read_text()
-    assert batch.returncode == 0, output
+
+    output = batch.wait(start_again)
     assert "step 2 is restored from" in output
     (folder,) = (tmp_path / "outputs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
