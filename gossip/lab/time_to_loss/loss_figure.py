@@ -34,6 +34,7 @@ def loss_figure(results: Sequence[LossResult], path: str | Path) -> Path:
     matplotlib = import_matplotlib()
     with matplotlib.rc_context(STYLE):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
         figure = Figure(figsize=(9.2, 2.9 * len(results) + 0.6), layout="constrained", facecolor="white")
         panels = figure.subplots(len(results), 2, sharey="row", squeeze=False)
@@ -57,6 +58,10 @@ def loss_figure(results: Sequence[LossResult], path: str | Path) -> Path:
                 axes.axhline(target_of(result.curves[0].points), color="black", linewidth=0.8, linestyle=":")
                 axes.set_xscale("log")
                 axes.set_yscale("log")
+                for axis in (axes.xaxis, axes.yaxis):
+                    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                    axis.set_minor_formatter(NullFormatter())
                 axes.set_xlabel(quantity)
                 axes.grid()
             seconds.set_ylabel("loss of the averaged model")
