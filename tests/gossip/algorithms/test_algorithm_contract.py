@@ -81,8 +81,10 @@ def make_problem(skipped: tuple[tuple[int, int], ...]) -> Problem:
 
 PLAIN = {name: Case(name, row.topologies[0]) for name, row in ROWS.items()}
 # Every algorithm on every topology, in every mode, with skipped updates, with a rate that changes; and these by pairs.
+BUCKET_BY_BUCKET = [Case(name, row.topologies[-1], "", "skipped", "rate") for name, row in ROWS.items()]
 OF_PROCESSES = [
     *PLAIN.values(),
+    *BUCKET_BY_BUCKET,
     *itertools.starmap(
         Case,
         covering(
@@ -93,7 +95,7 @@ OF_PROCESSES = [
                     row.topologies, ("", "clipped", "optimizer"), ("", "skipped"), ("", "rate")
                 )
             ),
-            besides=PLAIN.values(),
+            besides=[*PLAIN.values(), *BUCKET_BY_BUCKET],
         ),
     ),
 ]
@@ -351,17 +353,18 @@ def train_processes(folder: str) -> dict[str, list[Any]]:
             found[case.label] = train(model, case, range(NUM_STEPS)).tolist()
     for name, case in PLAIN.items():
         path, rest = Path(folder) / name, range(4, NUM_STEPS)
-        with make_model(case) as model:
+        with make_model(case) as model, make_model(case) as other:
             train(model, case, range(4))
             gossip.save(model, path)
             with model.averaged():
                 mean = model.module.x.tolist()
             gossip.export(model, path.with_suffix(".safetensors"))
             wanted = train(model, case, rest)
-            gossip.load(model, Path(folder) / "virtual" / name)
-            begun_virtually = train(model, case, rest)
-            gossip.load(model, path)
-            restored = train(model, case, rest)
+            train(other, case, range(2))
+            gossip.load(other, path)
+            restored = train(other, case, rest)
+            gossip.load(other, Path(folder) / "virtual" / name)
+            begun_virtually = train(other, case, rest)
         found[case.label] = wanted.tolist()
         found[f"begun virtually {name}"] = begun_virtually.tolist()
         found[f"restored {name}"] = [bool((wanted == restored).all()), mean]

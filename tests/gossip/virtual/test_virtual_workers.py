@@ -381,7 +381,11 @@ def test_optimizers_with_a_hook_see_what_was_exchanged() -> None:
         ({"topology": "rign"}, ValueError, "rign"),
         ({"topology": topologies.build("ring", 3)}, ValueError, "is for 3 ranks, but there are 4"),
         ({"topology": 3}, TypeError, "topology must be a name or a topologies.Topology, got int"),
-        ({"algorithm": "adapt"}, ValueError, "unknown algorithm 'adapt'.*Available: adam_tracking, "),
+        (
+            {"algorithm": "adapt"},
+            ValueError,
+            "unknown algorithm 'adapt'.*Available: adam_tracking, adapt_then_combine, ",
+        ),
         ({"compression": "int9"}, ValueError, "int9"),
         ({"compression": "choco", "topology": "random_matching"}, ValueError, "choco"),
         ({"optimizer": 0.1}, TypeError, "optimizer must be a torch.optim.Optimizer"),
