@@ -239,20 +239,19 @@ class DistributedExchange:
         """The messages, and what the codec has to say to them."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.received, received, strict=True))
-        outgoing = _pieces({rank: message for rank, message in wire_sent.items() if rank not in self.handed_out})
-        incoming = _pieces({rank: buffer for rank, buffer in wire_received.items() if rank not in self.readings})
-        following = self.conversation.unmade_opening.following
-        if all(buffer.is_cpu for buffer in received):
-            # All of them at once: a peer on a far link is told in time that there is room.
-            awaited = [self._post({}, buffers) for buffers in incoming]
-            incoming, self._following = iter(()), self._post({}, following)
-        else:
-            awaited = []
-        num_bytes = 0
-        nothing: Messages = {}
-        for works, *pieces in zip_longest(awaited, outgoing, incoming, fillvalue=None):
-            self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
-            yield [*(works or ()), *self._post(*(piece or nothing for piece in pieces))]
+        outgoing = {rank: message for rank, message in wire_sent.items() if rank not in self.handed_out}
+        incoming = {rank: buffer for rank, buffer in wire_received.items() if rank not in self.readings}
+        if all(message.is_cpu for message in (*sent, *received)):
+            # All receives at once: a peer on a far link hears in time that there is room.
+            receives = [self._post({}, buffers) for buffers in _pieces(incoming)]
+            self._following = self._post({}, self.conversation.unmade_opening.following)
+            num_bytes = 0
+            for works, piece in zip_longest(receives, _pieces(outgoing)):
+                self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
+                yield [*(works or ()), *self._post(piece or {}, {})]
+        else:  # the host does not look at them
+            self.progress.wait_for(sys.maxsize)
+            yield self._post(outgoing, incoming)
         if self.local_messages is not None:
             yield [
                 Operation(message_of(source), self.local_messages.arrival(reading))
@@ -378,11 +377,8 @@ def _bytes_of(message: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(messages: Messages) -> Iterator[Messages]:
-    """Messages piece by piece, cut alike by all ranks; on a device, where the host does not look at them, whole."""
-    cut = {
-        peer: message.split(PIECE_BYTES // message.element_size()) if message.is_cpu else (message,)
-        for peer, message in messages.items()
-    }
+    """Messages in the memory of the host piece by piece, cut alike by all ranks."""
+    cut = {peer: message.split(PIECE_BYTES // message.element_size()) for peer, message in messages.items()}
     for number in range(max(map(len, cut.values()), default=0)):
         yield {peer: pieces[number] for peer, pieces in cut.items() if number < len(pieces)}
 

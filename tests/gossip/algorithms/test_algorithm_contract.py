@@ -14,19 +14,9 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed as dist
-from algorithm_table import (
-    BUCKETS,
-    LEARNING_RATE,
-    NUM_VALUES,
-    ROWS,
-    Problem,
-    Sgd,
-    constant,
-    halved_at_four,
-    make_algorithm,
-    make_topology,
-)
+from algorithm_table import ROWS, make_algorithm, make_topology
 from covering import covering
+from quadratics import BUCKETS, LEARNING_RATE, NUM_VALUES, Problem, Sgd, constant, halved_at_four
 from ranks import run_ranks
 from torch import nn
 
@@ -466,46 +456,6 @@ def test_momentum_exchange_refuses_an_optimizer_without_momentum() -> None:
         VirtualWorkers(nn.Linear(2, 1), 3, torch.optim.Adam, "ring", algorithm="momentum_exchange", devices=["cpu"])
     with pytest.raises(ValueError, match="SGD without momentum; give SGD a momentum"):
         GossipDataParallel(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1), algorithm="momentum_exchange")
-
-
-@pytest.mark.parametrize(
-    ("make", "dtype", "text"),
-    [
-        (SGD, torch.float32, r"of torch.optim.Adam and AdamW, but the optimizer is torch.optim.sgd.SGD; choose"),
-        (partial(torch.optim.AdamW, amsgrad=True), torch.float32, "amsgrad=True would keep the largest; leave amsgrad"),
-        (partial(torch.optim.Adam, betas=(0.9, 0.0)), torch.float32, r"betas\[1\] must be above 0"),
-        (
-            torch.optim.Adam,
-            torch.bfloat16,
-            "in the parameters' torch.bfloat16: too coarse for that; keep them in float32",
-        ),
-    ],
-)
-def test_adam_tracking_refuses_what_has_no_second_moment_to_change(
-    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, text: str
-) -> None:
-    with pytest.raises(ValueError, match=text):
-        VirtualWorkers(nn.Linear(2, 1, dtype=dtype), 3, make, "ring", algorithm="adam_tracking", devices=["cpu"])
-    with pytest.raises(ValueError, match=text):
-        GossipDataParallel(nn.Linear(2, 1, dtype=dtype), make, algorithm="adam_tracking")
-
-
-def test_adam_tracking_divides_by_the_second_moment_of_the_average_gradient() -> None:
-    """On ranks whose gradients are noise about the same mean, Adam's v is that of all-reduce, not n times as large."""
-    num_ranks, num_values, mean, noise = 8, 400, 0.5, 3.0
-    generator = torch.Generator().manual_seed(0)
-    module = nn.Linear(num_values, 1, bias=False, dtype=torch.float64)
-    adam = partial(torch.optim.Adam, lr=1e-4, betas=(0.9, 0.99))
-    workers = VirtualWorkers(
-        module, num_ranks, adam, "complete", algorithm=gossip.AdamTracking("atc"), loss_reduction="sum", devices=["cpu"]
-    )
-    for _ in range(600):
-        gradients = mean + noise * torch.randn(num_ranks, num_values, generator=generator, dtype=torch.float64)
-        workers(gradients).sum().backward()  # what the output is multiplied by is the gradient
-    (state,) = workers.optimizer.state.values()
-    wanted = mean**2 + noise**2 / num_ranks
-    assert state["exp_avg_sq"].mean().item() == pytest.approx(wanted, rel=0.15)
-    assert wanted < 0.2 * (mean**2 + noise**2)
 
 
 def test_push_sum_refuses_messages_that_are_no_values_and_averaged_buffers() -> None:
