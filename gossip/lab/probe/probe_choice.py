@@ -18,9 +18,9 @@ DATA_KINDS: tuple[DataKind, ...] = get_args(DataKind)
 #: From which on replicas of plain gossip agree too little, whatever their data (docs/algorithms/algorithms.csv).
 MANY_RANKS = 32
 PERIODS = (1, 2, 4, 8, 16, 32)
-#: What a step without an exchange is worth less than one with it: k steps to an exchange need 1 + 0.17 (k - 1) times as
-#: many steps for a loss (docs/time_to_loss.md).
-DRIFT = 0.17
+#: Ranks drift apart: with k steps from one exchange to the next, k^0.4 times as many steps are needed for a loss; and
+#: (k + 1)^0.4 times as many where data differ and messages are mixed a step late (docs/time_to_loss.md).
+DRIFT = 0.4
 _SAME = 1.05  # predictions this close are no reason to prefer the one that loses more
 _PLAIN: tuple[str, Mapping[str, Any]] = ("adapt_while_communicating", {})
 _CORRECTED: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -75,7 +75,7 @@ class Choice:
         return chosen if self.compression is None else {**chosen, "compression": self.compression}
 
 
-def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps: int = 100) -> Choice:
+def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps: int = 3 * max(PERIODS)) -> Choice:
     """Choose what goes with a topology. Local.
 
     The shortest predicted time to a loss, which is a step's time by the steps that are needed. Of choices within 5 %
@@ -95,10 +95,10 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
     cluster, workload = measured.cluster, measured.workload
     is_corrected = data == "different" or cluster.world_size >= MANY_RANKS
     candidates = [
-        (every, compression, algorithm)
+        (every, compression, (name, options), ALGORITHMS.get(name)(**options))
         for every in PERIODS
         for compression in (None, *COMPRESSION_RATIOS)  # none of which changes the loss (README, "Compression")
-        for algorithm in (_CORRECTED if is_corrected else (_PLAIN,))
+        for name, options in (_CORRECTED if is_corrected else (_PLAIN,))
     ]  # those that lose least first
     steps_s = [
         simulate_time(
@@ -106,15 +106,18 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
             cluster,
             workload,
             num_steps,
-            algorithm=ALGORITHMS.get(name)(**options),
+            algorithm=algorithm,
             compression_ratio=COMPRESSION_RATIOS.get(compression or "", 1.0),
         ).step_time_s
         + measured.coding_s.get(compression or "", 0.0) / every
-        for every, compression, (name, options) in candidates
+        for every, compression, _, algorithm in candidates
     ]
-    costs_s = [step_s * (1 + DRIFT * (every - 1)) for step_s, (every, _, _) in zip(steps_s, candidates, strict=True)]
+    lates = [data == "different" and not algorithm.before_forward for *_, algorithm in candidates]
+    costs_s = [
+        step_s * (every + late) ** DRIFT for step_s, (every, *_), late in zip(steps_s, candidates, lates, strict=True)
+    ]
     best = next(number for number, cost_s in enumerate(costs_s) if cost_s <= _SAME * min(costs_s))
-    every, compression, (name, options) = candidates[best]
+    every, compression, (name, options), _ = candidates[best]
     why = (
         "data differ, and plain gossip would stop short of all-reduce's loss"
         if data == "different"

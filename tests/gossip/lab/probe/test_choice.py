@@ -17,7 +17,7 @@ def chosen(
 ) -> Choice:
     cluster = Cluster(n, latency_us=50.0, bandwidth_gbps=gbps)
     topology = topologies.build("one_peer_exponential", n)
-    return choose(Measured(cluster, workload, True, n, coding_s), topology, data, num_steps=20)
+    return choose(Measured(cluster, workload, True, n, coding_s), topology, data, num_steps=96)
 
 
 def test_choice_on_a_fast_network_is_the_exact_values_in_every_step() -> None:
@@ -46,7 +46,7 @@ def test_choice_on_a_slow_network_exchanges_less_often_the_slower_it_is() -> Non
     assert every == sorted(every)
     assert every[0] < every[2] < every[3]
     for choice in choices:
-        assert choice.worth_s == pytest.approx(choice.step_time_s * (1 + DRIFT * (choice.every - 1)))
+        assert choice.worth_s == pytest.approx(choice.step_time_s * choice.every**DRIFT)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,17 @@ def test_choice_corrects_where_data_differ_or_ranks_are_many(data: DataKind, n: 
     assert choice.reason.startswith(said)
 
 
-def test_choice_takes_the_form_that_mixes_better_where_it_costs_no_time() -> None:
-    """What is awaited before the next forward pass hides beside nothing."""
-    assert chosen(100.0, "different").algorithm_options == {"form": "atc"}
-    assert chosen(0.9, "different").algorithm_options == {"form": "awc"}
+@pytest.mark.parametrize(
+    ("gbps", "compression", "form"), [(100.0, None, "atc"), (0.9, "int4", "atc"), (0.3, "int8", "awc")]
+)
+def test_choice_mixes_in_the_same_step_while_that_takes_less_than_the_steps_it_saves(
+    gbps: float, compression: str | None, form: str
+) -> None:
+    """Messages of 10 MB: what is awaited before the next forward pass hides beside nothing."""
+    choice = chosen(gbps, "different")
+    assert (choice.every, choice.compression, choice.algorithm_options) == (1, compression, {"form": form})
+    late = form == "awc"
+    assert choice.worth_s == pytest.approx(choice.step_time_s * (choice.every + late) ** DRIFT)
 
 
 def test_choice_as_a_benchmark_takes_it() -> None:
