@@ -30,6 +30,10 @@ class ExchangeError(GossipError):
         self.culprits = tuple(culprits)
 
 
+class EpochEndedError(GossipError):
+    """A rank was lost in the middle of what all ranks do together: those left do it again, and never show this."""
+
+
 class CheckpointError(GossipError):
     """A checkpoint could not be written, or is not one that can be loaded; raised on every rank, the ranks in step."""
 

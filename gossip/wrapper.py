@@ -22,12 +22,12 @@ from gossip.errors import GossipError
 from gossip.measuring.step_stats import StepStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, saved_state
 from gossip.parameters.module_face import ForwardOfModule, ModuleFace, forward_like
 from gossip.parameters.other_wrappers import Outermost
 from gossip.private_torch import fast_range
-from gossip.step.construction import construct, give_back
+from gossip.step.construction import construct, give_back, make_world
 from gossip.step.engine import StepEngine
+from gossip.step.joint_work import JointWork
 from gossip.step.wrapper_arguments import Arguments
 from topologies import Topology
 
@@ -95,6 +95,13 @@ class GossipDataParallel(ModuleFace, Outermost):
         The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. ``rank`` and the
         topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
         it is, so that nothing else may use it meanwhile.
+    on_peer_loss : str
+        "raise": a rank that is lost ends the training of all. "continue": the others go on without it, see
+        docs/when_ranks_die.md; ``rank`` and ``world_size`` are then those among the ranks that are left.
+    min_ranks : int, optional
+        With "continue": with fewer the training ends with an error; by default more than half of the ranks.
+    fallback_topology : str
+        With "continue": the family for a number of ranks that ``topology`` cannot serve.
 
     Attributes
     ----------
@@ -167,6 +174,9 @@ class GossipDataParallel(ModuleFace, Outermost):
         timeout: timedelta = DEFAULT_TIMEOUT,
         transport: str | TransportFactory = "distributed",
         process_group: dist.ProcessGroup | None = None,
+        on_peer_loss: Literal["raise", "continue"] = "raise",
+        min_ranks: int | None = None,
+        fallback_topology: str = "base",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -183,8 +193,11 @@ class GossipDataParallel(ModuleFace, Outermost):
             buffers=buffers,
             bucket_cap_mb=bucket_cap_mb,
             transport=transport,
+            on_peer_loss=on_peer_loss,
+            min_ranks=min_ranks,
+            fallback_topology=fallback_topology,
         )
-        world = World(timeout, process_group)
+        world = make_world(arguments, timeout, process_group)
         try:
             parts = construct(module, arguments, world)
         except BaseException:
@@ -197,24 +210,34 @@ class GossipDataParallel(ModuleFace, Outermost):
         self._arguments = arguments
         self._world = world
         self._engine: StepEngine | None = parts.engine
+        self._joint_work = JointWork(module, parts.engine, world)
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
         # through that. The hooks do not know the wrapper, so that its end can end them.
         self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
+        if arguments.continues and not world.is_alone:
+            from gossip.step.epoch_change import follow_epochs
+
+            self._joint_work.catch_up = follow_epochs(self, parts, arguments, world)
         self.module = module  # last: from here on attributes are set in the module, if they are not ours
 
     # ------------------------------------------------------------------ what it is
 
     @property
     def rank(self) -> int:
-        """This process's place among the ranks."""
+        """This process's place among the ranks that train."""
         return self._world.rank if self._engine is not None else 0
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that train."""
         return self._world.world_size if self._engine is not None else 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who trains, by their ranks at the beginning; their places here are the ranks of the topology."""
+        return self._world.members if self._engine is not None else (0,)
 
     @property
     def world(self) -> World:
@@ -292,6 +315,11 @@ class GossipDataParallel(ModuleFace, Outermost):
         """
         engine = self._live()
         engine.check_between_steps()
+        if self._arguments.continues and not self._world.is_alone:
+            raise GossipError(
+                'join() agrees on the last step of all ranks, which on_peer_loss="continue" does not do yet; give all '
+                'ranks the same number of batches, or train with on_peer_loss="raise"'
+            )
         with engine.fatal():
             flag = AgreedFlag(self._world, "waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
@@ -341,15 +369,8 @@ class GossipDataParallel(ModuleFace, Outermost):
             A rank is gone or did not take part in time. Nothing is half summed: every value is the mean, or still this
             rank's own, and the text says which; up to 64 MiB of parameters and buffers change together or not at all.
         """
-        engine = self._live()
-        engine.check_between_steps()
-        engine.settle()
-        engine.drop_in_flight()
-        with engine.fatal():
-            engine.frozen.compare()
-            average_module_(self.module, self._buckets, engine.frozen, self._world, engine.weights())
-            engine.frozen.are_equal()
-            engine.exchanges.averaged()
+        self._live()
+        self._joint_work.average()
 
     @contextlib.contextmanager
     def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
@@ -372,23 +393,9 @@ class GossipDataParallel(ModuleFace, Outermost):
         ExchangeError
             A rank is gone or did not take part in time; parameters and buffers are put back.
         """
-        engine = self._live()
-        engine.check_between_steps()
-        engine.settle()
-        with engine.fatal():
-            engine.frozen.compare()
-        with saved_state(self.module, self._buckets), engine.frozen.saved():
-            with engine.fatal():
-                average_module_(
-                    self.module, self._buckets, engine.frozen, self._world, engine.weights(), is_put_back=True
-                )
-            engine.is_averaged = True
-            try:
-                if recalibrate is not None:
-                    recalibrate_(self.module, recalibrate, self._world)
-                yield
-            finally:
-                engine.is_averaged = False
+        self._live()
+        with self._joint_work.averaged(recalibrate):
+            yield
 
     @torch.inference_mode(False)
     def consensus_distance(self) -> tuple[float, float]:
@@ -399,12 +406,8 @@ class GossipDataParallel(ModuleFace, Outermost):
         distance, relative : float
             The distance, and the same divided by the norm of the mean; over parameters, not buffers.
         """
-        engine = self._live()
-        engine.check_between_steps()
-        engine.settle()
-        with engine.fatal():
-            engine.frozen.compare()
-            return consensus_distance(self._buckets, engine.frozen, self._world, engine.weights())
+        self._live()
+        return self._joint_work.distance()
 
     # ------------------------------------------------------------------ values and copies
 
@@ -480,7 +483,8 @@ class GossipDataParallel(ModuleFace, Outermost):
     @property
     def _buckets(self) -> list[Bucket]:
         """Of the parameters that are exchanged, in launch order."""
-        return [bucket for bucket in self._live().buckets if isinstance(bucket, Bucket)]
+        self._live()
+        return self._joint_work.buckets
 
     def _live(self) -> StepEngine:
         if self._engine is None:

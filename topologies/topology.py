@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from topologies import compositions, placement
+from topologies import compositions, other_sizes, placement
 from topologies.analysis.description import Description, describe
 from topologies.analysis.exactness import known_exact_after
 from topologies.family_registry import build_family
@@ -125,6 +125,23 @@ class Topology(Schedule):
         (12, {2: 0.5})
         """
         return compositions.interleave(self, other)
+
+    def resized(self, world_size: int) -> Topology:
+        """Return the same topology for another number of ranks: each family that it is made of, with its options.
+
+        Raises
+        ------
+        ValueError
+            If a family, or its options, cannot serve that size, or it was made for its own ranks: by rounds, as a
+            product or permuted.
+
+        Examples
+        --------
+        >>> import topologies
+        >>> topologies.build("one_peer_exponential", 8).every(2).resized(5).name
+        'one_peer_exponential.every(2)'
+        """
+        return other_sizes.resized(self, world_size)
 
     def averaged_every(self, k: int) -> Topology:
         """Return the schedule in which all ranks average in every k-th round.

@@ -11,7 +11,8 @@ from torch import nn
 from gossip.checkpoints.all_or_none import together
 from gossip.checkpoints.checkpoint_files import sync_folder
 from gossip.checkpoints.checkpoint_layout import exported_tensors
-from gossip.checkpoints.trained_models import TrainedModel, replicas_of
+from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.trained_models import TrainedModel, jointly
 
 
 @torch.inference_mode(False)
@@ -52,13 +53,13 @@ def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
     >>> gossip.export(model, "model.safetensors")
     PosixPath('model.safetensors')
     """
-    replicas = replicas_of(model)
+    return jointly(model, lambda replicas: _export(replicas, model.module, Path(path)))
+
+
+def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
     replicas.check_alive()
-    path = Path(path)
     tensors = replicas.averages(path)
-    together(
-        replicas, f"exporting to {path}", lambda: _write(model.module, tensors, path) if replicas.process == 0 else None
-    )
+    together(replicas, f"exporting to {path}", lambda: _write(module, tensors, path) if replicas.process == 0 else None)
     return path
 
 

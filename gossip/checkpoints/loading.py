@@ -29,7 +29,7 @@ from gossip.checkpoints.random_states import restore_rng_states
 from gossip.checkpoints.rank_state import Stateful, check_sections, is_stateful
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import mean_state
-from gossip.checkpoints.trained_models import TrainedModel, replicas_of
+from gossip.checkpoints.trained_models import TrainedModel, jointly
 from gossip.errors import CheckpointError
 
 
@@ -124,9 +124,11 @@ def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Che
     >>> checkpoint.step, checkpoint.data["batch"]
     (0, 17)
     """
-    replicas = replicas_of(model)
+    return jointly(model, lambda replicas: _load(replicas, Path(path), parts))
+
+
+def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoint:
     replicas.check_between_steps()
-    path = Path(path)
     kinds = together(replicas, f"gossip.load from {path}", lambda: _check_call(path, parts))
     contents = _read_one(replicas, path) if any(kinds) else _read_newest(replicas, path)
     manifest = contents.manifest

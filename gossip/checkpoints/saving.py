@@ -17,7 +17,7 @@ from gossip.checkpoints.all_or_none import compare, together
 from gossip.checkpoints.checkpoint_files import reason, sync_folder, write_tensors
 from gossip.checkpoints.rank_state import is_stateful, parts_state
 from gossip.checkpoints.replicas import Replicas
-from gossip.checkpoints.trained_models import TrainedModel, replicas_of
+from gossip.checkpoints.trained_models import TrainedModel, jointly
 from gossip.errors import CheckpointError
 from gossip.version import __version__
 
@@ -72,9 +72,12 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
     >>> gossip.save(model, "checkpoints", batch=17)
     PosixPath('checkpoints/step_0000000001')
     """
-    replicas = replicas_of(model)
+    return jointly(model, lambda replicas: _save(replicas, Path(folder), keep, parts))
+
+
+def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> Path:
     replicas.check_between_steps()
-    path, step = Path(folder), replicas.step
+    step = replicas.step
     shared = _announce(replicas, path, keep, parts)
     replicas.settle()
     with ExitStack() as lock:

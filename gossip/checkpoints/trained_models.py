@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from gossip.checkpoints.rank_replica import RankReplica
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.virtual_replicas import VirtualReplicas
 from gossip.virtual.workers import VirtualWorkers
 from gossip.wrapper import GossipDataParallel
 
+_Result = TypeVar("_Result")
 TrainedModel = GossipDataParallel | VirtualWorkers
 
 
@@ -26,3 +30,16 @@ def replicas_of(model: TrainedModel) -> Replicas:
     raise TypeError(
         f"model must be a GossipDataParallel or VirtualWorkers, got {type(model).__name__}; wrap the module first"
     )
+
+
+def jointly(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _Result:
+    """What ``operation`` makes of the replicas here; if a rank is lost meanwhile, those left may do it again.
+
+    Raises
+    ------
+    TypeError
+        The model trains none.
+    """
+    if isinstance(model, GossipDataParallel):
+        return model._joint_work.jointly(lambda: operation(replicas_of(model)))
+    return operation(replicas_of(model))

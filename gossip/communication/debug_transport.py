@@ -14,9 +14,10 @@ import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, post_point_to_point
 from gossip.communication.distributed_transport import check_device, device_of, lost_exchange, peers_in
+from gossip.communication.operations_on_devices import OnDevice
 from gossip.communication.transport import Transport
 from gossip.communication.worker_threads import Job, Works
-from gossip.communication.world import OnDevice, World
+from gossip.communication.world import World
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages
 from gossip.errors import ExchangeError
 from topologies import Round, Topology

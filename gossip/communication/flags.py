@@ -32,7 +32,7 @@ class AgreedFlag:
         self._what = what
         self._answer: bool | None = None
         self._pending: tuple[Pending, torch.Tensor] | None = None
-        if world.group is not None:
+        if not world.is_alone:
             assert world.membership is not None
             self._group = world.communicator(range(world.world_size), what)
             self._worker_threads = WorkerThreads(f"gossip-flag-{world.rank}", world.timeout)
@@ -40,7 +40,7 @@ class AgreedFlag:
 
     def say(self, yes: bool) -> None:
         """Take part in the next agreement. Local."""
-        if self._world.group is None:
+        if self._world.is_alone:
             self._answer = yes
             return
         self._world.roll_call.note(self._what)

@@ -36,7 +36,7 @@ def listen(store: dist.Store | None) -> tuple[str, int]:
     store has no host (a file, a table in memory): then all ranks are on one machine, or nobody knows how they reach it.
     """
     with contextlib.suppress(OSError):  # it is a convenience: the time-out comes in any case
-        family, host = _own_address(store)
+        family, host = own_address(store)
         if host:
             if host not in _listening:
                 _leave_listening_to_parent()
@@ -102,7 +102,7 @@ def _leave_listening_to_parent() -> None:
     os.register_at_fork(after_in_child=leave)
 
 
-def _own_address(store: dist.Store | None) -> tuple[int, str]:
+def own_address(store: dist.Store | None) -> tuple[int, str]:
     """The family and the address by which this machine reaches the store's host; no address if it is a loopback."""
     server = None if store is None else innermost(store)
     if not isinstance(server, dist.TCPStore):

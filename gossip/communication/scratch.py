@@ -73,7 +73,7 @@ class Scratch:
 
     def _copies(self, tensor: torch.Tensor, dtype: torch.dtype, *, is_summed: bool) -> Iterator[torch.Tensor]:
         """Copies of the parts of ``tensor``, whose values are assigned to it in the end; one at a time."""
-        if self._world.group is None or tensor.numel() == 0:
+        if self._world.is_alone or tensor.numel() == 0:
             return
         for targets, length in self._parts(tensor, dtype, is_summed=is_summed):
             num_bytes = len(targets) * length * dtype.itemsize

@@ -9,14 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gossip.communication import forks
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
-from gossip.communication.device_paths import DevicePaths, Pending, Tensors
+from gossip.communication.device_paths import DevicePaths, Tensors
 from gossip.communication.membership import (
     Group,
     Membership,
@@ -24,6 +24,7 @@ from gossip.communication.membership import (
     own_connection,
     registered_group,
 )
+from gossip.communication.operations_on_devices import Ended, OnDevice
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
 from gossip.communication.waiting import Awaited, Failure, wait_for
@@ -35,9 +36,9 @@ _GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it nam
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
 _LENGTH_BYTES, _HEAD_BYTES = 8, 248  # of what is gathered, and how much of it travels with its length
 _TOGETHER_BYTES = 2**20  # tensors below this size are broadcast in messages of up to this size
-_LONGEST_PAUSE_S = 0.005
 _parents_groups: list[object] = []  # in a forked child, those that its parent has joined
 
+_Result = TypeVar("_Result")
 _Post = Callable[[Tensors, Tensors], Any]
 """Begins an operation that sends the first tensors and fills the second ones."""
 
@@ -140,12 +141,36 @@ class World:
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
                 f"{waited_s:.3g} s: {absent}; every rank{self._in_group()} must construct it"
             )
+        self._connect()
+
+    def _connect(self) -> None:
+        """Make what carries messages, once all ranks are known to be there."""
+        assert self.membership is not None
         self.worker_threads = WorkerThreads(f"gossip-{self.rank}", self.timeout)
         self.device_paths = DevicePaths(self.worker_threads, self.membership.backends)
         if self.membership.can_split:
             self.group = self.communicator(range(self.world_size), "world")
         else:
             self.group = self.membership.group
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is a world of one."""
+        return self.group is None
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether what is done jointly may be undone and done again."""
+        return False
+
+    def jointly(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
+        """What ``operation``, collectives and what is made of their results, gives. Collective.
+
+        Where ranks go on without those that are lost it ends at all of them, or those that are left do it again, after
+        ``undo``.
+        """
+        del undo
+        return operation()
 
     @property
     def can_split(self) -> bool:
@@ -227,6 +252,16 @@ class World:
         return self.lost(failure, text)
 
     @property
+    def member(self) -> int:
+        """This rank's number at the beginning, by which the log and errors name it."""
+        return self.rank
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks, by their numbers at the beginning."""
+        return tuple(range(self.world_size))
+
+    @property
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
@@ -259,7 +294,7 @@ class World:
 
         What is short travels with its length, all at once; of what is longer, the rest follows.
         """
-        if self.group is None:
+        if self.is_alone:
             return [payload]
         head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:_HEAD_BYTES]
         heads = self._gather_rows(head, _LENGTH_BYTES + _HEAD_BYTES, what)
@@ -293,7 +328,7 @@ class World:
 
         Those below 1 MiB travel together, copied into messages of up to that size.
         """
-        if self.group is None:
+        if self.is_alone:
             return
         group = self._open_group()
         for load in _loads(tensors):
@@ -310,7 +345,7 @@ class World:
 
         A tensor that is not contiguous, or not of float32 or float64, goes through one chunk of memory.
         """
-        if self.group is None or tensor.numel() == 0:
+        if self.is_alone or tensor.numel() == 0:
             return
         dtype = accumulation_dtype(tensor.dtype)
         if tensor.dtype == dtype and tensor.is_contiguous():
@@ -326,7 +361,7 @@ class World:
 
     def sum_(self, tensor: torch.Tensor, what: str) -> None:
         """The sum over ranks into ``tensor``, in place. Collective."""
-        if self.group is None:
+        if self.is_alone:
             return
         data = self._on_wire(tensor)
         group = self._open_group()
@@ -419,48 +454,6 @@ def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             filling.setdefault(tensor.device, []).append(tensor)
             filled[tensor.device] += tensor.nbytes
     yield from filling.values()
-
-
-class Ended(NamedTuple):
-    """An operation that has failed already."""
-
-    error: Exception
-
-    @staticmethod
-    def wait(_: timedelta) -> bool:
-        """It has."""
-        return True
-
-
-class OnDevice(NamedTuple):
-    """Operations that have ended when the device has done its share of them too."""
-
-    pending: Pending
-    device: torch.device
-
-    @property
-    def error(self) -> Exception | None:
-        """Why they failed."""
-        return self.pending.error
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Whether they have ended within ``timeout``. Ctrl-C gets through."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        return self.pending.wait(timeout) and device_is_idle(self.device, deadline)
-
-
-def device_is_idle(device: torch.device, deadline: float) -> bool:
-    """Whether the device has done all work of the current stream by then; the CPU always has. Ctrl-C gets through."""
-    if device.type == "cpu":
-        return True
-    event = torch.get_device_module(device.type).current_stream(device).record_event()
-    pause_s = 0.0
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s + 0.0001, _LONGEST_PAUSE_S)
-    return True
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
-from gossip.compression.conversation import Messages, Turn, Turns, chunks
+from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages
 from gossip.compression.stacked_codec import Edges, KnownEdges, StackedArrival, StackedCodec, message_rows
 from gossip.errors import GossipError
@@ -157,7 +157,7 @@ class ChocoCodec(WholeCodec):
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), self._message), partial(self._make_buffers, weights)
         )
-        return self._arrival(partial(self._take_in, delivery.received, weights))
+        return self._arrival(partial(self._take_in, delivery.received, arrived(weights, delivery.received)))
 
     def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
         while len(self._receive_buffers) < len(weights):

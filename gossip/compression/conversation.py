@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import NamedTuple
@@ -44,6 +44,8 @@ class Turn:
     ----------
     receive_buffers : mapping of int to Tensor
         Where the messages are to be put, by rank that they come from.
+    lost : collection of int
+        Set by whoever carries a turn after the opening: ranks whose messages will never come.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Turn:
         self.following = following
         self.making = making
         self.make_accumulator = make_accumulator
+        self.lost: Collection[int] = ()
         self._make_buffers = make_buffers
         self._buffers: Messages | None = None
 
@@ -76,7 +79,8 @@ class Delivery:
     ----------
     sent, received : mapping of int to Tensor
         This rank's messages and those of its peers, in the turn's buffers or elsewhere, on the device of the bucket.
-        There ``received`` is complete only when the parts of the :class:`Arrival` are asked for.
+        There ``received`` is complete only when the parts of the :class:`Arrival` are asked for. Peers whose messages
+        are lost are not among them: what they would have added is left out.
     on_host : (mapping of int to Tensor, mapping of int to Tensor), optional
         The same two in the memory of the host, if they have gone through it.
     total : Tensor, optional
@@ -198,7 +202,8 @@ class Conversation:
                 self._arrival = end.value
                 return
             yield turn
-            delivery = Delivery(turn.sent, turn.receive_buffers)
+            received = {rank: buffer for rank, buffer in turn.receive_buffers.items() if rank not in turn.lost}
+            delivery = Delivery(turn.sent, received)
 
     @property
     def arrival(self) -> Arrival:
@@ -272,6 +277,11 @@ def _hand_over(turns: Mapping[int, Turn]) -> int:
             )
         buffer.copy_(message)
     return sum(message.nbytes for message in sent.values())
+
+
+def arrived(weights: Mapping[int, float], received: Messages) -> dict[int, float]:
+    """The weights of those peers whose messages were not lost."""
+    return {source: weight for source, weight in weights.items() if source in received}
 
 
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:

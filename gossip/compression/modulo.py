@@ -285,11 +285,13 @@ class ModuloCodec(Codec):
             source: self._read(own, message, number, wanted)
             for number, (source, message) in enumerate(received.items())
         }
-        yield Turn({source: read.resent.view(torch.uint8) for source, read in reads.items()}, lambda: asked)
-        yield Turn(
-            {target: self._rows(blocks.view(torch.bool)) for target, blocks in asked.items() if bool(blocks.any())},
-            lambda: {source: read.rows for source, read in reads.items() if read.rows.shape[0]},
+        asking = yield Turn({source: read.resent.view(torch.uint8) for source, read in reads.items()}, lambda: asked)
+        awaited = {source: read.rows for source, read in reads.items() if read.rows.shape[0]}
+        answers = yield Turn(
+            {target: self._rows(blocks.view(torch.bool)) for target, blocks in asking.received.items() if blocks.any()},
+            lambda: awaited,
         )
+        reads = {source: read for source, read in reads.items() if source in answers.received or source not in awaited}
         are_finite = [
             self._arithmetic.learn_from_rows(read, self._blocks, wanted)
             for read in reads.values()
@@ -323,8 +325,9 @@ class ModuloCodec(Codec):
 
     @torch.no_grad()
     def _parts(self, weights: Mapping[int, float], reads: Mapping[int, Read]) -> Parts:
-        if weights:
-            yield from self._arithmetic.parts(self._blocks, [(reads[source], weights[source]) for source in weights])
+        if reads:
+            found = [(reads[source], weight) for source, weight in weights.items() if source in reads]
+            yield from self._arithmetic.parts(self._blocks, found)
 
     def state_dict(self) -> dict[str, Any]:
         start = {"start": self.sent.to("cpu", copy=True)} if self._is_at_start else {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
-from gossip.compression.conversation import Messages, Turn, Turns
+from gossip.compression.conversation import Arrival, Messages, Turn, Turns, arrived
 from gossip.compression.random_draws import generator
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
@@ -147,6 +147,9 @@ class PowerCodec(WholeCodec):
         messages = self._messages_of(values, list(weights))
         del values
         delivery = yield Turn(messages, partial(self._make_buffers, messages))
+        weights = arrived(weights, delivery.received)
+        if not weights:
+            return Arrival(iter(()), is_finite=True)
         return self._arrival(partial(self._take_in, messages, delivery.received, weights))
 
     def _messages_of(self, values: torch.Tensor, peers: Sequence[int]) -> dict[int, torch.Tensor]:

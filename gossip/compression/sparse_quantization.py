@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from gossip.compression.codec import BucketShape, Compression, WholeCodec
-from gossip.compression.conversation import Messages, Turn, Turns
+from gossip.compression.conversation import Messages, Turn, Turns, arrived
 from gossip.compression.sparsifiers import Part, parts_of
 from topologies import Round
 
@@ -80,7 +80,7 @@ class SparseCodec(WholeCodec):
             dict.fromkeys(round_.targets(self._rank), message),
             lambda: {source: torch.empty_like(message) for source in weights},
         )
-        return self._arrival(partial(self._take_in, delivery.received, weights))
+        return self._arrival(partial(self._take_in, delivery.received, arrived(weights, delivery.received)))
 
     @torch.no_grad()
     def _take_in(self, received: Messages, weights: Mapping[int, float]) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns, chunks, finite_on_host
+from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns, arrived, chunks, finite_on_host
 from gossip.compression.part_memory import scratch
 from topologies import Round
 
@@ -93,6 +93,7 @@ class ValuesCodec(Codec):
         )
         if delivery.total is not None:
             return Arrival(self._parts_of_sum(delivery.total), finite_on_host([delivery.total]))
+        weights = arrived(weights, delivery.received)
         return Arrival(self._parts(weights, delivery.received), finite_on_host(delivery.received.values()))
 
     def _receive_buffers(self, weights: Mapping[int, float]) -> Messages:

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 
 from gossip.communication.process_states import is_suspended
 from gossip.errors import ExchangeError, LaunchError
@@ -37,6 +38,7 @@ from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, joined_pro
 _SIBLING_GRACE_S = 0.5
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
+_GLANCE_S = 1.0
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -74,6 +76,7 @@ def launch(
     timeout: timedelta = DEFAULT_TIMEOUT,
     num_threads: int | None = None,
     preload: Sequence[str] = ("gossip",),
+    on_peer_loss: Literal["raise", "continue"] = "raise",
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
 
@@ -103,11 +106,15 @@ def launch(
         torch's threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
     preload : sequence of str
         Modules that the fork server imports before the first worker: see :func:`gossip.launching.fork_server.start`.
+    on_peer_loss : str
+        "raise": a worker that fails ends all. "continue": the others go on, for models of
+        ``GossipDataParallel(..., on_peer_loss="continue")``; a warning says how it ended. It has no effect where
+        somebody else has started the ranks.
 
     Returns
     -------
     list
-        What the ranks returned, by rank.
+        What the ranks returned, by rank; with "continue" None for those that failed.
 
     Raises
     ------
@@ -120,7 +127,8 @@ def launch(
         Called inside a worker, or while a worker imports the calling script, for want of
         ``if __name__ == "__main__":``.
     LaunchError
-        The port is taken, a step's first host is not known, or a worker failed; the others have been ended by then.
+        The port is taken, a step's first host is not known, or a worker failed (with "continue": all of them); the
+        others have been ended by then.
     """
     if _is_worker:
         raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
@@ -137,7 +145,7 @@ def launch(
             except (Exception, KeyboardInterrupt) as error:
                 traceback.print_exc()
                 _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
-    _check_arguments(function, args, world_size, port, num_threads)
+    _check_arguments(function, args, world_size, port, num_threads, on_peer_loss)
     _check_backend(backend)
 
     listener = _listen(port)
@@ -168,7 +176,7 @@ def launch(
             assert process.pid is not None
             _worker_pids.append(process.pid)
             channels.append(channel)
-        results = _collect(workers, channels)
+        results = _collect(workers, channels, continues=on_peer_loss == "continue")
         for channel in channels:
             with contextlib.suppress(OSError):  # it has reported: its work is done, however it went since
                 channel.send_bytes(b"leave")
@@ -193,12 +201,19 @@ def signal_workers(signal_number: int) -> bool:
 
 
 def _check_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int | None, num_threads: int | None
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    port: int | None,
+    num_threads: int | None,
+    on_peer_loss: str,
 ) -> None:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if port is not None and not 0 <= port < 2**16:
         raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out and a free one is found")
+    if on_peer_loss not in ("raise", "continue"):
+        raise ValueError(f'on_peer_loss must be "raise" or "continue", got {on_peer_loss!r}')
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -269,16 +284,21 @@ def _start(
     return process, parent_end
 
 
-def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
-    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it."""
+def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection], *, continues: bool) -> list[Any]:
+    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it.
+
+    With ``continues`` a failure is told, and raised only if there is nothing but failures.
+    """
     waiting = dict(zip(channels, range(len(workers)), strict=True))
     results: list[Any] = [None] * len(workers)
     failures: dict[int, _Failure] = {}
     deadline: float | None = None
     while waiting:
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), timeout=remaining)
+        ready = wait(list(waiting), timeout=_GLANCE_S if continues else remaining)
         if not ready:
+            if continues and not all(_is_frozen(workers[rank]) for rank in waiting.values()):
+                continue
             break
         for channel in ready:
             assert isinstance(channel, Connection)
@@ -286,12 +306,21 @@ def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection
             report = _receive(workers[rank], channel)
             if isinstance(report, _Failure):
                 failures[rank] = report
-                deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
+                if continues:
+                    logger.warning("rank {} failed: {}; the others may go on", rank, report.summary)
+                else:
+                    deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
             else:
                 results[rank] = report
-    if failures:
+    if failures and not (continues and len(failures) < len(workers)):
         raise _first_cause(failures, {rank: workers[rank] for rank in waiting.values()})
     return results
+
+
+def _is_frozen(worker: ForkServerProcess) -> bool:
+    """Whether it is suspended, so that nothing can be expected of it when the others have ended."""
+    assert worker.pid is not None
+    return is_suspended(worker.pid)
 
 
 def _first_cause(failures: Mapping[int, _Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -175,17 +174,17 @@ class FrozenParameters:
         """Note that all were averaged for good. Local."""
         self.differing = []
 
-    @contextlib.contextmanager
-    def saved(self) -> Iterator[None]:
-        """Put those that differ back exactly as they were when the block is left. Local."""
+    def snapshot(self) -> Callable[[], None]:
+        """Copy those that differ; the result puts them back exactly as they were. Local."""
         values = {name: self._parameters[name].detach().clone() for name in self.differing}
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, own in values.items():
-                    self._parameters[name].copy_(own)
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for name, own in values.items():
+                self._parameters[name].copy_(own)
             self.note_differing()
+
+        return put_back
 
     # ------------------------------------------------------------------ checkpoints and the end
 

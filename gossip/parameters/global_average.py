@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,9 +78,8 @@ def _compare_buffers(module: nn.Module, world: World) -> None:
     )
 
 
-@contextlib.contextmanager
-def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Put parameters and buffers back exactly as they were, in place, when the block is left. Local."""
+def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]:
+    """Copy parameters and buffers; the result puts them back exactly as they were, in place. Local."""
     with torch.no_grad():
         blocks = [bucket.block.clone() for bucket in buckets]
         buffers = [
@@ -90,17 +88,18 @@ def saved_state(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
             for key, buffer in own_buffers(owner).items()
             if buffer is not None
         ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for bucket, block in zip(buckets, blocks, strict=True):
-                bucket.reclaim()
-                bucket.block.copy_(block)
-                bucket.written()
-            for owned, key, buffer, values in buffers:
-                buffer.copy_(values)
-                owned[key] = buffer  # a forward pass may have put another one there
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for bucket, block in zip(buckets, blocks, strict=True):
+            bucket.reclaim()
+            bucket.block.copy_(block)
+            bucket.written()
+        for owned, key, buffer, values in buffers:
+            buffer.copy_(values)
+            owned[key] = buffer  # a forward pass may have put another one there
+
+    return put_back
 
 
 def consensus_distance(

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import itertools
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -98,7 +100,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         everything += make_buffer_buckets(module, len(buckets))
 
     transport = None
-    if world.world_size > 1:
+    if schedule.world_size > 1:
         transport = make_transport(_transport_factory(arguments, algorithm.compression or compression), world, schedule)
     scaler = arguments.open_scaler
     updater = Updater(
@@ -108,9 +110,9 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         clip_grad_norm=arguments.clip_grad_norm,
         clip=arguments.clip,
         scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
-        rank=world.rank,
+        rank=world.member,
     )
-    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, world.rank)
+    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, world.member)
     keep_out_of_graphs()
     if not arguments.step_in_backward:
         make_engine: type[StepEngine] = OptimizerSteps
@@ -122,17 +124,26 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         FrozenParameters(frozen, world),
         exchanges,
         updater,
-        rank=world.rank,
+        rank=world.member,
         bucket_cap_bytes=arguments.bucket_cap_bytes,
         watch=OptimizerWatch(module.named_parameters(), optimizers),
     )
-    if world.world_size > 1:
+    if not world.is_alone:
         forks.watch(engine)
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
     if world.rank == 0:
         announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
     return Parts(topology, algorithm, compression, optimizers, engine)
+
+
+def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
+    """The ranks that train together. Collective."""
+    if arguments.continues:
+        from gossip.communication.survivors.living_world import LivingWorld
+
+        return LivingWorld(timeout, process_group, min_ranks=arguments.min_ranks)
+    return World(timeout, process_group)
 
 
 def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
@@ -171,6 +182,10 @@ def _check(
 
 
 def _transport_factory(arguments: Arguments, compression: Compression) -> TransportFactory:
+    if arguments.continues:
+        from gossip.communication.survivors.edge_transport import EdgeTransport
+
+        return functools.partial(EdgeTransport, follows_up=compression.follows_up)
     factory = resolve_transport(arguments.transport)
     if factory is DistributedTransport:
         return functools.partial(DistributedTransport, sums_on_wire=compression.adds_on_wire)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip.algorithms import Algorithm
+from gossip.communication.transport import Transport
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import Meter, StepStats
 from gossip.optimizers.closures import Closure
@@ -35,6 +37,7 @@ from gossip.step.rank_exchanges import AnyBucket, RankExchanges
 from gossip.step.step_order import StepOrder
 from gossip.step.step_progress import StepProgress
 from gossip.step.updating import Updater
+from topologies import Topology
 
 #: So many steps in a row with values that are not finite, and the training has gone wrong for good.
 MAX_NON_FINITE_STEPS = 16
@@ -70,6 +73,8 @@ class StepEngine(Liveness, ABC):
         Whether the buckets hold the global average for a while.
     on_step_begin : callable or None
         Called once at the beginning of every step.
+    on_step_end : callable or None
+        Called once at the end of every step, when the number of steps has been counted up.
     error : BaseException or None
         What ended the training on this rank: the ranks are no longer in step.
     """
@@ -98,6 +103,7 @@ class StepEngine(Liveness, ABC):
         self.synchronise = True
         self.is_averaged = False
         self.on_step_begin: Callable[[], None] | None = None
+        self.on_step_end: Callable[[], None] | None = None
         self.error: BaseException | None = None
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
@@ -277,6 +283,8 @@ class StepEngine(Liveness, ABC):
                 f"rank {self.rank}: step {self.step - 1}: in {self._num_bad_steps} steps in a row gradients or "
                 "messages were not finite; start again from a checkpoint, with a smaller learning rate"
             )
+        if self.on_step_end is not None:
+            self.on_step_end()
 
     # ------------------------------------------------------------------ between steps
 
@@ -317,6 +325,20 @@ class StepEngine(Liveness, ABC):
                         self.buckets[index].reclaim()
                         self.exchanges.combine_(index, self._progress.meter)
 
+    @torch.no_grad()
+    def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
+        """Combine what is in flight, and go on with another topology, where this rank has another place. Local.
+
+        What the algorithm keeps begins anew.
+        """
+        with self.fatal(), self._lock:
+            for bucket in self.buckets:
+                bucket.reclaim()
+                self.exchanges.combine_(bucket.index, self._progress.meter)
+            self.exchanges.move(topology, transport, algorithm, rank)
+            load_algorithm_state(self.exchanges, None)
+            self._order = StepOrder(self.exchanges)
+
     def drop_in_flight(self) -> None:
         """Wait for what is in flight and forget it."""
         with self.fatal():
@@ -342,6 +364,8 @@ class StepEngine(Liveness, ABC):
             self.exchanges.load_state_dict(state.get("exchanges"))
         self.frozen.load_state_dict(state.get("frozen"))
         self.step = state["step"]
+        if self.on_step_end is not None:
+            self.on_step_end()
         self._num_bad_steps = state.get("num_bad_steps", 0)
         self._progress.meter.load_state_dict(state.get("measured", {}))
         if self.updater.scaler is not None:

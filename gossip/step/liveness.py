@@ -10,7 +10,7 @@ from datetime import timedelta
 from loguru import logger
 
 from gossip.communication import forks
-from gossip.errors import GossipError
+from gossip.errors import EpochEndedError, GossipError
 from gossip.private_torch import is_in_backward
 from gossip.step.backward_pass import DEAD_BACKWARD
 from gossip.step.rank_exchanges import AnyBucket
@@ -132,6 +132,8 @@ class Liveness:
         """An error inside the block ends this model's training: the ranks are no longer in step."""
         try:
             yield
+        except EpochEndedError:
+            raise
         except BaseException as error:
             self.error = error
             raise

@@ -41,6 +41,10 @@ class RankInFlight(InFlight):
         By channel.
     launched_at : float
         ``time.perf_counter()``.
+    examples : dict of str to Tensor
+        By channel, without memory: the shape and the dtype of a difference.
+    device : torch.device
+        Of the bucket.
     bytes_counted : Counter
         Of the exchanges' ``bytes_by_peer``, what some step's costs contain already.
     surplus : float
@@ -50,6 +54,8 @@ class RankInFlight(InFlight):
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     launched_at: float = 0.0
+    examples: dict[str, torch.Tensor] = field(default_factory=dict)
+    device: torch.device | None = None
     bytes_counted: Counter[int] = field(default_factory=Counter)
     surplus: float = 0.0
     _differences: dict[str, torch.Tensor] | None = None
@@ -57,12 +63,16 @@ class RankInFlight(InFlight):
     def differences(self) -> dict[str, list[torch.Tensor]]:
         if self._differences is None:
             self._differences = {
-                channel: torch.cat([part.clone() for _, part in exchange.wait().parts])
-                for channel, exchange in self.exchanges.items()
+                channel: self.joined(channel, exchange.wait()) for channel, exchange in self.exchanges.items()
             }
             for channel, difference in self._differences.items() if self.surplus else ():
                 difference.add_(self.sent[channel][0], alpha=self.surplus)
         return {channel: [difference] for channel, difference in self._differences.items()}
+
+    def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
+        """What arrived in a channel as a whole, a copy; zeros where nothing did."""
+        parts = [part.clone() for _, part in arrival.parts]
+        return torch.cat(parts) if parts else torch.zeros_like(self.examples[channel], device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for it; round, differences and what was sent, by channel; copies."""
@@ -188,6 +198,16 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
         return codecs
 
+    def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
+        """Exchange along another topology, where this rank has another place, from the next step on. Local.
+
+        With nothing in flight; codecs begin anew.
+        """
+        self._topology, self._transport, self.algorithm, self._rank = topology, transport, algorithm, rank
+        for view in self._views:
+            view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
+        self.codecs = self._make_codecs(self._buckets)
+
     # ------------------------------------------------------------------ what the policy asks for
 
     def views(self, index: int) -> Sequence[BucketView]:
@@ -216,6 +236,9 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                         in_flight.sent[channel] = [message.clone()]
                     continue
                 codec = self.codecs[index][channel]
+                wide = accumulation_dtype(message.dtype)
+                in_flight.examples[channel] = torch.empty_like(message, dtype=wide, device="meta")
+                in_flight.device = message.device
                 conversation = codec.begin(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self._transport.start(
@@ -240,7 +263,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             squares: float | torch.Tensor = 0.0
             view = self._views[index]
             sent = in_flight.sent if self.algorithm.reads_sent else {}
-            for part, got in _pieces(arrivals, sent):
+            for part, got in _pieces(in_flight, arrivals, sent):
                 square = _squared_norm(got[VALUES].difference)
                 if not isinstance(square, torch.Tensor) and not math.isfinite(square):
                     self._refuse(index, in_flight, meter)  # this rank's own message: all others are finite
@@ -334,7 +357,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
 
 
 def _pieces(
-    arrivals: Mapping[str, Arrival], sent: Mapping[str, Sequence[torch.Tensor]]
+    in_flight: RankInFlight, arrivals: Mapping[str, Arrival], sent: Mapping[str, Sequence[torch.Tensor]]
 ) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
     """What has arrived: of one channel part by part, of several as a whole."""
     if len(arrivals) == 1:
@@ -344,7 +367,7 @@ def _pieces(
     yield (
         None,
         {
-            channel: Arrived(torch.cat([part.clone() for _, part in arrival.parts]), sent[channel][0] if sent else None)
+            channel: Arrived(in_flight.joined(channel, arrival), sent[channel][0] if sent else None)
             for channel, arrival in arrivals.items()
         },
     )

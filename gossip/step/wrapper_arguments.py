@@ -39,6 +39,14 @@ class Arguments:
     buffers: str
     bucket_cap_mb: float
     transport: str | TransportFactory
+    on_peer_loss: str = "raise"
+    min_ranks: int | None = None
+    fallback_topology: str = "base"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the ranks go on without those that are lost."""
+        return self.on_peer_loss == "continue"
 
     @property
     def open_scaler(self) -> GradScaler | None:
@@ -64,6 +72,8 @@ class Arguments:
             "buffers": self.buffers,
             "bucket_cap_mb": f"{self.bucket_cap_mb:g}",
             "transport": name_of(self.transport),
+            "on_peer_loss": self.on_peer_loss
+            + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
         }
         scaler = self.open_scaler
         if scaler is None:
@@ -83,6 +93,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     """
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     resolve_transport(arguments.transport)
+    _check_peer_loss(arguments)
     if arguments.clip_grad_norm is not None:
         if not arguments.step_in_backward:
             raise ValueError(
@@ -99,6 +110,31 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
                     f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
                     "parameters in float32 and compute under torch.autocast"
                 )
+
+
+def _check_peer_loss(arguments: Arguments) -> None:
+    check_choice("on_peer_loss", arguments.on_peer_loss, ("raise", "continue"))
+    if not arguments.continues:
+        if arguments.min_ranks is not None:
+            raise ValueError(
+                f'min_ranks={arguments.min_ranks} is for on_peer_loss="continue"; with "raise" the first rank that is '
+                "lost ends the training"
+            )
+        return
+    if arguments.transport != "distributed":
+        raise ValueError(
+            'on_peer_loss="continue" has a transport of its own, but transport is '
+            f"{name_of(arguments.transport)!r}; leave it out"
+        )
+    if arguments.open_scaler is not None:
+        raise ValueError(
+            'scaler: with on_peer_loss="continue" the ranks agree on no loss scale yet; train in bfloat16 or float32, '
+            'or with on_peer_loss="raise"'
+        )
+    if arguments.fallback_topology not in topologies.available():
+        raise ValueError(
+            f"fallback_topology must be one of topologies.available(), got {arguments.fallback_topology!r}"
+        )
 
 
 def check_update(clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:

@@ -29,6 +29,7 @@ ROOMS_OF_TOPOLOGIES = (
     "analysis",
     "family_registry",
     "serialization",
+    "other_sizes",
     "topology",
     "building",
     "families",

@@ -21,7 +21,7 @@ PROGRAM = """
 import os, signal, socket
 import torch.distributed as dist
 from gossip.communication import lifelines
-lifelines._own_address = lambda _: (socket.AF_INET, "127.0.0.1")
+lifelines.own_address = lambda _: (socket.AF_INET, "127.0.0.1")
 address = lifelines.listen(None)
 assert lifelines.listen(None) == address
 child = os.fork()

@@ -1,0 +1,321 @@
+"""The world of the ranks that are left: what all of them do together goes on, or is done again, without the others."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gossip.communication.lifelines import own_address
+from gossip.communication.membership import own_connection
+from gossip.communication.sockets import resending_soon
+from gossip.communication.survivors.agreement import Agreement, Epoch
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.survivors.store_host import is_kept_here
+from gossip.communication.world import World
+from gossip.errors import EpochEndedError
+
+_TOKEN_BYTES = 32
+_PRIMITIVES = 2**24  # of one operation
+_BEAT_S = 0.5
+_NUM_BEATS_MISSED = 4
+
+_Result = TypeVar("_Result")
+
+
+class LivingWorld(World):
+    """All ranks of one wrapped model that are left.
+
+    ``rank`` and ``world_size`` are those among the ranks that are left: they change when somebody is lost. What all
+    ranks do together ends at all of them or at none: it is done again by those who are left.
+
+    Parameters
+    ----------
+    timeout : timedelta
+        Who is waited for so long, and waits for nobody himself, is given up.
+    process_group : ProcessGroup, optional
+    min_ranks : int, optional
+        With fewer the training ends with an error; by default more than half of those at the beginning.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    agreement : Agreement
+    is_joint : bool
+        Whether something is being done together.
+
+    Notes
+    -----
+    Collective: every rank of the process group must construct it.
+    """
+
+    mesh: Mesh
+    agreement: Agreement
+
+    def __init__(
+        self, timeout: timedelta, process_group: dist.ProcessGroup | None = None, *, min_ranks: int | None = None
+    ) -> None:
+        self._member = 0
+        self._min_ranks = min_ranks
+        self._epoch = Epoch(0, (0,))
+        self.is_joint = False
+        self._num_primitives = 0
+        super().__init__(timeout, process_group)
+
+    def _connect(self) -> None:
+        assert self.membership is not None
+        if not self.membership.is_gloo:
+            raise ValueError(
+                'on_peer_loss="continue" carries messages from the memory of the host: initialise the process group '
+                f'with backend="gloo", got {self.membership.backend_name}'
+            )
+        assert self._store is not None
+        self._member = self.rank
+        store: Any = own_connection(self._store)
+        least = self.world_size // 2 + 1 if self._min_ranks is None else self._min_ranks
+        if not 1 <= least <= self.world_size:
+            raise ValueError(f"min_ranks must be from 1 to the number of ranks, {self.world_size}, got {least}")
+        if is_kept_here(self._store):
+            store.set("kept_by_a_rank", str(self.member))
+        token = store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2))
+        with resending_soon(self.timeout):
+            self.mesh = Mesh(self.member, bytes(token), own_address(self._store)[1] or "127.0.0.1", self.timeout)
+            store.set(f"address{self.member}", "{} {}".format(*self.mesh.address))
+            self.mesh.connect({rank: _address(store, rank) for rank in range(self.world_size)})
+        if store.check(["kept_by_a_rank"]):
+            raise ValueError(
+                'on_peer_loss="continue" needs a key-value store that does not die with a rank, but it is kept by the '
+                f"process of rank {store.get('kept_by_a_rank').decode()}; start the ranks with gossip.launch or "
+                "torchrun, which keep it in a process of their own, or pass init_process_group a store="
+                "torch.distributed.FileStore(...) on a disk that all ranks see"
+            )
+        members = range(self.world_size)
+        self._epoch = Epoch(0, tuple(members))
+        self.agreement = Agreement(store, self.mesh, members, min_ranks=least, timeout=self.timeout)
+
+    @property
+    def member(self) -> int:
+        return self._member
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._epoch.members
+
+    @property
+    def is_alone(self) -> bool:
+        return not hasattr(self, "agreement")
+
+    @property
+    def may_repeat(self) -> bool:
+        return not self.is_alone
+
+    @property
+    def can_split(self) -> bool:
+        return False
+
+    @property
+    def epoch(self) -> Epoch:
+        """That of what all ranks do together; training enters it at the next step."""
+        return self._epoch
+
+    @property
+    def control_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def enter(self, epoch: Epoch) -> None:
+        """Be a member of ``epoch`` from now on. Local."""
+        if epoch.number != self._epoch.number:
+            self.mesh.forget(lambda key: key.kind == Kind.COLLECTIVE and key.first < epoch.number)
+        self._epoch = epoch
+        self.rank, self.world_size = epoch.members.index(self.member), len(epoch.members)
+
+    # ------------------------------------------------------------------ jointly
+
+    def jointly(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
+        """What all ranks do together: it ends at all of them; if somebody is lost meanwhile, those left do it again.
+
+        Parameters
+        ----------
+        operation : callable
+            Collectives of this world, and what is made of their results.
+        undo : callable, optional
+            Called before it is done again: everything as it was before.
+        """
+        if self.is_alone or self.is_joint:
+            return operation()
+        self.is_joint = True
+        try:
+            while True:
+                self.enter(self.agreement.latest)
+                self._num_primitives = 0
+                try:
+                    result = operation()
+                    self._exchange(dict.fromkeys(self._others), "ending it together")
+                except EpochEndedError:
+                    if self._is_committed():
+                        return result
+                else:
+                    if self.agreement.commit(self._epoch):
+                        return result
+                undo()
+        finally:
+            self.is_joint = False
+
+    def _is_committed(self) -> bool:
+        """Whether some rank has ended it: then all have what it gives, this one too."""
+        epoch = self.agreement.wait_for_epoch_after(self._epoch.number)
+        return epoch.num_committed > self.agreement.num_committed and self.agreement.commit(self._epoch)
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        if self.is_alone:
+            return [payload]
+
+        def gather() -> list[bytes]:
+            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
+            found = self._exchange(dict.fromkeys(self._others, own), what)
+            return [
+                payload if member == self.member else found[member].numpy().tobytes() for member in self._epoch.members
+            ]
+
+        return self.jointly(gather)
+
+    @torch.no_grad()
+    def broadcast_(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        if self.is_alone:
+            return
+        held = list(tensors)
+
+        def broadcast() -> None:
+            is_first = self.rank == 0
+            for tensor in held:
+                row = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else None
+                found = self._exchange(
+                    dict.fromkeys(self._others if is_first else (), row), what, () if is_first else self._first
+                )
+                for payload in found.values() if row is not None else ():
+                    tensor.copy_(payload.view(tensor.dtype).view(tensor.shape))
+
+        self.jointly(broadcast)
+
+    @torch.no_grad()
+    def sum_(self, tensor: torch.Tensor, what: str) -> None:
+        if self.is_alone or tensor.numel() == 0:
+            return
+        before = tensor.clone()
+
+        def add_up() -> None:
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            slices = dict(zip(self._epoch.members, flat.tensor_split(self.world_size), strict=True))
+            shares = self._exchange({member: slices[member] for member in self._others}, what)
+            own = slices[self.member]
+            rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._epoch.members]
+            total = torch.stack([row.view(-1) for row in rows]).sum(0) if own.numel() else own
+            sums = self._exchange(dict.fromkeys(self._others, total), what)
+            parts = [
+                total if member == self.member else sums[member].view(total.dtype) for member in self._epoch.members
+            ]
+            tensor.copy_(torch.cat(parts).view(tensor.shape))
+
+        self.jointly(add_up, lambda: tensor.copy_(before))
+
+    @property
+    def _others(self) -> list[int]:
+        return [member for member in self._epoch.members if member != self.member]
+
+    @property
+    def _first(self) -> Sequence[int]:
+        return self._epoch.members[:1]
+
+    def _exchange(
+        self, sent: Mapping[int, torch.Tensor | None], what: str, sources: Sequence[int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Send to some members, and wait for what some (by default all) others send; by member."""
+        self._num_primitives += 1
+        number = self.agreement.num_committed * _PRIMITIVES + self._num_primitives
+        key = Key(Kind.COLLECTIVE, self._epoch.number, number)
+        outgoing = [self.mesh.send(member, key, payload) for member, payload in sent.items()]
+        found: dict[int, torch.Tensor] = {}
+        awaited = self._others if sources is None else sources
+
+        def look() -> bool:
+            for member in awaited:
+                if member not in found and (payload := self.mesh.take(member, key)) is not None:
+                    found[member] = payload
+            missing = [member for member in awaited if member not in found]
+            if any(member in self.mesh.lost for member in missing) or self.has_moved_on:
+                raise EpochEndedError(what)
+            return not missing and all(frame.has_ended for frame in outgoing)
+
+        self.wait_until(look, lambda: [member for member in awaited if member not in found], what)
+        return found
+
+    @property
+    def has_moved_on(self) -> bool:
+        """Whether there is a later epoch than that of what is done together."""
+        return self.agreement.latest.number != self._epoch.number
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait_until(self, look: Callable[[], bool], awaited: Callable[[], Sequence[int]], where: str) -> None:
+        """Wait until ``look()``, which is called with what the mesh has locked. Ctrl-C gets through.
+
+        A member that is waited for longer than the time-out, and does not wait for anybody himself, is given up.
+
+        Raises
+        ------
+        EpochEndedError
+            ``look`` has found that it never will be.
+        """
+        began = time.monotonic()
+        timeout_s = self.timeout.total_seconds()
+        beat_s = min(_BEAT_S, timeout_s / 10)
+        with self.mesh.changed:
+            while not look():
+                missing = awaited()
+                left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
+                if left:
+                    self.agreement.miss(left)
+                if not self.mesh.changed.wait(beat_s) and time.monotonic() - began > beat_s:
+                    self._tell(missing)
+                waited_s = time.monotonic() - began
+                if waited_s > timeout_s:
+                    for member in self._idle_among(missing, beat_s, waited_s):
+                        self.agreement.give_up(
+                            member, f"{where}: rank {self.member} waited {waited_s:.3g} s for it in vain"
+                        )
+
+    def _tell(self, missing: Sequence[int]) -> None:
+        """Tell the others for whom this rank waits, so that nobody gives this one up for their sake."""
+        ranks = torch.tensor(sorted(missing), dtype=torch.int64)
+        for member in self._others:
+            self.mesh.send(member, Key(Kind.WAITING), ranks.clone())
+
+    def _idle_among(self, members: Sequence[int], beat_s: float, waited_s: float) -> list[int]:
+        """Those that have not said for some time that they wait for somebody; after twice the time-out all."""
+        recent = time.monotonic() - _NUM_BEATS_MISSED * beat_s
+        return [
+            member
+            for member in members
+            if waited_s > 2 * self.timeout.total_seconds()
+            or self.mesh.waiting.get(member, (0.0, frozenset()))[0] < recent
+        ]
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        if hasattr(self, "agreement"):
+            self.agreement.close()
+        if hasattr(self, "mesh"):
+            self.mesh.leave(self.timeout)
+        super().close()
+
+
+def _address(store: Any, rank: int) -> tuple[str, int]:
+    host, port = store.get(f"address{rank}").decode().split()
+    return host, int(port)

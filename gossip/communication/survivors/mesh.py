@@ -1,0 +1,377 @@
+"""Connections from every rank to every other one, served by one thread that never waits for any of them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hmac
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+
+from gossip.communication import daemon_threads, forks
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection
+from gossip.communication.worker_threads import WINDOW_BYTES
+from gossip.errors import ExchangeError, GossipError
+
+_MOST_BACKLOG_BYTES = 2**26
+_BACKLOG = 4096
+_KEPT_BUFFERS = 4  # of a size
+_PATIENCE_S = 0.05  # with a connection that takes nothing
+_TICK_S = 0.05
+
+Lost = Callable[[int, str], None]
+"""Told of a member whose connection is lost, and how; in the thread that serves the connections."""
+
+
+class Mesh:
+    """A connection to every other member, over which frames come and go.
+
+    One thread serves all of them: it waits for none, so that a member that is slow, frozen or dead holds nobody else
+    up. Frames of one connection keep their order, and each is handed on as a whole or not at all: what a member had
+    sent in part when it died is never seen. The kernel of a member that dies closes its connections, which is seen here
+    within milliseconds.
+
+    Parameters
+    ----------
+    member : int
+        This process among those that it is to be connected to.
+    token : bytes
+        What a connection must begin with; the same for all members, and known to nobody else.
+    host : str
+        Where to listen.
+    timeout : timedelta
+
+    Attributes
+    ----------
+    address : tuple of (str, int)
+        Where this member listens.
+    lost : dict of int to str
+        Members that are connected no more, and why.
+    left : set of int
+        Of these, those that said goodbye.
+    changed : Condition
+        Notified of every frame, of what has been sent and of losses; holds what is read here.
+    waiting : dict of int to (float, frozenset of int)
+        When a member said last that it waits (``time.monotonic()``), and for whom.
+    """
+
+    def __init__(self, member: int, token: bytes, host: str, timeout: timedelta) -> None:
+        self.member = member
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.lost: dict[int, str] = {}
+        self.left: set[int] = set()
+        self.waiting: dict[int, tuple[float, frozenset[int]]] = {}
+        self.on_lost: Lost = lambda _member, _reason: None
+        self.on_alarm: Callable[[int], None] = lambda _number: None
+        self._token = token
+        self._connections: dict[int, PeerConnection] = {}
+        self._inbox: dict[tuple[int, Key], torch.Tensor] = {}
+        self._backlog: collections.Counter[int] = collections.Counter()
+        self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
+        self._to_add: collections.deque[PeerConnection] = collections.deque()
+        self._to_cut: collections.deque[tuple[int, str]] = collections.deque()
+        self._selector = selectors.DefaultSelector()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.address = host, int(self._listener.getsockname()[1])
+        self._wake, self._bell = socket.socketpair()
+        for end in (self._wake, self._bell):
+            end.setblocking(False)
+        self._is_awake = False
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._stop = threading.Event()
+        self._is_parents = False
+        self._thread = daemon_threads.start(
+            f"gossip-mesh-{member}", weak_run(self, Mesh._serve), end=self._stop.set, patience=timeout
+        )
+        forks.watch(self)
+
+    # ------------------------------------------------------------------ connecting
+
+    def connect(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+        """Connect to all members of these that come before this one, and wait until the others have connected.
+
+        Raises
+        ------
+        ExchangeError
+            Some could not be reached, or did not come in time; names them.
+        """
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        for member, address in addresses.items():
+            if member < self.member:
+                self._call(member, address)
+        others = set(addresses) - {self.member}
+        with self.changed:
+            in_time = self.changed.wait_for(
+                lambda: others <= self._connections.keys() | self.lost.keys(), deadline - time.monotonic()
+            )
+            absent = sorted(others - self._connections.keys() - self.lost.keys())
+        if not in_time:
+            raise ExchangeError(
+                f"rank {self.member}: connecting to all others: no connection with rank"
+                f"{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} within {self.timeout.total_seconds():g} s"
+            )
+
+    def _call(self, member: int, address: tuple[str, int]) -> None:
+        try:
+            connection = PeerConnection(
+                socket.create_connection(address, self.timeout.total_seconds()), self.timeout, self._buffer
+            )
+        except OSError as error:
+            with self.changed:
+                self.lost[member] = f"no connection to {address[0]}:{address[1]}: {error.strerror or error}"
+            self.on_lost(member, self.lost[member])
+            return
+        connection.member = member
+        hello = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
+        connection.outgoing.append(Outgoing(Key(Kind.HELLO, self.member), hello))
+        self._to_add.append(connection)
+        self._ring()
+
+    # ------------------------------------------------------------------ sending, taking
+
+    def send(self, member: int, key: Key, payload: torch.Tensor | None = None) -> Outgoing:
+        """Send a frame as soon as its turn comes; ``payload`` must stay as it is until it has ended. Waits for nothing.
+
+        To a member that is lost nothing is sent.
+        """
+        if self._is_parents:
+            raise GossipError(forks.FORKED)
+        frame = Outgoing(key, payload)
+        with self.changed:
+            connection = self._connections.get(member)
+            if connection is None:
+                frame.end()
+            else:
+                connection.outgoing.append(frame)
+        self._ring()
+        return frame
+
+    def has(self, member: int, key: Key) -> bool:
+        """Whether a frame is there; to be asked with :attr:`changed` held."""
+        return (member, key) in self._inbox
+
+    def take(self, member: int, key: Key) -> torch.Tensor | None:
+        """A frame's payload, if it is there, which is the caller's until :meth:`give_back`; with ``changed`` held."""
+        payload = self._inbox.pop((member, key), None)
+        if payload is not None:
+            was_paused = self._backlog[member] > _MOST_BACKLOG_BYTES
+            self._backlog[member] -= payload.nbytes
+            if was_paused and self._backlog[member] <= _MOST_BACKLOG_BYTES:
+                self._ring()
+        return payload
+
+    def give_back(self, payloads: Iterable[torch.Tensor]) -> None:
+        """Memory of payloads that are needed no more, for others of their sizes."""
+        with self.changed:
+            for payload in payloads:
+                if payload.nbytes and len(self._buffers[payload.nbytes]) < _KEPT_BUFFERS:
+                    self._buffers[payload.nbytes].append(payload)
+
+    def forget(self, is_stale: Callable[[Key], bool]) -> None:
+        """Drop the frames that nobody will ask for."""
+        with self.changed:
+            for member, key in [entry for entry in self._inbox if is_stale(entry[1])]:
+                self.take(member, key)
+
+    def cut(self, member: int, reason: str) -> None:
+        """End the connection with a member: it is lost from now on. Waits for nothing."""
+        with self.changed:
+            if member in self.lost:
+                return
+            self.lost[member] = reason
+            self._to_cut.append((member, reason))
+            self.changed.notify_all()
+        self._ring()
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        with self.changed:
+            kept = self._buffers[nbytes]
+            return kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _serve(self) -> bool:
+        """One turn; whether there is a next one."""
+        self._take_up_changes()
+        for selected, events in self._selector.select(_TICK_S):
+            connection = selected.data
+            if selected.fileobj is self._bell:
+                self._hear()
+            elif selected.fileobj is self._listener:
+                self._answer()
+            elif connection.socket.fileno() != -1:
+                self._serve_one(connection, events)
+        return not self._stop.is_set()
+
+    def _take_up_changes(self) -> None:
+        while self._to_add:
+            self._know(self._to_add.popleft())
+        while self._to_cut:
+            member, reason = self._to_cut.popleft()
+            if member in self._connections:
+                self._lose(self._connections[member], reason)
+        sends = self._that_send()
+        for member, connection in self._connections.items():
+            reads = self._backlog[member] <= _MOST_BACKLOG_BYTES
+            self._watch(connection, selectors.EVENT_READ * reads | selectors.EVENT_WRITE * (connection in sends))
+
+    def _that_send(self) -> list[PeerConnection]:
+        """The connections whose turn it is: what was begun first goes first, as long as only so much is under way.
+
+        Messages to the old peer and to the new one would compete otherwise, and what is lost then costs more than the
+        pauses. Who takes nothing holds nobody else up.
+        """
+        ready = sorted(
+            (connection for connection in self._connections.values() if connection.outgoing),
+            key=lambda connection: connection.outgoing[0].number,
+        )
+        found, under_way, now = [], 0, time.monotonic()
+        for connection in ready:
+            if under_way >= WINDOW_BYTES:
+                break
+            found.append(connection)
+            if now - connection.sent_at < _PATIENCE_S or not connection.sent_at:
+                under_way += connection.outgoing[0].num_bytes_left
+        return found
+
+    def _watch(self, connection: PeerConnection, events: int) -> None:
+        """Be told of these events, and of no others."""
+        if events == connection.watched:
+            return
+        if not connection.watched:
+            self._selector.register(connection.socket, events, connection)
+        elif events:
+            self._selector.modify(connection.socket, events, connection)
+        else:
+            self._selector.unregister(connection.socket)
+        connection.watched = events
+
+    def _serve_one(self, connection: PeerConnection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                connection.send()
+                with self.changed:
+                    self.changed.notify_all()
+            if events & selectors.EVENT_READ:
+                connection.receive(lambda frame: self._sort_in(connection, frame))
+        except (OSError, ValueError) as error:
+            self._lose(connection, getattr(error, "strerror", None) or str(error))
+
+    def _sort_in(self, connection: PeerConnection, frame: Frame) -> None:
+        kind, member = frame.key.kind, connection.member
+        if member is None:
+            if kind != Kind.HELLO or not hmac.compare_digest(frame.payload.numpy().tobytes(), self._token):
+                raise ConnectionError("a stranger called")
+            connection.member = frame.key.first
+            self._know(connection)
+        elif kind == Kind.ALARM:
+            self.on_alarm(frame.key.first)
+        else:
+            with self.changed:
+                if kind == Kind.GOODBYE:
+                    self.left.add(member)
+                elif kind == Kind.WAITING:
+                    ranks = frozenset(frame.payload.view(torch.int64).tolist())
+                    self.waiting[member] = time.monotonic(), ranks
+                else:
+                    self._inbox[member, frame.key] = frame.payload
+                    self._backlog[member] += frame.payload.nbytes
+                self.changed.notify_all()
+
+    def _know(self, connection: PeerConnection) -> None:
+        assert connection.member is not None
+        with self.changed:
+            if connection.member in self.lost or connection.member in self._connections:
+                raise ConnectionError("it is lost, or connected already")
+            self._connections[connection.member] = connection
+            self.changed.notify_all()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                accepted, _ = self._listener.accept()
+                self._watch(PeerConnection(accepted, self.timeout, self._buffer), selectors.EVENT_READ)
+
+    def _lose(self, connection: PeerConnection, reason: str) -> None:
+        self._watch(connection, 0)
+        member = connection.member
+        with self.changed:
+            connection.close()
+            if member is None or self._connections.get(member) is not connection:
+                return
+            del self._connections[member]
+            self.lost.setdefault(member, reason)
+            self.changed.notify_all()
+        self.on_lost(member, self.lost[member])
+
+    def _ring(self) -> None:
+        if not self._is_awake:
+            self._is_awake = True
+            with contextlib.suppress(OSError):
+                self._wake.send(b"\0")
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError):
+            self._bell.recv(4096)
+        self._is_awake = False
+
+    # ------------------------------------------------------------------ the end
+
+    def leave(self, patience: timedelta) -> None:
+        """Say goodbye, send what is still to be sent, as long as somebody takes it, and end. Local."""
+        if self._is_parents:
+            return
+        with self.changed:
+            goodbyes = [self.send(member, Key(Kind.GOODBYE)) for member in list(self._connections)]
+            self.changed.wait_for(
+                lambda: all(frame.has_ended for frame in goodbyes), min(patience, self.timeout).total_seconds()
+            )
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and all connections. Local."""
+        if self._is_parents:
+            return
+        self._stop.set()
+        self._ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())
+        if not self._thread.is_alive():
+            for connection in list(self._connections.values()):
+                connection.close()
+            self._connections.clear()
+            for end in (self._selector, self._listener, self._wake, self._bell):
+                end.close()
+
+    def leave_to_parent(self) -> None:
+        """See :class:`gossip.communication.forks.Inherited`."""
+        self._is_parents = True
+        self.changed = threading.Condition()  # another thread may have held it
+        forks.keep(self)
+
+
+def weak_run(owner: object, turn: Callable[..., bool]) -> Callable[[], None]:
+    """The life of a thread that takes turns for as long as its owner lives and has more of them."""
+    reference = weakref.ref(owner)
+
+    def run() -> None:
+        while (alive := reference()) is not None and turn(alive):
+            del alive
+
+    return run
+
+
+def in_words(members: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 3, 5"."""
+    return f"rank{'s' * (len(members) != 1)} {', '.join(map(str, members))}"

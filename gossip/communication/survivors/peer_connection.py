@@ -1,0 +1,210 @@
+"""One connection to one other rank: frames out and in, without ever waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+_HEADER = struct.Struct("<4sBQQQQ")
+_MAGIC = b"gsp1"
+_MOST_HELLO_BYTES = 64
+_MOST_READS = 16  # from one connection before the others are looked at
+_TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; older versions of Python do not know it
+_MOST_UNSENT_BYTES = 2**17  # in the kernel, of a connection: what else has to go elsewhere does not wait behind more
+_NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    MESSAGE = 2
+    COLLECTIVE = 3
+    WAITING = 4
+    ALARM = 5
+    GOODBYE = 6
+
+
+class Key(NamedTuple):
+    """What a frame is about; the meaning of the numbers is the kind's."""
+
+    kind: Kind
+    first: int = 0
+    second: int = 0
+    third: int = 0
+
+
+_numbers = itertools.count()
+
+
+class Frame(NamedTuple):
+    """What has come as a whole.
+
+    Attributes
+    ----------
+    key : Key
+    payload : Tensor, [nbytes], uint8
+    """
+
+    key: Key
+    payload: torch.Tensor
+
+
+class Outgoing:
+    """A frame that is to be sent; its payload must stay as it is until :attr:`has_ended`.
+
+    Attributes
+    ----------
+    number : int
+        Counts all frames of this process.
+    """
+
+    def __init__(self, key: Key, payload: torch.Tensor | None = None) -> None:
+        self.number = next(_numbers)
+        nbytes = 0 if payload is None else payload.nbytes
+        self._left = [memoryview(_HEADER.pack(_MAGIC, *key, nbytes))]
+        if payload is not None and nbytes:
+            self._left.append(payload.detach().view(-1).view(torch.uint8).numpy().data)
+        self.has_ended = False
+
+    @property
+    def num_bytes_left(self) -> int:
+        """What has not been sent."""
+        return sum(map(len, self._left))
+
+    def send(self, connection: socket.socket) -> bool:
+        """Send what the socket takes; whether that was all."""
+        while self._left:
+            num_bytes = connection.sendmsg(self._left)
+            while self._left and num_bytes >= len(self._left[0]):
+                num_bytes -= len(self._left.pop(0))
+            if self._left:
+                self._left[0] = self._left[0][num_bytes:]
+        return True
+
+    def end(self) -> None:
+        """It has been sent, or never will be: let go of the payload."""
+        self._left = []
+        self.has_ended = True
+
+
+class ConnectionLost(OSError):
+    """The other end has gone."""
+
+
+class PeerConnection:
+    """Frames over one TCP connection. Used by one thread, but for :attr:`outgoing`, which others append to.
+
+    Parameters
+    ----------
+    connection : socket
+    timeout : timedelta
+        After so long without an acknowledgement the kernel takes the other host for cut off.
+    make_buffer : callable
+        Memory for a payload of so many bytes.
+
+    Attributes
+    ----------
+    member : int or None
+        Who is at the other end, once that is known.
+    outgoing : deque of Outgoing
+    watched : int
+        The events of its socket that somebody is told of.
+    sent_at : float
+        When it took something last: ``time.monotonic()``.
+    """
+
+    def __init__(
+        self, connection: socket.socket, timeout: timedelta, make_buffer: Callable[[int], torch.Tensor]
+    ) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            patience_ms = min(int(timeout.total_seconds() * 1000), 2**31 - 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _MOST_UNSENT_BYTES)
+        self.socket = connection
+        self.member: int | None = None
+        self.outgoing: deque[Outgoing] = deque()
+        self.watched = 0
+        self.sent_at = 0.0
+        self._make_buffer = make_buffer
+        self._header = bytearray(_HEADER.size)
+        self._num_read = 0
+        self._key: Key | None = None
+        self._payload = _NO_PAYLOAD
+        self._memory = memoryview(b"")
+
+    def send(self) -> bool:
+        """Send what the socket takes; whether all has been sent.
+
+        Raises
+        ------
+        OSError
+            The connection is lost.
+        """
+        while self.outgoing:
+            frame = self.outgoing[0]
+            self.sent_at = time.monotonic()
+            try:
+                frame.send(self.socket)
+            except (BlockingIOError, InterruptedError):
+                return False
+            self.outgoing.popleft()
+            frame.end()
+        return True
+
+    def receive(self, take: Callable[[Frame], None]) -> None:
+        """Read what is there, and hand every frame on that is complete.
+
+        Raises
+        ------
+        OSError
+            The connection is lost; what had come before has been handed on.
+        """
+        for _ in range(_MOST_READS):
+            target = self._memory if self._key is not None else memoryview(self._header)
+            try:
+                num_bytes = self.socket.recv_into(target[self._num_read :])
+            except (BlockingIOError, InterruptedError):
+                return
+            if num_bytes == 0:
+                raise ConnectionLost("the connection was closed")
+            self._num_read += num_bytes
+            if self._num_read == len(target):
+                self._take_in(take)
+
+    def _take_in(self, take: Callable[[Frame], None]) -> None:
+        self._num_read = 0
+        if self._key is None:
+            magic, kind, first, second, third, nbytes = _HEADER.unpack(self._header)
+            if magic != _MAGIC or (self.member is None and nbytes > _MOST_HELLO_BYTES):
+                raise ConnectionLost("what came over the connection is no frame of this program's")
+            key = Key(Kind(kind), first, second, third)
+            if nbytes:
+                self._key, self._payload = key, self._make_buffer(nbytes)
+                self._memory = self._payload.numpy().data
+                return
+            take(Frame(key, _NO_PAYLOAD))
+            return
+        frame = Frame(self._key, self._payload)
+        self._key, self._payload, self._memory = None, _NO_PAYLOAD, memoryview(b"")
+        take(frame)
+
+    def close(self) -> None:
+        """Let go of the socket, and of what was to be sent."""
+        self.socket.close()
+        while self.outgoing:
+            self.outgoing.popleft().end()

@@ -1,0 +1,117 @@
+"""What all ranks do together with their models between steps; if one is lost meanwhile, the others do it again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from gossip.communication.world import World
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
+from gossip.step.engine import StepEngine
+
+_Result = TypeVar("_Result")
+
+
+class JointWork:
+    """What the ranks of one model do together between its steps. Collective, but for the construction.
+
+    Parameters
+    ----------
+    module : Module
+    engine : StepEngine
+    world : World
+
+    Attributes
+    ----------
+    catch_up : callable
+        Called at the beginning of each, and before each is done again by the ranks that are left.
+    """
+
+    def __init__(self, module: nn.Module, engine: StepEngine, world: World) -> None:
+        self.catch_up: Callable[[], None] = lambda: None
+        self._module, self._engine, self._world = module, engine, world
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Of the parameters that are exchanged, in launch order."""
+        return [bucket for bucket in self._engine.buckets if isinstance(bucket, Bucket)]
+
+    def jointly(self, operation: Callable[[], _Result]) -> _Result:
+        """What ``operation`` gives, with the ranks that are left."""
+
+        def catch_up_and_operate() -> _Result:
+            self.catch_up()
+            return operation()
+
+        return self._world.jointly(catch_up_and_operate)
+
+    def average(self) -> None:
+        """See :meth:`gossip.GossipDataParallel.global_avg`."""
+        engine = self._engine
+        self._begin()
+        engine.drop_in_flight()
+        before = contextlib.ExitStack()
+
+        def average() -> None:
+            self.catch_up()
+            engine.frozen.compare()
+            if self._world.may_repeat:
+                before.callback(snapshot(self._module, self.buckets))
+                before.callback(engine.frozen.snapshot())
+            self._average()
+
+        with engine.fatal():
+            self._world.jointly(average, before.close)
+            before.pop_all()
+            engine.frozen.are_equal()
+            engine.exchanges.averaged()
+
+    @contextlib.contextmanager
+    def averaged(self, recalibrate: Iterable[Any] | None) -> Iterator[None]:
+        """See :meth:`gossip.GossipDataParallel.averaged`."""
+        engine = self._engine
+        self._begin()
+        with contextlib.ExitStack() as before:
+
+            def average() -> None:
+                self.catch_up()
+                engine.frozen.compare()
+                before.callback(snapshot(self._module, self.buckets))
+                before.callback(engine.frozen.snapshot())
+                self._average(is_put_back=True)
+
+            with engine.fatal():
+                self._world.jointly(average, before.close)
+            engine.is_averaged = True
+            try:
+                if recalibrate is not None:
+                    recalibrate_(self._module, recalibrate, self._world)
+                yield
+            finally:
+                engine.is_averaged = False
+
+    def distance(self) -> tuple[float, float]:
+        """See :meth:`gossip.GossipDataParallel.consensus_distance`."""
+        engine = self._engine
+        self._begin()
+
+        def measure() -> tuple[float, float]:
+            engine.frozen.compare()
+            return consensus_distance(self.buckets, engine.frozen, self._world, engine.weights())
+
+        with engine.fatal():
+            return self.jointly(measure)
+
+    def _begin(self) -> None:
+        self._engine.check_between_steps()
+        self._engine.settle()
+
+    def _average(self, *, is_put_back: bool = False) -> None:
+        engine = self._engine
+        average_module_(
+            self._module, self.buckets, engine.frozen, self._world, engine.weights(), is_put_back=is_put_back
+        )

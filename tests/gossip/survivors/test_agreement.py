@@ -1,0 +1,277 @@
+"""Who is left is agreed on in a store, whoever notices first, and whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gossip import ExchangeError
+from gossip.communication.survivors.agreement import Agreement, Epoch
+
+TIMEOUT = timedelta(seconds=5)
+SIZE = 5
+
+
+class Wires:
+    """What agreements need of a mesh, between threads."""
+
+    def __init__(self, member: int, all_wires: list[Wires]) -> None:
+        self.member = member
+        self.changed = threading.Condition()
+        self.lost: dict[int, str] = {}
+        self.left: set[int] = set()
+        self.on_lost: Callable[[int, str], None] = lambda *_: None
+        self.on_alarm: Callable[[int], None] = lambda _: None
+        self._all = all_wires
+
+    def send(self, member: int, key: Any, _: Any = None) -> None:
+        if member not in self.lost:
+            self._all[member].on_alarm(key.first)
+
+    def cut(self, member: int, reason: str) -> None:
+        if member not in self.lost:
+            self.lose(member, reason)
+            self._all[member].lose(self.member, "the connection was closed")
+
+    def lose(self, member: int, reason: str = "the connection was closed") -> None:
+        self.lost.setdefault(member, reason)
+        self.on_lost(member, reason)
+
+
+class Members:
+    """Agreements of threads; ``stop`` ends one like a death does."""
+
+    def __init__(self, stores: list[dist.Store], min_ranks: int = 2, timeout: timedelta = TIMEOUT) -> None:
+        self.wires: list[Wires] = []
+        self.wires += [Wires(member, self.wires) for member in range(len(stores))]
+        members = range(len(stores))
+        self.agreements: list[Any] = [
+            Agreement(store, wires, members, min_ranks=min_ranks, timeout=timeout)  # type: ignore[arg-type]
+            for store, wires in zip(stores, self.wires, strict=True)
+        ]
+
+    def __getitem__(self, member: int) -> Agreement:
+        agreement: Agreement = self.agreements[member]
+        return agreement
+
+    def die(self, *dead: int, seen_by: list[int] | None = None) -> None:
+        for member in dead:
+            self[member].close()
+        for member, wires in enumerate(self.wires):
+            for other in dead if member not in dead and (seen_by is None or member in seen_by) else ():
+                wires.lose(other)
+
+    def epochs_after(self, number: int, members: list[int]) -> set[Epoch]:
+        with ThreadPoolExecutor(len(members)) as pool:
+            return set(pool.map(lambda member: self[member].wait_for_epoch_after(number), members))
+
+    def close(self) -> None:
+        for agreement in self.agreements:
+            agreement.close()
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Members]:
+    made = Members(stores_of(request.param, SIZE, tmp_path))
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def in_memory(size: int = SIZE, **arguments: Any) -> Iterator[Members]:
+    made = Members([dist.HashStore()] * size, **arguments)
+    yield made
+    made.close()
+
+
+def stores_of(kind: str, size: int, folder: Path) -> list[dist.Store]:
+    if kind == "hash":
+        return [dist.HashStore()] * size
+    if kind == "file":
+        return [dist.FileStore(str(folder / "store"), size) for _ in range(size)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(size - 1))]
+
+
+def test_all_who_are_left_agree(members: Members) -> None:
+    for member in range(SIZE):
+        assert members[member].enter_step(member) == Epoch(0, tuple(range(SIZE)))
+    members.die(2)
+    (epoch,) = members.epochs_after(0, [0, 1, 3, 4])
+    assert epoch == Epoch(1, (0, 1, 3, 4), first_step=5)
+
+
+def test_it_is_enough_that_one_of_them_notices(members: Members) -> None:
+    members.die(3, seen_by=[1])
+    assert members.epochs_after(0, [0, 1, 2, 4]) == {Epoch(1, (0, 1, 2, 4), first_step=1)}
+
+
+def test_steps_belong_to_the_newest_epoch_that_has_begun_by_then() -> None:
+    with in_memory() as members:
+        for member, step in enumerate((3, 7, 4, 7, 0)):
+            members[member].enter_step(step)
+        members.die(4)
+        (first,) = members.epochs_after(0, [0, 1, 2, 3])
+        assert first.first_step == 8
+        assert [members[0].enter_step(step).number for step in (4, 7)] == [0, 0]
+        members.die(3)
+        (second,) = members.epochs_after(first.number, [0, 1, 2])
+        assert second.first_step == 8
+        assert [members[0].enter_step(8).number, members[1].enter_step(8).number] == [second.number] * 2
+        assert members[0].enter_step(2).number == second.number  # a checkpoint of an earlier step
+
+
+def test_nobody_leaves_the_step_that_he_has_noted_before_there_is_a_decision() -> None:
+    with in_memory(3) as members:
+        members[0].enter_step(5)
+        slow = members[1]._store
+        may_note = threading.Event()
+        members[1]._store = Held(slow, may_note)
+        members.die(2)
+        while not slow.check(["note/1/0"]):
+            time.sleep(0.001)
+        entered = threading.Event()
+        thread = threading.Thread(target=lambda: (members[0].enter_step(6), entered.set()))
+        thread.start()
+        assert not entered.wait(0.3)
+        may_note.set()
+        assert entered.wait(5)
+        thread.join()
+        assert members[0].latest == Epoch(1, (0, 1), first_step=6)
+
+
+class Held:
+    """A store that takes notes when it may."""
+
+    def __init__(self, store: Any, may_note: threading.Event) -> None:
+        self._store, self._may_note = store, may_note
+
+    def set(self, key: str, value: str) -> None:
+        self._may_note.wait(10)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("second", [0, 1, 4])
+def test_a_second_one_is_lost_during_the_agreement(second: int) -> None:
+    with in_memory() as members:
+        never = threading.Event()
+        members[second]._store = Held(members[second]._store, never)
+        members.die(2, seen_by=[member for member in range(SIZE) if member != second])
+        for member, wires in enumerate(members.wires):
+            if member not in (2, second):
+                wires.lose(second)
+        left = [member for member in range(SIZE) if member not in (2, second)]
+        assert {epoch.members for epoch in members.epochs_after(0, left)} <= {
+            tuple(left),
+            tuple(sorted({*left, second})),
+        }
+        while members[left[0]].latest.members != tuple(left):
+            members.epochs_after(members[left[0]].latest.number, left)
+        never.set()
+
+
+def test_too_few_are_left() -> None:
+    with in_memory(4, min_ranks=3) as members:
+        members.die(0, 1)
+        for member in (2, 3):
+            with pytest.raises(ExchangeError, match=r"2 of 4 ranks are left \(ranks 2, 3\), fewer than min_ranks=3"):
+                members[member].wait_for_epoch_after(0)
+
+
+def test_the_smaller_side_of_a_cut_gives_way_though_it_notices_first() -> None:
+    with in_memory(5, min_ranks=3) as members:
+        for member in (0, 1):
+            for other in (2, 3, 4):
+                members.wires[member].lose(other)
+        for member in (2, 3, 4):
+            for other in (0, 1):
+                members.wires[member].lose(other)
+        assert members.epochs_after(0, [2, 3, 4]) == {Epoch(1, (2, 3, 4), first_step=1)}
+        for member in (0, 1):
+            with pytest.raises(ExchangeError, match="the others went on without this rank from step 1 on"):
+                members[member].wait_for_epoch_after(0)
+
+
+def test_of_two_who_have_lost_each_other_alone_one_goes() -> None:
+    with in_memory() as members:
+        members.wires[1].lose(2)
+        members.wires[2].lose(1)
+        epochs = members.epochs_after(0, [0, 3, 4])
+        assert len(epochs) == 1
+        (epoch,) = epochs
+        (gone,) = {1, 2} - set(epoch.members)
+        with pytest.raises(ExchangeError, match="the others went on without this rank"):
+            members[gone].wait_for_epoch_after(0)
+
+
+def test_who_does_not_answer_is_given_up() -> None:
+    with in_memory(4, timeout=timedelta(seconds=0.5)) as members:
+        never = threading.Event()
+        members[3]._store = Held(members[3]._store, never)
+        members.die(0, seen_by=[1, 2])
+        left: set[tuple[int, ...]] = set()
+        number = 0
+        while left != {(1, 2)}:
+            epochs = members.epochs_after(number, [1, 2])
+            left, number = {epoch.members for epoch in epochs}, max(epoch.number for epoch in epochs)
+        never.set()
+        with pytest.raises(ExchangeError, match="the others went on without this rank"):
+            members[3].wait_for_epoch_after(number)
+
+
+def test_what_one_has_ended_all_have_ended() -> None:
+    with in_memory() as members:
+        start = members[0].latest
+        assert members[0].commit(start)
+        members.die(4)
+        (epoch,) = members.epochs_after(0, [0, 1, 2, 3])
+        assert epoch.num_committed == 1
+        assert [members[member].commit(start) for member in (1, 2, 3)] == [True] * 3  # as member 0 did
+        assert [members[member].num_committed for member in (0, 1, 2, 3)] == [1] * 4
+
+
+def test_what_none_has_ended_is_done_again() -> None:
+    with in_memory() as members:
+        start = members[0].latest
+        members.die(4)
+        (epoch,) = members.epochs_after(0, [0, 1, 2, 3])
+        assert not any(members[member].commit(start) for member in range(4))
+        assert all(members[member].commit(epoch) for member in range(4))
+
+
+def test_without_a_store_nobody_goes_on() -> None:
+    class Gone:
+        def check(self, *_: object) -> bool:
+            raise dist.DistStoreError("it is gone")
+
+        compare_set = check
+
+    with in_memory(3) as members:
+        for member in range(3):
+            members[member]._store = Gone()
+        members.die(2)
+        with pytest.raises(ExchangeError, match=r"the key-value store does not answer \(it is gone\)"):
+            members[0].wait_for_epoch_after(0)
+
+
+def test_who_said_goodbye_is_missed_only_where_somebody_waits_for_him() -> None:
+    with in_memory(4) as members:
+        for member in (0, 1, 2):
+            members.wires[member].left.add(3)
+        members.die(3)
+        assert members[0].enter_step(1).number == 0
+        assert not any(members[member]._is_due() for member in (0, 1, 2))
+        members[1].miss([3])
+        assert members.epochs_after(0, [0, 1, 2]) == {Epoch(1, (0, 1, 2), first_step=2)}

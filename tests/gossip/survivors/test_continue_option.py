@@ -1,0 +1,178 @@
+"""Who may go on without lost ranks, what the option asks for, and that nothing of it is there without it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import unsupervised
+from mortal_ranks import Death, Pair, flat, make_model, mortal, targets
+from torch import nn
+
+import gossip
+from gossip import GossipDataParallel, GossipError, LaunchError, launch
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def make(**options: Any) -> GossipDataParallel:
+    return GossipDataParallel(nn.Linear(2, 1), SGD, "ring", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_peer_loss": "ignore"}, 'on_peer_loss must be "raise" or "continue", got \'ignore\''),
+        ({"min_ranks": 2}, 'min_ranks=2 is for on_peer_loss="continue"'),
+        ({"on_peer_loss": "continue", "transport": "debug"}, "transport is 'debug'"),
+        ({"on_peer_loss": "continue", "fallback_topology": "rign"}, r"fallback_topology must be one of .*, got 'rign'"),
+        ({"on_peer_loss": "continue", "scaler": torch.amp.GradScaler("cpu")}, "the ranks agree on no loss scale yet"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(**options)
+
+
+def test_a_world_of_one_has_nobody_to_lose() -> None:
+    with make(on_peer_loss="continue") as model:
+        model(torch.ones(1, 2)).sum().backward()
+        assert (model.rank, model.world_size, model.members) == (0, 1, (0,))
+
+
+def min_ranks_of(number: int) -> str:
+    with pytest.raises(ValueError, match="min_ranks") as caught:
+        make_model(4, {"topology": "ring", "min_ranks": number})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_min_ranks_is_a_number_of_the_ranks(number: int) -> None:
+    assert (
+        launch(min_ranks_of, number, world_size=3)
+        == [f"min_ranks must be from 1 to the number of ranks, 3, got {number}"] * 3
+    )
+
+
+def join_error() -> str:
+    with make_model(4, {"topology": "ring"}) as model, pytest.raises(GossipError) as caught, model.join():
+        pass
+    return str(caught.value)
+
+
+def test_join_is_refused() -> None:
+    for text in launch(join_error, world_size=2):
+        assert text.startswith('join() agrees on the last step of all ranks, which on_peer_loss="continue" does not')
+
+
+def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        make_model(4, {"topology": "ring"})
+    except ValueError as error:
+        print(error)
+    os._exit(0)
+
+
+def test_a_store_that_dies_with_a_rank_is_refused() -> None:
+    code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
+    port = gossip.launching.fork_server and unsupervised.store_at("127.0.0.1", unsupervised._TIMEOUT).port + 1
+    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2] / "helpers")))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), "2", str(port)],
+            env={**os.environ, "PYTHONPATH": folders},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        text, _ = process.communicate(timeout=60)
+        assert "but it is kept by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
+
+
+def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
+    rank = dist.get_rank()
+    with make_model(16, {"topology": "ring"}) as model:
+        for number in range(20):
+            if rank in who and number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(targets(rank, 16)).backward()
+        model.global_avg()
+        return model.members
+
+
+def test_launch_lets_the_others_go_on() -> None:
+    assert launch(train_and_die, 5, (1,), world_size=3, on_peer_loss="continue") == [(0, 2), None, (0, 2)]
+
+
+def test_launch_raises_when_too_few_are_left_to_go_on() -> None:
+    with pytest.raises(LaunchError, match=r"min_ranks=3|SIGKILL"):
+        launch(train_and_die, 5, (0, 1), world_size=4, on_peer_loss="continue")
+
+
+def test_launch_ends_all_by_default() -> None:
+    with pytest.raises(LaunchError, match="rank 1 failed: the process ended without a word, with signal 9"):
+        launch(train_and_die, 5, (1,), world_size=3)
+
+
+def loaded_by_default() -> list[str]:
+    with make() as model:
+        model(torch.ones(1, 2)).sum().backward()
+    return [name for name in sys.modules if "survivors" in name or name.endswith("epoch_change")]
+
+
+def test_nothing_of_it_is_loaded_by_default() -> None:
+    assert launch(loaded_by_default, world_size=2) == [[], []]
+
+
+def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]]:
+    rank = dist.get_rank()
+    death = Death("together", number) if rank == 2 else None
+    model = make_model(16, {"topology": "ring"})
+    for _ in range(4):
+        model(targets(rank, 16)).backward()
+    with mortal(death):
+        gossip.save(model, folder)
+    before = flat(model.module)
+    for _ in range(3):
+        model(targets(rank, 16)).backward()
+    model.close()
+    return before, sorted(path.name for path in Path(folder).iterdir())
+
+
+def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
+    with make_model(16, {"topology": "ring"}) as model:
+        checkpoint = gossip.load(model, folder)
+        return checkpoint.world_size, checkpoint.step, flat(model.module)
+
+
+@pytest.mark.parametrize("number", [0, 2, 4, 5])
+def test_a_rank_that_ends_while_all_save_is_left_out(number: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints")
+    with unsupervised.started(save_with_a_death, folder, number, world_size=4) as ranks:
+        results = ranks.results()
+    assert [rank for rank, result in enumerate(results) if result is None] == [2]
+    assert all(
+        result[1] == [".lock", "step_0000000004"] or result[1] == ["step_0000000004"] for result in results if result
+    )
+    loaded = launch(load_what_is_left, folder, world_size=3)
+    for rank, result in zip(range(3), (results[0], results[1], results[3]), strict=True):
+        assert loaded[rank][:2] == (3, 4)
+        assert torch.equal(loaded[rank][2], result[0])
+
+
+def test_the_pair_is_what_the_tests_take_it_for() -> None:
+    pair = Pair(3)
+    pair(torch.ones(2, 3, dtype=torch.float64)).backward()
+    assert pair.first.grad is not None
+    assert pair.first.grad.tolist() == [-1.0] * 3
