@@ -30,7 +30,8 @@ class Death(NamedTuple):
     ----------
     place : str
         "sending": when it hands over a bucket's messages of a step, or so long afterwards; "agreeing": when it has
-        proposed who is left; "together": in the n-th exchange of what all ranks do together, ``step`` being n.
+        proposed who is left; "together": in the n-th exchange of what all ranks do together, ``step`` being n;
+        "listening", "calling": before it says where it listens, and before it connects.
     step, bucket : int
     after_s : float or None
         None: before the messages are handed over.
@@ -71,6 +72,7 @@ def mortal(death: Death | None) -> Iterator[None]:
     from gossip.communication.survivors.agreement import Agreement
     from gossip.communication.survivors.edge_transport import EdgeTransport
     from gossip.communication.survivors.living_world import LivingWorld
+    from gossip.communication.survivors.mesh import Mesh
 
     end = functools.partial(os.kill, os.getpid(), death.signal)
     start, set_once, exchange = EdgeTransport.start, Agreement._set_once, LivingWorld._exchange
@@ -101,6 +103,8 @@ def mortal(death: Death | None) -> Iterator[None]:
         "sending": (EdgeTransport, "start", start_or_end),
         "agreeing": (Agreement, "_set_once", set_once_and_end),
         "together": (LivingWorld, "_exchange", exchange_or_end),
+        "listening": (LivingWorld, "_connect", lambda _: end()),
+        "calling": (Mesh, "connect", lambda *_: end()),
     }
     with mock.patch.object(*patches[death.place]):
         yield

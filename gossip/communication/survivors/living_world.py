@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,18 +12,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.lifelines import own_address
 from gossip.communication.membership import own_connection
+from gossip.communication.process_states import GONE
 from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement, Epoch
-from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.survivors.store_host import is_kept_here
 from gossip.communication.world import World
-from gossip.errors import EpochEndedError
+from gossip.errors import EpochEndedError, ExchangeError
 
 _TOKEN_BYTES = 32
 _PRIMITIVES = 2**24  # of one operation
+_PAUSE_S = 0.005
 _BEAT_S = 0.5
 _NUM_BEATS_MISSED = 4
 
@@ -86,8 +90,8 @@ class LivingWorld(World):
         token = store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2))
         with resending_soon(self.timeout):
             self.mesh = Mesh(self.member, bytes(token), own_address(self._store)[1] or "127.0.0.1", self.timeout)
-            store.set(f"address{self.member}", "{} {}".format(*self.mesh.address))
-            self.mesh.connect({rank: _address(store, rank) for rank in range(self.world_size)})
+            store.set(f"address{self.member}", json.dumps(self.mesh.address))
+            self.mesh.connect(self._addresses(store), self._is_gone)
         if store.check(["kept_by_a_rank"]):
             raise ValueError(
                 'on_peer_loss="continue" needs a key-value store that does not die with a rank, but it is kept by the '
@@ -98,6 +102,37 @@ class LivingWorld(World):
         members = range(self.world_size)
         self._epoch = Epoch(0, tuple(members))
         self.agreement = Agreement(store, self.mesh, members, min_ranks=least, timeout=self.timeout)
+
+    def _addresses(self, store: Any) -> dict[int, tuple[str, int]]:
+        """Where the members listen; whose process ends before it says so is lost.
+
+        Raises
+        ------
+        ExchangeError
+            Somebody did not say so in time.
+        """
+        found: dict[int, tuple[str, int]] = {}
+        missing = set(range(self.world_size))
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"address{rank}"]):
+                    host, port = json.loads(store.get(f"address{rank}"))
+                    found[rank] = host, port
+                elif self._is_gone(rank):
+                    self.mesh.cut(rank, "its process ended before it was connected")
+            missing -= found.keys() | self.mesh.lost.keys()
+            if missing and time.monotonic() > deadline:
+                raise ExchangeError(
+                    f"rank {self.member}: connecting to all others: {in_words(sorted(missing))} did not say where to "
+                    f"reach {'it' if len(missing) == 1 else 'them'} within {self.timeout.total_seconds():g} s"
+                )
+            if missing:
+                time.sleep(_PAUSE_S)
+        return found
+
+    def _is_gone(self, rank: int) -> bool:
+        return self.roll_call.state_of(rank) == GONE
 
     @property
     def member(self) -> int:
@@ -312,10 +347,5 @@ class LivingWorld(World):
         if hasattr(self, "agreement"):
             self.agreement.close()
         if hasattr(self, "mesh"):
-            self.mesh.leave(self.timeout)
+            self.mesh.leave(CLOSING_PATIENCE)
         super().close()
-
-
-def _address(store: Any, rank: int) -> tuple[str, int]:
-    host, port = store.get(f"address{rank}").decode().split()
-    return host, int(port)

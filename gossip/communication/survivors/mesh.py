@@ -98,8 +98,12 @@ class Mesh:
 
     # ------------------------------------------------------------------ connecting
 
-    def connect(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+    def connect(
+        self, addresses: Mapping[int, tuple[str, int]], is_gone: Callable[[int], bool] = lambda _: False
+    ) -> None:
         """Connect to all members of these that come before this one, and wait until the others have connected.
+
+        Those of whom ``is_gone`` says that they never will are lost.
 
         Raises
         ------
@@ -112,11 +116,13 @@ class Mesh:
                 self._call(member, address)
         others = set(addresses) - {self.member}
         with self.changed:
-            in_time = self.changed.wait_for(
-                lambda: others <= self._connections.keys() | self.lost.keys(), deadline - time.monotonic()
-            )
-            absent = sorted(others - self._connections.keys() - self.lost.keys())
-        if not in_time:
+            while absent := sorted(others - self._connections.keys() - self.lost.keys()):
+                if not self.changed.wait(_TICK_S):
+                    for member in filter(is_gone, absent):
+                        self.cut(member, "its process ended before it was connected")
+                if time.monotonic() > deadline:
+                    break
+        if absent:
             raise ExchangeError(
                 f"rank {self.member}: connecting to all others: no connection with rank"
                 f"{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} within {self.timeout.total_seconds():g} s"

@@ -121,9 +121,10 @@ def test_a_second_rank_ends_while_the_others_agree_on_who_is_left() -> None:
     assert_follow_the_recursion(outcome, "one_peer_exponential")
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_a_rank_ends_while_all_construct_the_model(number: int) -> None:
-    assert_are_together(run({2: Death("together", number)}, topology="ring"))
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("death", [Death("listening"), Death("calling"), *(Death("together", n) for n in range(4))])
+def test_a_rank_ends_while_all_construct_the_model(death: Death, victim: int) -> None:
+    assert_are_together(run({victim: death}, topology="ring"))
 
 
 @pytest.mark.parametrize("number", range(5, 13))
