@@ -86,7 +86,6 @@ class EpochChange:
         self.epoch = Epoch(0, tuple(range(parts.topology.world_size)))
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
-        self._transport: EdgeTransport | None = None  # but for that of the first epoch
 
     def begin_step(self) -> None:
         """Be in the epoch of the step that comes next; waits while the ranks agree on one.
@@ -116,9 +115,6 @@ class EpochChange:
             compression = plan.algorithm.compression or self._parts.compression
             transport = EdgeTransport(self._world, schedule, members=epoch.members, follows_up=compression.follows_up)
         self._parts.engine.move(schedule, transport, plan.algorithm, epoch.members.index(self._world.member))
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = transport
         before, self.epoch = self.epoch, epoch
         self._tell(before, plan.topology)
         self.on_change(plan.topology, plan.algorithm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -52,11 +53,6 @@ class EdgeTransport(Transport):
         if self._finisher is not None:
             self._finisher.submit(exchange)
         return exchange
-
-    def close(self) -> None:
-        """End the thread, if there is one, once what it has begun has ended. Local."""
-        if self._finisher is not None:
-            self._finisher.close()
 
 
 class EdgeExchange:
@@ -114,19 +110,15 @@ class EdgeExchange:
             turn.lost = frozenset(self.dropped)
         self._await_sent()
 
-    def finish_for(self, other: queue.SimpleQueue[BaseException | None]) -> None:
-        """The same in the other thread; how it went is for :meth:`wait`."""
+    def run(self) -> None:
+        """The same in the thread to which it was handed over; how it went is for :meth:`wait`."""
+        assert self._finished is not None
         try:
             self.finish()
         except BaseException as error:
-            other.put(error)
+            self._finished.put(error)
         else:
-            other.put(None)
-
-    def run(self) -> None:
-        """Called by the thread to which it was handed over."""
-        assert self._finished is not None
-        self.finish_for(self._finished)
+            self._finished.put(None)
 
     def wait(self) -> Arrival:
         if self._finished is None:
@@ -191,25 +183,18 @@ class EdgeExchange:
 
 
 class Finisher:
-    """A thread in which exchanges proceed, in the order in which they were started."""
+    """A thread in which exchanges proceed, in the order in which they were started; it ends after the last of them."""
 
     def __init__(self, member: int, patience: timedelta) -> None:
         self._exchanges: queue.SimpleQueue[EdgeExchange | None] = queue.SimpleQueue()
-        self._thread = daemon_threads.start(
-            f"gossip-exchanges-{member}",
-            partial(_finish, self._exchanges),
-            end=partial(self._exchanges.put, None),
-            patience=patience,
-        )
+        end = weakref.finalize(self, self._exchanges.put, None)
+        name = f"gossip-exchanges-{member}"
+        daemon_threads.start(name, partial(_finish, self._exchanges), end=end, patience=patience)
 
     def submit(self, exchange: EdgeExchange) -> None:
         """Finish it after those before."""
         exchange.hand_over()
         self._exchanges.put(exchange)
-
-    def close(self) -> None:
-        """End it, once what it has begun has ended. Local."""
-        self._exchanges.put(None)
 
 
 def _finish(exchanges: queue.SimpleQueue[EdgeExchange | None]) -> None:
