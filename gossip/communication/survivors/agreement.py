@@ -228,6 +228,7 @@ class Agreement:
     def _attempt(self, number: int) -> None:
         member, latest = self._mesh.member, self._epochs[-1]
         with self._changed:
+            self._holds = True  # from here on: who cannot reach the store must not train on by himself
             proposed = [other for other in latest.members if other not in self._suspects]
         if len(proposed) < self._min_ranks and not self._is_there(f"proposal/{number}"):
             self._fail_as_too_few(proposed)  # and leave it to others, who may be more
@@ -238,7 +239,6 @@ class Agreement:
                 self._mesh.send(other, Key(Kind.ALARM, number))
         if member in members:
             with self._changed:
-                self._holds = True
                 note = [self.step, self.num_committed]
             self._store.set(f"note/{number}/{member}", json.dumps(note))
         decision = self._decide(number, members)

@@ -307,7 +307,7 @@ class LivingWorld(World):
         EpochEndedError
             ``look`` has found that it never will be.
         """
-        began = time.monotonic()
+        began = told_at = time.monotonic()
         timeout_s = self.timeout.total_seconds()
         beat_s = min(_BEAT_S, timeout_s / 10)
         with self.mesh.changed:
@@ -316,9 +316,12 @@ class LivingWorld(World):
                 left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
                 if left:
                     self.agreement.miss(left)
-                if not self.mesh.changed.wait(beat_s) and time.monotonic() - began > beat_s:
+                self.mesh.changed.wait(beat_s)
+                now = time.monotonic()
+                if now - told_at >= beat_s:
                     self._tell(missing)
-                waited_s = time.monotonic() - began
+                    told_at = now
+                waited_s = now - began
                 if waited_s > timeout_s:
                     for member in self._idle_among(missing, beat_s, waited_s):
                         self.agreement.give_up(
