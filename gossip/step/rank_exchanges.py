@@ -41,10 +41,8 @@ class RankInFlight(InFlight):
         By channel.
     launched_at : float
         ``time.perf_counter()``.
-    examples : dict of str to Tensor
-        By channel, without memory: the shape and the dtype of a difference.
-    device : torch.device
-        Of the bucket.
+    kinds : dict of str to (torch.Size, torch.dtype, torch.device)
+        By channel, of a difference.
     bytes_counted : Counter
         Of the exchanges' ``bytes_by_peer``, what some step's costs contain already.
     surplus : float
@@ -54,8 +52,7 @@ class RankInFlight(InFlight):
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     launched_at: float = 0.0
-    examples: dict[str, torch.Tensor] = field(default_factory=dict)
-    device: torch.device | None = None
+    kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)
     bytes_counted: Counter[int] = field(default_factory=Counter)
     surplus: float = 0.0
     _differences: dict[str, torch.Tensor] | None = None
@@ -72,7 +69,10 @@ class RankInFlight(InFlight):
     def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
         """What arrived in a channel as a whole, a copy; zeros where nothing did."""
         parts = [part.clone() for _, part in arrival.parts]
-        return torch.cat(parts) if parts else torch.zeros_like(self.examples[channel], device=self.device)
+        if parts:
+            return torch.cat(parts)
+        shape, dtype, device = self.kinds[channel]
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for it; round, differences and what was sent, by channel; copies."""
@@ -236,9 +236,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                         in_flight.sent[channel] = [message.clone()]
                     continue
                 codec = self.codecs[index][channel]
-                wide = accumulation_dtype(message.dtype)
-                in_flight.examples[channel] = torch.empty_like(message, dtype=wide, device="meta")
-                in_flight.device = message.device
+                in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
                 conversation = codec.begin(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self._transport.start(
