@@ -96,8 +96,8 @@ class LivingWorld(World):
             raise ValueError(
                 'on_peer_loss="continue" needs a key-value store that does not die with a rank, but it is kept by the '
                 f"process of rank {store.get('kept_by_a_rank').decode()}; start the ranks with gossip.launch or "
-                "torchrun, which keep it in a process of their own, or, on one machine, pass init_process_group a store="
-                "torch.distributed.FileStore(...)"
+                "torchrun, which keep it in a process of their own, or, on one machine, pass init_process_group "
+                "store=torch.distributed.FileStore(...)"
             )
         members = range(self.world_size)
         self._epoch = Epoch(0, tuple(members))
