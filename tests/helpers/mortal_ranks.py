@@ -54,12 +54,15 @@ class Course(NamedTuple):
         By step, its parameters before it; then after the last one, and after the global average.
     epochs : list of (int, tuple of int)
         First steps and members.
+    lost : dict of int to str
+        Whom it has lost, and why.
     longest_s : float
-        Of its steps.
+        Of its backward passes.
     """
 
     values: list[torch.Tensor]
     epochs: list[tuple[int, tuple[int, ...]]]
+    lost: dict[int, str]
     longest_s: float
 
 
@@ -180,17 +183,18 @@ def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Death], 
 
         for step in range(num_steps):
             note(step)
-            began = time.perf_counter()
             model(target).backward()
             if not options.get("step_in_backward", True):
                 model.optimizer.step()
                 model.optimizer.zero_grad()
-            longest_s = max(longest_s, time.perf_counter() - began)
+            stats = model.stats()
+            longest_s = max(longest_s, stats.backward_s if stats is not None else 0.0)
         note(num_steps)
         model.global_avg()
         note(num_steps + 1)
+        lost = dict(model.world.mesh.lost)
         model.close()
-    return Course(values, epochs, longest_s)
+    return Course(values, epochs, lost, longest_s)
 
 
 def flat(module: Any) -> torch.Tensor:

@@ -82,7 +82,7 @@ class EdgeExchange:
         self._sources = sources
         self._step, self._bucket = step, bucket
         self._num_turns = 0
-        self._outgoing: list[Outgoing] = []
+        self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []
         self._finished: queue.SimpleQueue[BaseException | None] | None = None
         self._opening = conversation.opening
@@ -138,8 +138,8 @@ class EdgeExchange:
 
     def _send(self, turn: Turn) -> None:
         for place, message in turn.sent.items():
-            on_host = message.detach().cpu()
-            self._outgoing.append(self._world.mesh.send(self._members[place], self._key(), on_host))
+            member = self._members[place]
+            self._outgoing.append((member, self._world.mesh.send(member, self._key(), message.detach().cpu())))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
 
     def _receive(self, turn: Turn, sources: Sequence[int]) -> Messages:
@@ -174,11 +174,11 @@ class EdgeExchange:
     def _await_sent(self) -> None:
         """Until nothing of it is read any more: what it has sent from is written again for the next one."""
 
-        def look() -> bool:
-            return all(frame.has_ended for frame in self._outgoing)
+        def unsent() -> list[int]:
+            return [member for member, frame in self._outgoing if not frame.has_ended]
 
-        targets = [self._members[place] for place in self.bytes_by_peer]
-        self._world.wait_until(look, lambda: targets, f"step {self._step}, bucket {self._bucket}: sending")
+        where = f"step {self._step}, bucket {self._bucket}: sending"
+        self._world.wait_until(lambda: not unsent(), unsent, where)
         self._outgoing = []
 
 

@@ -166,7 +166,11 @@ class LivingWorld(World):
     def enter(self, epoch: Epoch) -> None:
         """Be a member of ``epoch`` from now on. Local."""
         if epoch.number != self._epoch.number:
-            self.mesh.forget(lambda key: key.kind == Kind.COLLECTIVE and key.first < epoch.number)
+            self.mesh.forget(
+                lambda member, key: (
+                    member not in epoch.members or (key.kind == Kind.COLLECTIVE and key.first < epoch.number)
+                )
+            )
         self._epoch = epoch
         self.rank, self.world_size = epoch.members.index(self.member), len(epoch.members)
 
@@ -274,9 +278,13 @@ class LivingWorld(World):
         self._num_primitives += 1
         number = self.agreement.num_committed * _PRIMITIVES + self._num_primitives
         key = Key(Kind.COLLECTIVE, self._epoch.number, number)
-        outgoing = [self.mesh.send(member, key, payload) for member, payload in sent.items()]
+        outgoing = {member: self.mesh.send(member, key, payload) for member, payload in sent.items()}
         found: dict[int, torch.Tensor] = {}
         awaited = self._others if sources is None else sources
+
+        def unfinished() -> list[int]:
+            unsent = (member for member, frame in outgoing.items() if not frame.has_ended)
+            return list({*unsent, *(member for member in awaited if member not in found)})
 
         def look() -> bool:
             for member in awaited:
@@ -285,9 +293,9 @@ class LivingWorld(World):
             missing = [member for member in awaited if member not in found]
             if any(member in self.mesh.lost for member in missing) or self.has_moved_on:
                 raise EpochEndedError(what)
-            return not missing and all(frame.has_ended for frame in outgoing)
+            return not unfinished()
 
-        self.wait_until(look, lambda: [member for member in awaited if member not in found], what)
+        self.wait_until(look, unfinished, what)
         return found
 
     @property

@@ -113,7 +113,7 @@ class Mesh:
         deadline = time.monotonic() + self.timeout.total_seconds()
         for member, address in addresses.items():
             if member < self.member:
-                self._call(member, address)
+                self._call(member, address, deadline)
         others = set(addresses) - {self.member}
         with self.changed:
             while absent := sorted(others - self._connections.keys() - self.lost.keys()):
@@ -128,11 +128,10 @@ class Mesh:
                 f"{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} within {self.timeout.total_seconds():g} s"
             )
 
-    def _call(self, member: int, address: tuple[str, int]) -> None:
+    def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
-            connection = PeerConnection(
-                socket.create_connection(address, self.timeout.total_seconds()), self.timeout, self._buffer
-            )
+            connected = socket.create_connection(address, max(_TICK_S, deadline - time.monotonic()))
+            connection = PeerConnection(connected, self.timeout, self._buffer)
         except OSError as error:
             with self.changed:
                 self.lost[member] = f"no connection to {address[0]}:{address[1]}: {error.strerror or error}"
@@ -184,10 +183,10 @@ class Mesh:
                 if payload.nbytes and len(self._buffers[payload.nbytes]) < _KEPT_BUFFERS:
                     self._buffers[payload.nbytes].append(payload)
 
-    def forget(self, is_stale: Callable[[Key], bool]) -> None:
+    def forget(self, is_stale: Callable[[int, Key], bool]) -> None:
         """Drop the frames that nobody will ask for."""
         with self.changed:
-            for member, key in [entry for entry in self._inbox if is_stale(entry[1])]:
+            for member, key in [entry for entry in self._inbox if is_stale(*entry)]:
                 self.take(member, key)
 
     def cut(self, member: int, reason: str) -> None:

@@ -97,11 +97,9 @@ def test_who_goes_is_lost_to_the_others_and_what_came_before_is_there() -> None:
         members[0].on_lost = lambda member, reason: lost.append((member, reason))
         members[2].send(0, message(7), torch.ones(10))
         await_frame(members[0], 2, message(7))
-        began = time.perf_counter()
         members[2].close()
         with members[0].changed:
             assert members[0].changed.wait_for(lambda: 2 in members[0].lost, 5)
-        assert time.perf_counter() - began < 1
         assert members[0].send(2, message(8), torch.ones(10)).has_ended
         members[0].send(1, message(9), torch.ones(10))
         await_frame(members[1], 0, message(9))
