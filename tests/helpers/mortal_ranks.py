@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import signal
-import time
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,19 +29,19 @@ class Death(NamedTuple):
     Attributes
     ----------
     place : str
-        "sending": when it hands over a bucket's messages of a step, or so long afterwards; "agreeing": when it has
+        "sending": when it hands over a bucket's messages of a step, or has sent so much of one; "agreeing": when it has
         proposed who is left; "together": in the n-th exchange of what all ranks do together, ``step`` being n;
         "listening", "calling": before it says where it listens, and before it connects.
     step, bucket : int
-    after_s : float or None
-        None: before the messages are handed over.
+    num_bytes : int or None
+        That have been sent of the message's frame; None: before the messages are handed over.
     signal : int
     """
 
     place: str = "sending"
     step: int = 0
     bucket: int = 0
-    after_s: float | None = None
+    num_bytes: int | None = None
     signal: int = signal.SIGKILL
 
 
@@ -76,20 +76,24 @@ def mortal(death: Death | None) -> Iterator[None]:
     from gossip.communication.survivors.edge_transport import EdgeTransport
     from gossip.communication.survivors.living_world import LivingWorld
     from gossip.communication.survivors.mesh import Mesh
+    from gossip.communication.survivors.peer_connection import Kind, Outgoing
 
     end = functools.partial(os.kill, os.getpid(), death.signal)
     start, set_once, exchange = EdgeTransport.start, Agreement._set_once, LivingWorld._exchange
+    send = Outgoing.send
     count = [0]
 
     def start_or_end(self: Any, *args: Any, step: int, bucket: int) -> Any:
         if (step, bucket) >= (death.step, death.bucket):  # in some rounds a rank has no peer
-            if death.after_s is None:
-                end()
-            started = start(self, *args, step=step, bucket=bucket)
-            time.sleep(death.after_s or 0.0)
             end()
-            return started
         return start(self, *args, step=step, bucket=bucket)
+
+    def send_and_end(self: Any, connection: socket.socket) -> bool:
+        if self.key[:3] >= (Kind.MESSAGE, death.step, death.bucket) and self.key.kind == Kind.MESSAGE:
+            connection.settimeout(TIMEOUT.total_seconds())
+            connection.sendall(b"".join(self._left)[: death.num_bytes])
+            end()
+        return send(self, connection)
 
     def set_once_and_end(self: Any, key: str, value: Any) -> Any:
         found = set_once(self, key, value)
@@ -109,6 +113,8 @@ def mortal(death: Death | None) -> Iterator[None]:
         "listening": (LivingWorld, "_connect", lambda _: end()),
         "calling": (Mesh, "connect", lambda *_: end()),
     }
+    if death.num_bytes is not None:
+        patches["sending"] = (Outgoing, "send", send_and_end)
     with mock.patch.object(*patches[death.place]):
         yield
 

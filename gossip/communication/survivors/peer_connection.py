@@ -65,11 +65,13 @@ class Outgoing:
 
     Attributes
     ----------
+    key : Key
     number : int
         Counts all frames of this process.
     """
 
     def __init__(self, key: Key, payload: torch.Tensor | None = None) -> None:
+        self.key = key
         self.number = next(_numbers)
         nbytes = 0 if payload is None else payload.nbytes
         self._left = [memoryview(_HEADER.pack(_MAGIC, *key, nbytes))]

@@ -98,16 +98,16 @@ def assert_are_together(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("topology", ["ring", "one_peer_exponential"])
 @pytest.mark.parametrize(
-    "death", [Death(step=5), Death(step=5, bucket=1), Death(step=5, bucket=1, after_s=0.0), Death()]
+    "death", [Death(step=5), Death(step=5, bucket=1), Death(step=5, bucket=1, num_bytes=40), Death()]
 )
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Death, victim: int) -> None:
     assert_follow_the_recursion(run({victim: death}, topology=topology), topology)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.0005, 0.002, 0.005])
-def test_a_message_that_was_sent_in_part_is_never_mixed_in(after_s: float) -> None:
-    outcome = run({1: Death(step=3, bucket=1, after_s=after_s)}, numel=2**19, num_steps=8, topology="ring")
+@pytest.mark.parametrize("num_bytes", [0, 1, 100, 2**20, 8 * 2**19])
+def test_a_message_that_was_sent_in_part_is_never_mixed_in(num_bytes: int) -> None:
+    outcome = run({1: Death(step=3, bucket=1, num_bytes=num_bytes)}, numel=2**19, num_steps=8, topology="ring")
     assert_follow_the_recursion(outcome, "ring", 8)
 
 
@@ -164,7 +164,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("options", "topology"), COMBINATIONS, ids=str)
 def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[str, Any], topology: str) -> None:
-    outcome = run({2: Death(step=9, bucket=1, after_s=0.0)}, num_steps=250, topology=topology, **options)
+    outcome = run({2: Death(step=9, bucket=1, num_bytes=40)}, num_steps=250, topology=topology, **options)
     assert_are_together(outcome)
     optimum = np.mean([targets(rank, NUMEL).numpy() for rank in (0, 1, 3)], axis=0)
     for course in outcome.left:
@@ -193,7 +193,7 @@ def random_deaths(seed: int) -> tuple[int, str, dict[int, Death]]:
             int(victim): Death(
                 step=int(random.integers(0, 12)),
                 bucket=int(random.integers(0, 2)),
-                after_s=float(random.exponential(0.002)) if random.random() < 0.5 else None,
+                num_bytes=int(random.integers(0, 8 * 2**16)) if random.random() < 0.5 else None,
             )
             for victim in victims
         },
