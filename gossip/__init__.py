@@ -59,6 +59,7 @@ from gossip.errors import ExchangeError as ExchangeError
 from gossip.errors import GossipError as GossipError
 from gossip.errors import LaunchError as LaunchError
 from gossip.errors import ManifestError as ManifestError
+from gossip.launching.joining import join_training as join_training
 from gossip.launching.launcher import launch as launch
 from gossip.measuring.step_stats import StepStats as StepStats
 from gossip.optimizers.accum_adam import AccumAdam as AccumAdam
@@ -141,6 +142,7 @@ __all__ = [
     "World",
     "__version__",
     "export",
+    "join_training",
     "launch",
     "load",
     "save",

@@ -14,7 +14,6 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossip.algorithms import Algorithm
-from gossip.communication.flags import AgreedFlag
 from gossip.communication.transport import TransportFactory
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
@@ -216,10 +215,11 @@ class GossipDataParallel(ModuleFace, Outermost):
         self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
-        if arguments.continues and not world.is_alone:
+        if world.changes:
             from gossip.step.epoch_change import follow_epochs
 
-            self._joint_work.catch_up = follow_epochs(self, parts, arguments, world)
+            self._epochs = follow_epochs(self, parts, arguments, world)
+            self._joint_work.catch_up = self._epochs.catch_up
         self.module = module  # last: from here on attributes are set in the module, if they are not ours
 
     # ------------------------------------------------------------------ what it is
@@ -313,27 +313,9 @@ class GossipDataParallel(ModuleFace, Outermost):
         ExchangeError
             The others neither made a step nor left the block in time.
         """
-        engine = self._live()
-        engine.check_between_steps()
-        if self._arguments.continues and not self._world.is_alone:
-            raise GossipError(
-                'join() agrees on the last step of all ranks, which on_peer_loss="continue" does not do yet; give all '
-                'ranks the same number of batches, or train with on_peer_loss="raise"'
-            )
-        with engine.fatal():
-            flag = AgreedFlag(self._world, "waiting in join() for the ranks that still train")
-        outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
-        try:
+        self._live()
+        with self._joint_work.join():
             yield
-            engine.on_step_begin = None
-            with engine.fatal():
-                flag.say(False)
-                while flag.wait():
-                    engine.end_step()
-                    flag.say(False)
-        finally:
-            engine.on_step_begin = outer
-            flag.close()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients of this rank, between ``backward()`` and ``optimizer.step()``. Local.
@@ -449,6 +431,23 @@ class GossipDataParallel(ModuleFace, Outermost):
         self.module = state["module"]
 
     # ------------------------------------------------------------------ the end
+
+    @torch.inference_mode(False)
+    def leave(self) -> None:
+        """Leave the other ranks, which go on without this one, and close; between two steps, with "continue". Local.
+
+        Nothing is lost: this rank exchanges, without updates, up to the step from which on the others do without it.
+
+        Raises
+        ------
+        GossipError
+            Too few would be left, or ``on_peer_loss`` is "raise".
+        """
+        self._live().check_between_steps()
+        if not self._world.changes:
+            raise GossipError('leave() needs ranks that go on without this one: on_peer_loss="continue"')
+        self._epochs.leave()
+        self.close()
 
     def close(self) -> None:
         """Remove the hooks and end communication; the module trains plainly afterwards. Local.

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import BufferBucket
-from gossip.private_torch import names_of_transient_buffers
+from gossip.parameters.buffers import BufferBucket, persistent_buffers
 
 
 def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,16 +24,6 @@ def describe_module(module: nn.Module) -> dict[str, str]:
     entries = {f"parameter {name!r}": describe_tensor(parameter) for name, parameter in module.named_parameters()}
     entries |= {f"buffer {name!r}": describe_tensor(buffer) for name, buffer in persistent_buffers(module)}
     return entries
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that belong to the module's state_dict, each once."""
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in names_of_transient_buffers(part)
-    }
-    return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
 
 
 def describe_optimizers(

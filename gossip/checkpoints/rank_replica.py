@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from gossip.checkpoints.checkpoint_layout import (
-    describe_buckets,
-    describe_module,
-    describe_optimizers,
-    persistent_buffers,
-)
-from gossip.checkpoints.plain_state import compact, plain
+from gossip.checkpoints.checkpoint_layout import describe_buckets, describe_module, describe_optimizers
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.rank_averages import averages_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.parameters.manifest import describe_topology
+from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.wrapper import GossipDataParallel
 
 
@@ -80,10 +74,7 @@ class RankReplica(Replicas):
 
     @functools.cached_property
     def _optimizer_states(self) -> list[dict[str, Any]]:
-        return [
-            plain(optimizer.state_dict(), f"the state_dict() of {type(optimizer).__name__}")
-            for optimizer in self._optimizers
-        ]
+        return optimizer_states(self._optimizers)
 
     def check_savable(self) -> None:
         _ = self._optimizer_states
@@ -94,7 +85,7 @@ class RankReplica(Replicas):
 
     def states(self) -> Iterator[dict[str, Any]]:
         yield {
-            **_module_state(self._model.module),
+            **module_state(self._model.module),
             "optimizers": self._optimizer_states,
             "engine": self._engine_state,
             "rng": rng_states(),
@@ -105,61 +96,7 @@ class RankReplica(Replicas):
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         (state,) = states
-        left_out = _restore_module(self._model.module, state)
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            _restore_optimizer(optimizer, saved)
-        return left_out + self._engine.load_state_dict(state["engine"])
+        return restore_replica(self._engine, self._optimizers, state)
 
     def averages(self, path: Path) -> dict[str, torch.Tensor]:
         return averages_over_ranks(self, self._engine, self._world, path)
-
-
-def _module_state(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters, buffers (those too that state_dict leaves out), and gradients that no_sync has accumulated. Local.
-
-    Each value once: a tied parameter has one name.
-    """
-    parameters = dict(module.named_parameters())
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
-    return {
-        "parameters": {name: compact(parameter, name) for name, parameter in parameters.items()},
-        "buffers": {name: compact(buffer, name) for name, buffer in module.named_buffers()},
-        "gradients": {name: compact(grad, name) for name, grad in gradients.items() if grad is not None},
-    }
-
-
-@torch.no_grad()
-def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    left_out, scale = [], state["engine"].get("gradient_scale", 1.0)
-    for name, parameter in module.named_parameters():
-        parameter.copy_(state["parameters"][name])
-        gradient = state["gradients"].get(name)
-        if gradient is None:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.copy_(gradient)
-        else:
-            parameter.grad = gradient.to(parameter.device, copy=True)
-        if parameter.grad is not None and scale != 1:
-            parameter.grad.mul_(scale)
-    persistent = {name for name, _ in persistent_buffers(module)}
-    for name, buffer in module.named_buffers():
-        saved = state["buffers"].get(name)
-        if name in persistent or (saved is not None and (saved.shape, saved.dtype) == (buffer.shape, buffer.dtype)):
-            buffer.copy_(saved)
-        else:
-            left_out.append(f"buffer {name!r}, which is not persistent and has another form here")
-    return left_out
-
-
-def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load, and undo that torch gives every state the dtype of its parameter (float32 moments of bfloat16 ones)."""
-    optimizer.load_state_dict(saved)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        entry = optimizer.state.get(parameter, {})
-        for key, value in saved["state"].get(number, {}).items():
-            loaded = entry.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
-                entry[key] = value.to(loaded.device, copy=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from gossip.checkpoints.checkpoint_layout import describe_tensor
-from gossip.checkpoints.plain_state import plain
 from gossip.errors import CheckpointError
+from gossip.parameters.plain_state import plain
 
 SECTIONS: Mapping[str, type] = {
     "parameters": dict,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.checkpoints.plain_state import plain
+from gossip.parameters.plain_state import plain
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
 

@@ -13,15 +13,14 @@ from gossip.checkpoints.checkpoint_layout import (
     describe_module,
     describe_optimizers,
     exported_tensors,
-    persistent_buffers,
 )
-from gossip.checkpoints.plain_state import compact
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.virtual_optimizers import StackedOptimizer
 from gossip.errors import CheckpointError, GossipError
-from gossip.parameters.buffers import is_averaged
+from gossip.parameters.buffers import is_averaged, persistent_buffers
 from gossip.parameters.manifest import describe_topology
+from gossip.parameters.plain_state import compact
 from gossip.private_torch import is_in_backward
 from gossip.step.algorithm_state import algorithm_state, load_algorithm_state
 from gossip.virtual.shards import Shard, deal_, mean_of, written

@@ -159,6 +159,11 @@ class World:
         return self.group is None
 
     @property
+    def changes(self) -> bool:
+        """Whether ranks may be lost, leave and join."""
+        return False
+
+    @property
     def may_repeat(self) -> bool:
         """Whether what is done jointly may be undone and done again."""
         return False
@@ -171,6 +176,9 @@ class World:
         """
         del undo
         return operation()
+
+    def check_joint(self) -> None:
+        """Raise GossipError if this rank has no part in what all ranks do together now. Local."""
 
     @property
     def can_split(self) -> bool:
@@ -368,6 +376,10 @@ class World:
         self._run([lambda _, received: group.allreduce([received[0]])], [data], [data], what)
         if data is not tensor:
             tensor.copy_(data)
+
+    def keys(self, name: str) -> dist.Store | None:
+        """Keys for something else that the ranks agree on, over a connection of its own; None if there is no store."""
+        return None if self._store is None else own_connection(dist.PrefixStore(name, self._store))
 
     def close(self) -> None:
         """End the worker threads and give all communicators back, unless a peer that is stuck holds them. Local.

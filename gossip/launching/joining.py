@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gossip.communication import training_store
 from gossip.errors import LaunchError
 from gossip.launching import slurm
 
@@ -101,6 +102,39 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
             dist.destroy_process_group()
         if placement is not None and placement.step is not None:
             _leave(store, placement, timeout)
+
+
+def join_training(store: dist.Store | str, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Let this process join a training of ``on_peer_loss="continue"`` that is under way. Local.
+
+    It takes the place of ``init_process_group``: the process group has this one process. The model that is wrapped
+    next, in the same way as on the ranks that train, takes parameters and the optimizer's state over from one of these,
+    which train on meanwhile, and is one of them when it is constructed; ``model.step`` is its first step.
+
+    Parameters
+    ----------
+    store : Store or str
+        The key-value store of the training, or the host and port of its TCPStore ("10.0.0.1:29500").
+    timeout : timedelta
+        Of the store.
+
+    Raises
+    ------
+    ValueError
+        It is no address.
+    LaunchError
+        There is no store.
+    """
+    if isinstance(store, str):
+        host, _, port = store.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f'store must be a torch.distributed.Store or "host:port", got {store!r}')
+        try:
+            store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout)
+        except RuntimeError as error:
+            raise LaunchError(f"there is no key-value store at {host}:{port}: {str(error).splitlines()[0]}") from error
+    training_store.join(store)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _address_of(step: slurm.Step) -> tuple[str, int]:

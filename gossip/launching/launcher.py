@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,17 +27,14 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from loguru import logger
 
-from gossip.communication.process_states import is_suspended
 from gossip.errors import ExchangeError, LaunchError
 from gossip.launching import fork_server
-from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, joined_process_group
+from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
+from gossip.launching.worker_reports import Failure, collect, collect_of_those_left, pickled
 
-_SIBLING_GRACE_S = 0.5
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
-_GLANCE_S = 1.0
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -57,16 +53,6 @@ class _Rendezvous:
     num_threads: int
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows."""
-
-    summary: str
-    traceback: str
-    secondary: bool
-    blames: tuple[int, ...] = ()
-
-
 def launch(
     function: Callable[..., Any],
     *args: Any,
@@ -77,6 +63,7 @@ def launch(
     num_threads: int | None = None,
     preload: Sequence[str] = ("gossip",),
     on_peer_loss: Literal["raise", "continue"] = "raise",
+    restart: int = 0,
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
 
@@ -110,17 +97,20 @@ def launch(
         "raise": a worker that fails ends all. "continue": the others go on, for models of
         ``GossipDataParallel(..., on_peer_loss="continue")``; a warning says how it ended. It has no effect where
         somebody else has started the ranks.
+    restart : int
+        How often a worker that failed is started again while others train, with "continue": it runs the function from
+        the beginning, in a process group of its own, and its model joins the others (:func:`gossip.join_training`).
 
     Returns
     -------
     list
-        What the ranks returned, by rank; with "continue" None for those that failed.
+        What the ranks returned, by rank; with "continue" None for those that failed (for good).
 
     Raises
     ------
     ValueError
-        ``world_size``, ``port`` or ``num_threads`` is out of range, ``world_size`` is not that of the ranks that
-        somebody else started, or torch was built without ``backend``.
+        ``world_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not that of the
+        ranks that somebody else started, or torch was built without ``backend``.
     TypeError
         ``function`` or ``args`` cannot be pickled.
     RuntimeError
@@ -145,7 +135,8 @@ def launch(
             except (Exception, KeyboardInterrupt) as error:
                 traceback.print_exc()
                 _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
-    _check_arguments(function, args, world_size, port, num_threads, on_peer_loss)
+    _check_arguments(function, args, world_size, port, num_threads)
+    _check_failures(on_peer_loss, restart)
     _check_backend(backend)
 
     listener = _listen(port)
@@ -169,14 +160,21 @@ def launch(
     fork_server.start(preload)
     workers: list[ForkServerProcess] = []
     channels: list[Connection] = []
+
+    def start(rank: int, *, joins: bool = False) -> None:
+        process, channel = _start(context, rank, rendezvous, function, args, joins=joins)
+        assert process.pid is not None
+        _worker_pids.append(process.pid)
+        workers.append(process)
+        channels.append(channel)
+
     try:
         for rank in range(world_size):
-            process, channel = _start(context, rank, rendezvous, function, args)
-            workers.append(process)
-            assert process.pid is not None
-            _worker_pids.append(process.pid)
-            channels.append(channel)
-        results = _collect(workers, channels, continues=on_peer_loss == "continue")
+            start(rank)
+        if on_peer_loss == "continue":
+            results = collect_of_those_left(workers, channels, restart, functools.partial(start, joins=True))
+        else:
+            results = collect(workers, channels)
         for channel in channels:
             with contextlib.suppress(OSError):  # it has reported: its work is done, however it went since
                 channel.send_bytes(b"leave")
@@ -206,14 +204,11 @@ def _check_arguments(
     world_size: int,
     port: int | None,
     num_threads: int | None,
-    on_peer_loss: str,
 ) -> None:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if port is not None and not 0 <= port < 2**16:
         raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out and a free one is found")
-    if on_peer_loss not in ("raise", "continue"):
-        raise ValueError(f'on_peer_loss must be "raise" or "continue", got {on_peer_loss!r}')
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -222,7 +217,7 @@ def _check_arguments(
             'if __name__ == "__main__":'
         )
     try:
-        pickle.dumps((function, args))
+        pickled((function, args))
     except Exception as error:
         raise TypeError(
             f"function {getattr(function, '__qualname__', function)!r} or its arguments cannot be pickled ({error}); "
@@ -235,6 +230,18 @@ def _check_arguments(
         raise TypeError(
             f"function {function.__qualname__!r} was typed into an interpreter, where workers cannot import it; put it "
             "into a file"
+        )
+
+
+def _check_failures(on_peer_loss: str, restart: int) -> None:
+    if on_peer_loss not in ("raise", "continue"):
+        raise ValueError(f'on_peer_loss must be "raise" or "continue", got {on_peer_loss!r}')
+    if type(restart) is not int or restart < 0:
+        raise ValueError(f"restart must be how often a worker is started again, 0 or more, got {restart!r}")
+    if restart and on_peer_loss == "raise":
+        raise ValueError(
+            f'restart={restart} needs others that go on and are joined: on_peer_loss="continue" here and in '
+            'GossipDataParallel, got "raise"'
         )
 
 
@@ -274,85 +281,16 @@ def _start(
     rendezvous: _Rendezvous,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    *,
+    joins: bool,
 ) -> tuple[ForkServerProcess, Connection]:
     parent_end, child_end = context.Pipe()
     process = context.Process(
-        target=_work, args=(function, args, rank, rendezvous, child_end), name=f"rank{rank}", daemon=False
+        target=_work, args=(function, args, rank, rendezvous, child_end, joins), name=f"rank{rank}", daemon=False
     )
     process.start()
     child_end.close()
     return process, parent_end
-
-
-def _collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection], *, continues: bool) -> list[Any]:
-    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it.
-
-    With ``continues`` a failure is told, and raised only if there is nothing but failures.
-    """
-    waiting = dict(zip(channels, range(len(workers)), strict=True))
-    results: list[Any] = [None] * len(workers)
-    failures: dict[int, _Failure] = {}
-    deadline: float | None = None
-    while waiting:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), timeout=_GLANCE_S if continues else remaining)
-        if not ready:
-            if continues and not all(_is_frozen(workers[rank]) for rank in waiting.values()):
-                continue
-            break
-        for channel in ready:
-            assert isinstance(channel, Connection)
-            rank = waiting.pop(channel)
-            report = _receive(workers[rank], channel)
-            if isinstance(report, _Failure):
-                failures[rank] = report
-                if continues:
-                    logger.warning("rank {} failed: {}; the others may go on", rank, report.summary)
-                else:
-                    deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
-            else:
-                results[rank] = report
-    if failures and not (continues and len(failures) < len(workers)):
-        raise _first_cause(failures, {rank: workers[rank] for rank in waiting.values()})
-    return results
-
-
-def _is_frozen(worker: ForkServerProcess) -> bool:
-    """Whether it is suspended, so that nothing can be expected of it when the others have ended."""
-    assert worker.pid is not None
-    return is_suspended(worker.pid)
-
-
-def _first_cause(failures: Mapping[int, _Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:
-    """The error that names who failed first: who says so, or, if all speak of others, whom they blame."""
-    rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
-    text = f"rank {rank} failed: {failure.summary}"
-    blamed = Counter(culprit for other in failures.values() for culprit in other.blames if culprit in silent)
-    if failure.secondary and blamed:
-        ((culprit, _),) = blamed.most_common(1)
-        pid = silent[culprit].pid
-        assert pid is not None
-        how = f"its process {pid} is suspended (SIGSTOP, or a debugger)" if is_suspended(pid) else "it does not answer"
-        rank, text = culprit, f"rank {culprit} failed: {how}; {text}"
-    error = LaunchError(text, rank=rank, worker_traceback=failure.traceback)
-    error.add_note(failure.traceback)
-    return error
-
-
-def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
-    try:
-        data = channel.recv_bytes()
-    except (EOFError, OSError):
-        worker.join(_TERMINATE_GRACE_S)
-        code = worker.exitcode
-        how = (
-            f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
-        )
-        return _Failure(f"the process ended without a word, with {how}", "", secondary=False)
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        return _Failure(f"what it returned cannot be unpickled here: {error!r}", "", secondary=False)
 
 
 def _end(workers: Sequence[ForkServerProcess]) -> None:
@@ -374,8 +312,12 @@ def _work(
     rank: int,
     rendezvous: _Rendezvous,
     channel: Connection,
+    joins: bool,
 ) -> None:
-    """A worker's whole life: join the group, run, report, wait for all the others, leave."""
+    """A worker's whole life: join the group, run, report, wait for all the others, leave.
+
+    With ``joins`` the others have begun already, and their training is what it joins.
+    """
     global _is_worker
     _is_worker = True
     gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
@@ -397,23 +339,26 @@ def _work(
     torch.set_num_threads(rendezvous.num_threads)
     try:
         store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
-        dist.init_process_group(
-            rendezvous.backend,
-            store=store,
-            rank=rank,
-            world_size=rendezvous.world_size,
-            timeout=rendezvous.timeout,
-        )
+        if joins:
+            join_training(store)
+        else:
+            dist.init_process_group(
+                rendezvous.backend,
+                store=store,
+                rank=rank,
+                world_size=rendezvous.world_size,
+                timeout=rendezvous.timeout,
+            )
         result = function(*args)
         try:
-            report = pickle.dumps(result)
+            report = pickled(result)
         except Exception as error:
             raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
         blames = _blamed_by(error)
         secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
-        channel.send_bytes(pickle.dumps(_Failure(summary, traceback.format_exc(), secondary, blames)))
+        channel.send_bytes(pickled(Failure(summary, traceback.format_exc(), secondary, blames)))
         _leave_at_once(1)
     channel.send_bytes(report)
     may_leave.wait()  # a rank that closed its sockets now could take a peer's last message with it

@@ -1,8 +1,8 @@
-"""Float buffers that are exchanged like parameters: the policy ``buffers="average"``."""
+"""Which buffers are saved; and the policy ``buffers="average"``: float ones are exchanged like parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
+from gossip.private_torch import names_of_transient_buffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,3 +116,13 @@ def is_averaged(buffer: torch.Tensor) -> bool:
 
 def _as_real(buffer: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that belong to the module's state_dict, each once."""
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in names_of_transient_buffers(part)
+    }
+    return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)

@@ -65,6 +65,23 @@ def compare_manifests(
     raise ManifestError(f"{first_difference(everyone)}; {advice}")
 
 
+def check_manifest(published: Manifest, manifest: Manifest, rank: int) -> None:
+    """Raise if what a rank that joins has built differs from what the others have. Local.
+
+    Raises
+    ------
+    ManifestError
+        Names the first entry that differs and what both sides have.
+    """
+    for key in dict.fromkeys([*published, *manifest]):
+        theirs, own = published.get(key, "nothing"), manifest.get(key, "nothing")
+        if theirs != own:
+            raise ManifestError(
+                f"rank {rank} cannot join: {key} is {own} here, but {theirs} on the ranks that train; build module, "
+                "optimizer and topology the same way everywhere"
+            )
+
+
 def first_difference(manifests: Sequence[Manifest]) -> str:
     """The first entry in which some rank differs from rank 0, and both sides of it, in words."""
     keys = list(dict.fromkeys(key for manifest in manifests for key in manifest))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm, resolve_algorithm
-from gossip.communication import forks
+from gossip.communication import forks, training_store
 from gossip.communication.distributed_transport import DistributedTransport
 from gossip.communication.flags import AgreedFlag
 from gossip.communication.transport import TransportFactory, make_transport
@@ -59,6 +59,8 @@ class Parts:
     optimizers : tuple of Optimizer
     engine : StepEngine
         Makes the steps, also of buckets of buffers.
+    manifest : dict of str to str
+        What all ranks have alike.
     """
 
     topology: Topology
@@ -66,6 +68,7 @@ class Parts:
     compression: Compression
     optimizers: tuple[Optimizer, ...]
     engine: StepEngine
+    manifest: Manifest
 
 
 def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
@@ -100,7 +103,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         everything += make_buffer_buckets(module, len(buckets))
 
     transport = None
-    if schedule.world_size > 1:
+    if schedule.world_size > 1 and not world.is_alone:
         transport = make_transport(_transport_factory(arguments, algorithm.compression or compression), world, schedule)
     scaler = arguments.open_scaler
     updater = Updater(
@@ -112,7 +115,8 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         scaler=None if scaler is None else SharedScaler(scaler, AgreedFlag(world, "agreeing on the loss scale")),
         rank=world.member,
     )
-    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, world.member)
+    place = world.rank if world.is_alone else world.member  # of those at the beginning, though some may be lost by now
+    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, place)
     keep_out_of_graphs()
     if not arguments.step_in_backward:
         make_engine: type[StepEngine] = OptimizerSteps
@@ -134,7 +138,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
     if world.rank == 0:
         announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
-    return Parts(topology, algorithm, compression, optimizers, engine)
+    return Parts(topology, algorithm, compression, optimizers, engine, manifest)
 
 
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
@@ -143,6 +147,10 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
         from gossip.communication.survivors.living_world import LivingWorld
 
         return LivingWorld(timeout, process_group, min_ranks=arguments.min_ranks)
+    if training_store.joined() is not None:
+        raise ValueError(
+            'this process joins a training: pass on_peer_loss="continue", as the ranks that train do, got "raise"'
+        )
     return World(timeout, process_group)
 
 

@@ -71,6 +71,8 @@ class StepEngine(Liveness, ABC):
         Whether a backward pass makes a step, or accumulates gradients only.
     is_averaged : bool
         Whether the buckets hold the global average for a while.
+    on_forward : callable or None
+        Called before every forward pass that is not a checkpoint's.
     on_step_begin : callable or None
         Called once at the beginning of every step.
     on_step_end : callable or None
@@ -102,6 +104,7 @@ class StepEngine(Liveness, ABC):
         self.step = 0
         self.synchronise = True
         self.is_averaged = False
+        self.on_forward: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.on_step_end: Callable[[], None] | None = None
         self.error: BaseException | None = None
@@ -130,6 +133,8 @@ class StepEngine(Liveness, ABC):
             self.check_alive()
             if self._progress.backward is not None:
                 return  # another thread's backward pass is under way: this forward pass is no part of the training
+            if self.on_forward is not None:
+                self.on_forward()
         elif self.synchronise:
             # The whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost.
             self._queue_callback()

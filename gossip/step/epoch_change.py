@@ -16,9 +16,14 @@ from gossip.communication.survivors.agreement import Epoch
 from gossip.communication.survivors.edge_transport import EdgeTransport
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
+from gossip.communication.survivors.newcomer import Newcomer
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
+from gossip.parameters.flat_state import flatten, unflatten
+from gossip.parameters.manifest import check_manifest
 from gossip.step.construction import Parts
+from gossip.step.preemption import Preemption
+from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
 from topologies import Topology
 
@@ -87,6 +92,15 @@ class EpochChange:
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
 
+    def begin(self) -> None:
+        """Be in the first epoch, or join the ranks that train."""
+        if self._world.is_alone:
+            self._join()
+        else:
+            self._world.publish(self._parts.manifest)
+        self._parts.engine.on_step_end = self.begin_step
+        self.begin_step()
+
     def begin_step(self) -> None:
         """Be in the epoch of the step that comes next; waits while the ranks agree on one.
 
@@ -95,17 +109,79 @@ class EpochChange:
         ExchangeError
             This rank cannot go on.
         """
+        step = self._parts.engine.step
         if self._world.is_joint:  # a checkpoint is being loaded: whoever does something together is in an epoch
-            self._world.agreement.step = self._parts.engine.step
+            self._world.agreement.note_loaded(step)
             return
-        epoch = self._world.agreement.enter_step(self._parts.engine.step)
-        if epoch.number > self._world.epoch.number:
+        epoch = self._world.agreement.enter_step(step)
+        if self._world.member not in epoch.members:
+            return  # it leaves: this was its last step
+        current = self._world.epoch
+        if epoch.number >= current.number and epoch.members != current.members:
             self._world.enter(epoch)
-        self.catch_up(epoch)
+        self._follow(epoch)
+        if self._world.giver.is_asked:
+            self._world.giver.give(*flatten(self._state()))
 
-    def catch_up(self, epoch: Epoch | None = None) -> None:
-        """Exchange along the topology of an epoch, by default of that in which all ranks do things together. Local."""
-        epoch = epoch or self._world.epoch
+    def catch_up(self) -> None:
+        """Exchange along the topology of the epoch in which all ranks do things together, if it may begin. Local."""
+        epoch = self._world.epoch
+        if not epoch.has_first_steps or self._parts.engine.step >= epoch.first_step:
+            self._follow(epoch)
+
+    def leave(self) -> None:
+        """Tell the others, and make the steps that they still make with this rank, without updates. Local.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on, or nobody agrees.
+        GossipError
+            Too few would be left.
+        """
+        engine = self._parts.engine
+        last = self._world.agreement.leave()
+        while engine.step < last:
+            engine.end_step()
+
+    def _join(self) -> None:
+        """Become a rank of a training that is under way, with the parameters and the optimizer's state of one of its.
+
+        Raises
+        ------
+        ExchangeError
+            There is nobody to join, or this rank is not admitted.
+        ManifestError
+            This rank has built something else than the others.
+        """
+        world, engine = self._world, self._parts.engine
+        check_manifest(world.published(), self._parts.manifest, world.member)
+        newcomer = Newcomer(world)
+        giver, text, values = newcomer.take_state()
+        state = unflatten(text, values)
+        for names in state["unfrozen"]:
+            engine.unfreeze(names)
+        restore_replica(engine, self._parts.optimizers, state)
+        given_at = engine.step
+        epoch = newcomer.be_admitted()
+        engine.step = epoch.first_step
+        self.epoch = Epoch(-1, (world.member,))
+        logger.info(
+            "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """What one that joins takes over: nothing that belongs to edges, or that this rank's own data have made."""
+        engine = self._parts.engine
+        return {
+            **module_state(engine.module),
+            "gradients": {},
+            "optimizers": optimizer_states(self._parts.optimizers),
+            "engine": {"step": engine.step, "frozen": engine.frozen.state_dict()},
+            "unfrozen": [list(names) for names in engine.unfrozen],
+        }
+
+    def _follow(self, epoch: Epoch) -> None:
         if epoch.number <= self.epoch.number:
             return
         plan = self._plan(len(epoch.members))
@@ -139,21 +215,25 @@ class EpochChange:
     def _tell(self, before: Epoch, topology: Topology) -> None:
         if self._world.member != self.epoch.members[0]:
             return
-        lost = [member for member in before.members if member not in self.epoch.members]
-        reasons = "; ".join(f"rank {member}: {self._world.mesh.lost.get(member, 'given up')}" for member in lost)
-        logger.warning(
-            "step {}: {} of {} ranks go on, {}, with topology {}; lost: {}",
+        mesh = self._world.mesh
+        gone = [member for member in before.members if member not in self.epoch.members]
+        lost = [f"rank {member}: {mesh.lost.get(member, 'given up')}" for member in gone if member not in mesh.left]
+        left = [f"rank {member}" for member in gone if member in mesh.left]
+        joined = [f"rank {member}" for member in self.epoch.members if member not in before.members]
+        changes = {"lost": lost, "left": left, "joined": joined}
+        logger.log(
+            "WARNING" if lost else "INFO",
+            "step {}: {} ranks go on, {}, with topology {}; {}",
             self._parts.engine.step,
             len(self.epoch.members),
-            len(before.members),
             in_words(self.epoch.members),
             topology.name,
-            reasons,
+            "; ".join(f"{how}: {', '.join(who)}" for how, who in changes.items() if who),
         )
 
 
-def follow_epochs(model: Any, parts: Parts, arguments: Arguments, world: World) -> Callable[[], None]:
-    """Let a model go on when ranks are lost; what brings it into the epoch of all ranks between two steps."""
+def follow_epochs(model: Any, parts: Parts, arguments: Arguments, world: World) -> EpochChange:
+    """Let a model go on when ranks are lost, leave and join; join them, if this rank is one that does. Collective."""
     change = EpochChange(world, parts, arguments)
     reference = weakref.ref(model)
 
@@ -161,7 +241,11 @@ def follow_epochs(model: Any, parts: Parts, arguments: Arguments, world: World) 
         if (shown := reference()) is not None:
             shown.topology, shown.algorithm = topology, algorithm
 
+    def leave() -> None:
+        if (left := reference()) is not None:
+            left.leave()
+
     change.on_change = show
-    parts.engine.on_step_end = change.begin_step
-    change.begin_step()
-    return change.catch_up
+    change.begin()
+    Preemption(parts.engine, leave).install()
+    return change

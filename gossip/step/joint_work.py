@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from gossip.communication.flags import AgreedFlag
 from gossip.communication.world import World
+from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.engine import StepEngine
@@ -94,6 +96,31 @@ class JointWork:
             finally:
                 engine.is_averaged = False
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """See :meth:`gossip.GossipDataParallel.join`."""
+        engine = self._engine
+        engine.check_between_steps()
+        if self._world.changes:
+            raise GossipError(
+                'join() agrees on the last step of all ranks, which on_peer_loss="continue" does not do yet; give all '
+                'ranks the same number of batches, or train with on_peer_loss="raise"'
+            )
+        with engine.fatal():
+            flag = AgreedFlag(self._world, "waiting in join() for the ranks that still train")
+        outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
+        try:
+            yield
+            engine.on_step_begin = None
+            with engine.fatal():
+                flag.say(False)
+                while flag.wait():
+                    engine.end_step()
+                    flag.say(False)
+        finally:
+            engine.on_step_begin = outer
+            flag.close()
+
     def distance(self) -> tuple[float, float]:
         """See :meth:`gossip.GossipDataParallel.consensus_distance`."""
         engine = self._engine
@@ -108,6 +135,7 @@ class JointWork:
 
     def _begin(self) -> None:
         self._engine.check_between_steps()
+        self._world.check_joint()
         self._engine.settle()
 
     def _average(self, *, is_put_back: bool = False) -> None:

@@ -65,7 +65,6 @@ INTERNALS_OF_LAB = {
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication": "the module of daemon threads",
     "gossip.communication.distributed_transport": "when a traced exchange has ended",
-    "gossip.communication.membership": "whether ranks are there, while one is asked to stop",
     "gossip.communication.plain_gathering": "what ranks have measured",
     "gossip.communication.shared_memory": "which ranks share a machine",
     "gossip.communication.waiting": "whether DDP has lost a peer",

@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gossip import join_training
 from gossip.communication.process_states import is_suspended
 from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.networks import store_at
@@ -27,9 +28,9 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 class _Place(NamedTuple):
-    """Where a rank is: ``namespace`` is the file of its host's."""
+    """Where a rank is: ``namespace`` is the file of its host's. One whose ``rank`` is None joins the others."""
 
-    rank: int
+    rank: int | None
     world_size: int
     host: str
     port: int
@@ -39,10 +40,15 @@ class _Place(NamedTuple):
 class Ranks:
     """Ranks that have been started; they have a minute, and are ended with the block of :func:`started`."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
         self._processes: list[ForkServerProcess] = []
         self._channels: list[Connection] = []
         self._deadline = time.monotonic() + _PATIENCE_S
+
+    def join(self, function: Callable[..., Any], *args: Any) -> None:
+        """Start ``function(*args)`` in one more process, which joins the training of the others."""
+        self._start(function, args, _Place(None, 0, *self._address, None))
 
     def wait_until_stopped(self, rank: int) -> None:
         """Until its process has ended or is suspended."""
@@ -51,9 +57,9 @@ class Ranks:
         while process.is_alive() and not is_suspended(process.pid) and time.monotonic() < self._deadline:
             process.join(_GLANCE_S)
 
-    def results(self, *, silent: int | None = None) -> list[Any]:
-        """What the function returned on each rank; None for one whose process ended, and for rank ``silent``."""
-        return [None if rank == silent else self._receive(channel) for rank, channel in enumerate(self._channels)]
+    def results(self, *, silent: Container[int] = ()) -> list[Any]:
+        """What the function returned on each rank; None for one whose process ended, and for those ``silent``."""
+        return [None if rank in silent else self._receive(channel) for rank, channel in enumerate(self._channels)]
 
     def _receive(self, channel: Connection) -> Any:
         try:
@@ -85,7 +91,7 @@ def started(function: Callable[..., Any], *args: Any, world_size: int, hosts: La
     """Within the block ``function(*args)`` runs on every rank of a new process group."""
     store = store_at("127.0.0.1", _TIMEOUT) if hosts is None else hosts.start_store(_TIMEOUT)
     fork_server.start(("gossip",))
-    ranks = Ranks()
+    ranks = Ranks(store.host, store.port)
     try:
         for rank in range(world_size):
             namespace = None if hosts is None else f"/proc/{os.getpid()}/fd/{hosts._hosts[rank].file}"
@@ -110,6 +116,9 @@ def _work(
             stack.enter_context(inside.entered())
             os.environ["GLOO_SOCKET_IFNAME"] = Lab.interface
         store = dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+        if rank is None:
+            join_training(store)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
         channel.send(function(*args))
         channel.poll(_PATIENCE_S)  # the others may still look at this process

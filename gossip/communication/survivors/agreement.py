@@ -1,18 +1,19 @@
-"""Who is left, agreed on in the key-value store: only when somebody is lost, and by nobody in particular.
+"""Who trains, agreed on in the key-value store: only when somebody is lost, leaves or joins, by nobody in particular.
 
-Attempts are numbered. Whoever notices a loss writes a proposal, the members without those that it has lost; the first
-one counts. Every member of it notes its step, which it will not leave before there is a decision. With all notes there
-the decision is that they form an epoch from the step after the newest of these; if one of them is lost meanwhile, that
-the attempt is void, and the next one begins. What is decided is written once, by compare-and-set, and reads alike for
-everybody, also for those who learn of it late.
+Attempts are numbered. Whoever notices a loss, leaves or joins writes a proposal: the members without those that it has
+lost, without itself, or with itself; the first one counts. Everybody in it, and who leaves, notes its step, which it
+will not leave before there is a decision. With all notes there the decision is that they form an epoch from the step
+after the newest of these; if one of them is lost meanwhile, that the attempt is void, and the next one begins. What is
+decided is written once, by compare-and-set, and reads alike for everybody, also for those who learn of it late.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,11 +23,17 @@ import torch.distributed as dist
 from gossip.communication import daemon_threads
 from gossip.communication.survivors.mesh import Mesh, in_words, weak_run
 from gossip.communication.survivors.peer_connection import Key, Kind
-from gossip.errors import ExchangeError
+from gossip.errors import ExchangeError, GossipError
 
 _PAUSE_S = 0.002
 _TICK_S = 0.5
+_REMINDER_S = 0.1
 _GRACE_S = 1.0  # for the ranks on the other side of a cut, if these are more, to say so
+
+
+Position = tuple[int, int, int]
+"""How far a rank is: how many checkpoints it has loaded, its step, and how much of what all ranks do together has ended
+since the step before."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,17 @@ class Epoch:
         Who trains, by their ranks at the beginning; their places here are their ranks in the topology.
     first_step : int
         Steps from this one on belong to it, unless a later epoch has them.
-    num_committed : int
-        How many operations of all ranks together had ended by then, at some member at least.
+    position : tuple of int
+        That of the member who was the farthest then.
+    has_first_steps : bool
+        Whether members join or leave with its first step: nobody may enter it before.
     """
 
     number: int
     members: tuple[int, ...]
     first_step: int = 0
-    num_committed: int = 0
+    position: Position = (0, 0, 0)
+    has_first_steps: bool = False
 
 
 class Agreement:
@@ -60,30 +70,32 @@ class Agreement:
         Of keys that no other model uses, on a connection of its own. It must not die with a rank.
     mesh : Mesh
     members : sequence of int
-        Of the first epoch.
+        Of the first epoch. Who is none of them joins: see :meth:`ask_in`.
     min_ranks : int
         With fewer the training ends.
     timeout : timedelta
 
     Attributes
     ----------
-    step : int
-        The step that this rank is in.
-    num_committed : int
-        How many operations of all ranks together have ended here.
+    position : tuple of int
+        Where this rank is.
     """
 
     def __init__(
         self, store: dist.Store, mesh: Mesh, members: Sequence[int], *, min_ranks: int, timeout: timedelta
     ) -> None:
-        self.step = 0
-        self.num_committed = 0
+        self.position: Position = (0, 0, 0)
         self._store: Any = store
         self._mesh = mesh
         self._epochs = [Epoch(0, tuple(members))]
         self._initial = tuple(members)
         self._min_ranks = min_ranks
         self._entered = 0
+        self._first_steps: dict[int, int] = {}  # of those who have joined
+        self._loaded_step: int | None = None  # by what is being done together
+        self._asked_in: int | None = None  # the epoch whose members this rank is connected to, which it wants to join
+        self._is_leaving = False
+        self._leaves_at: int | None = None
         self._timeout = timeout
         self._error: ExchangeError | None = None
         self._holds = False
@@ -94,6 +106,8 @@ class Agreement:
         mesh.on_lost = self._on_lost
         mesh.on_alarm = self._on_alarm
         self._suspects = dict(mesh.lost)
+        if mesh.member not in members:
+            self._follow()
         self._thread = daemon_threads.start(
             f"gossip-agreement-{mesh.member}", weak_run(self, Agreement._turn), end=self._stop.set
         )
@@ -123,7 +137,8 @@ class Agreement:
         """
         with self._changed:
             self._wait_until_free(f"step {step}")
-            self.step = step
+            if step != self.position[1]:
+                self.position = self.position[0], step, 0
             # A checkpoint may take it back to an earlier step, but nobody back who is lost.
             found = (
                 epoch for epoch in reversed(self._epochs) if epoch.first_step <= step or epoch.number <= self._entered
@@ -132,17 +147,49 @@ class Agreement:
             self._entered = epoch.number
             return epoch
 
+    def begin_together(self) -> Epoch:
+        """Begin what all ranks do together: the latest epoch, of those among its members who have made a step in it.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on.
+        GossipError
+            It joins, and has made no step yet.
+        """
+        with self._changed:
+            self._check()
+            self._loaded_step = None
+            latest, step, member = self._epochs[-1], self.position[1], self._mesh.member
+            here = tuple(other for other in latest.members if self._first_steps.get(other, -1) < step)
+            if member in latest.members and member not in here:
+                raise GossipError(
+                    f"rank {member}: step {step}: a rank that joins takes part in what all ranks do together after its "
+                    "first step; begin the loop with a step, and average or save after it"
+                )
+            return dataclasses.replace(latest, members=here)
+
+    def note_loaded(self, step: int) -> None:
+        """What is being done together is that a checkpoint is loaded, of this step."""
+        with self._changed:
+            self._loaded_step = step
+
     def commit(self, epoch: Epoch) -> bool:
         """End an operation of all ranks that was done in ``epoch``; False if it must be repeated in a later one.
 
         To be called when all of its members are known to have its outcome.
         """
         with self._changed:
-            self._wait_until_free(f"step {self.step}: ending what all ranks do together")
+            num_loaded, step, num_ended = self.position
+            self._wait_until_free(f"step {step}: ending what all ranks do together")
             latest = self._epochs[-1]
-            if latest.number != epoch.number and latest.num_committed <= self.num_committed:
+            if latest.number != epoch.number and latest.position <= self.position:
                 return False
-            self.num_committed += 1
+            if self._loaded_step is None:
+                self.position = num_loaded, step, num_ended + 1
+            else:
+                self.position = num_loaded + 1, self._loaded_step, 0
+                self._first_steps.clear()  # all of them have taken part
             return True
 
     def wait_for_epoch_after(self, number: int) -> Epoch:
@@ -155,7 +202,7 @@ class Agreement:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._error or self._epochs[-1].number > number, self._seconds()):
-                raise self._stuck(f"step {self.step}")
+                raise self._stuck(f"step {self.position[1]}")
             self._check()
             return self._epochs[-1]
 
@@ -163,6 +210,48 @@ class Agreement:
         """Go on without a member that has not been heard of for long."""
         self._mesh.cut(member, reason)
         self._on_lost(member, reason)
+
+    def ask_in(self, number: int) -> None:
+        """Propose that this rank, which is connected to all members of epoch ``number``, joins them. Local.
+
+        If the members are others by now nothing comes of it.
+        """
+        with self._changed:
+            self._asked_in = number
+            self._changed.notify_all()
+
+    def look_up(self) -> None:
+        """Notice an attempt that nobody has told this rank of: it is no member yet."""
+        number = self._num_attempts + 1
+        if self._is_there(f"proposal/{number}"):
+            self._on_alarm(number)
+
+    def leave(self) -> int:
+        """Tell the others that this rank leaves; the step before which it may. Until then it exchanges as ever.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on, or an agreement does not end.
+        GossipError
+            Too few would be left.
+        """
+        with self._changed:
+            self._check()
+            latest = self._epochs[-1]
+            if len(latest.members) - 1 < self._min_ranks:
+                raise GossipError(
+                    f"rank {self._mesh.member}: step {self.position[1]}: without this rank {len(latest.members) - 1} "
+                    f"would be left, fewer than min_ranks={self._min_ranks}; save a checkpoint on all ranks instead, "
+                    "or let the others go on with fewer by min_ranks=..."
+                )
+            self._is_leaving = True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._error or self._leaves_at is not None, self._seconds()):
+                raise self._stuck(f"step {self.position[1]}: leaving")
+            self._check()
+            assert self._leaves_at is not None
+            return self._leaves_at
 
     def _wait_until_free(self, where: str) -> None:
         if not self._changed.wait_for(lambda: self._error or not self._holds, self._seconds()):
@@ -198,8 +287,13 @@ class Agreement:
         """Whether there is something to agree on."""
         if self._error is not None:
             return False
-        missing = (set(self._epochs[-1].members) & self._suspects.keys()) - self._mesh.left
-        return bool(missing) or self._alarm > self._num_attempts
+        if self._alarm > self._num_attempts:
+            return True
+        latest = self._epochs[-1]
+        lost = set(latest.members) & self._suspects.keys()
+        if self._mesh.member not in latest.members:
+            return self._asked_in == latest.number and not lost
+        return self._is_leaving or bool(lost - self._mesh.left)
 
     def miss(self, members: Sequence[int]) -> None:
         """Somebody is waited for who said goodbye: he is lost like one who did not."""
@@ -229,46 +323,75 @@ class Agreement:
         member, latest = self._mesh.member, self._epochs[-1]
         with self._changed:
             self._holds = True  # from here on: who cannot reach the store must not train on by himself
-            proposed = [other for other in latest.members if other not in self._suspects]
-        if len(proposed) < self._min_ranks and not self._is_there(f"proposal/{number}"):
-            self._fail_as_too_few(proposed)  # and leave it to others, who may be more
-            return
-        members = self._set_once(f"proposal/{number}", proposed)
-        for other in latest.members:
-            if other != member:
-                self._mesh.send(other, Key(Kind.ALARM, number))
-        if member in members:
+            proposed = self._proposed(latest)
+        if not self._is_there(f"proposal/{number}"):
+            if proposed is None:
+                return
+            if len(proposed[0]) < self._min_ranks:
+                self._fail_as_too_few(proposed[0])  # and leave it to others, who may be more
+                return
+        members, leaving = self._set_once(f"proposal/{number}", proposed)
+        asked = {*members, *leaving}
+        told = (asked | set(latest.members)) - {member}
+        self._tell(told, number)
+        if member in asked:
+            self._meet(asked - set(latest.members) - {member})
             with self._changed:
-                note = [self.step, self.num_committed]
+                note = self.position
             self._store.set(f"note/{number}/{member}", json.dumps(note))
-        decision = self._decide(number, members)
+        decision = self._decide(number, sorted(asked), told)
         with self._changed:
             self._num_attempts = number
             if decision is not None:
                 self._holds = False
-                self._adopt(Epoch(number, tuple(members), *decision))
+                self._adopt(number, members, leaving, decision)
             self._holds = self._holds and self._is_due()
             self._changed.notify_all()
-        for other in set(latest.members) - set(members) if decision is not None else ():
+        for other in set(latest.members) - asked if decision is not None else ():
             self._mesh.cut(other, "the others went on without it")
 
-    def _decide(self, number: int, members: Sequence[int]) -> list[int] | None:
-        """First step and number of operations that have ended, or None if the attempt is void."""
-        member, key = self._mesh.member, f"decision/{number}"
-        notes = {other: f"note/{number}/{other}" for other in members}
+    def _proposed(self, latest: Epoch) -> tuple[list[int], list[int]] | None:
+        """Who should train and who leaves, as this rank sees it; None if it cannot tell: it is no member yet."""
+        member = self._mesh.member
+        if member not in latest.members:
+            is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
+            return (sorted([*latest.members, member]), []) if is_asked else None
+        leaving = [member] * self._is_leaving
+        return [other for other in latest.members if other not in self._suspects and other not in leaving], leaving
+
+    def _meet(self, newcomers: Iterable[int]) -> None:
+        """Wait until those who join are connected, as they have tried before they asked; or lose them."""
         deadline = time.monotonic() + self._timeout.total_seconds()
+        while missing := [other for other in newcomers if not self._mesh.has_met(other)]:
+            if time.monotonic() > deadline or self._stop.is_set():
+                for other in missing:
+                    self.give_up(other, "it did not connect")
+                return
+            time.sleep(_PAUSE_S)
+
+    def _tell(self, others: Iterable[int], number: int) -> None:
+        for other in others:
+            self._mesh.send(other, Key(Kind.ALARM, number))
+
+    def _decide(self, number: int, asked: Sequence[int], told: Iterable[int]) -> list[int] | None:
+        """The newest position, or None if the attempt is void."""
+        member, key = self._mesh.member, f"decision/{number}"
+        notes = {other: f"note/{number}/{other}" for other in asked}
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        told_at = time.monotonic()
         decision: list[int] | None
         while not self._is_there(key):
+            if time.monotonic() - told_at > _REMINDER_S:
+                self._tell(told, number)  # a rank that joins may not have been connected
+                told_at = time.monotonic()
             missing = [other for other, note in notes.items() if not self._is_there(note)]
             if not missing:
-                found = [json.loads(self._store.get(note)) for note in notes.values()]
-                decision = [max(step for step, _ in found) + 1, max(committed for _, committed in found)]
-                decision = self._set_once(key, decision)
+                decision = self._set_once(key, max(json.loads(self._store.get(note)) for note in notes.values()))
                 return decision
             if time.monotonic() > deadline:
                 for other in missing:
                     self.give_up(other, "it did not answer when the others agreed on who is left")
-            if member in members and not self._suspects.keys().isdisjoint(missing):
+            if member in asked and not self._suspects.keys().isdisjoint(missing):
                 decision = self._set_once(key, None)
                 return decision
             if self._stop.is_set():
@@ -284,17 +407,37 @@ class Agreement:
         """What is under ``key``: ``value``, unless another rank was the first."""
         return json.loads(self._store.compare_set(key, "", json.dumps(value)))
 
-    def _adopt(self, epoch: Epoch) -> None:
+    def _follow(self) -> None:
+        """Take over all that was decided before this rank came."""
+        while self._is_there(f"decision/{(number := self._num_attempts + 1)}"):
+            members, leaving = json.loads(self._store.get(f"proposal/{number}"))
+            decision = json.loads(self._store.get(f"decision/{number}"))
+            self._num_attempts = number
+            if decision is not None:
+                self._adopt(number, members, leaving, decision)
+
+    def _adopt(self, number: int, members: Sequence[int], leaving: Sequence[int], decision: Sequence[int]) -> None:
         """Take over what has been decided."""
-        self._epochs.append(epoch)
-        member = self._mesh.member
-        if member not in epoch.members:
+        before, member = self._epochs[-1], self._mesh.member
+        num_loaded, step, num_ended = decision
+        first_step = step + 1
+        newcomers = set(members) - set(before.members)
+        self._first_steps |= dict.fromkeys(newcomers, first_step)
+        has_first_steps = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
+        self._epochs.append(
+            Epoch(number, tuple(members), first_step, (num_loaded, step, num_ended), has_first_steps=has_first_steps)
+        )
+        if member in newcomers:
+            self.position = num_loaded, first_step, 0
+        elif member in leaving:
+            self._is_leaving, self._leaves_at = False, first_step
+        elif member in before.members and member not in members:
             self._error = ExchangeError(
-                f"rank {member}: the others went on without this rank from step {epoch.first_step} on: it was cut off, "
+                f"rank {member}: the others went on without this rank from step {first_step} on: it was cut off, "
                 "or had not answered for long; what it has is older than what they have, and is not mixed in"
             )
-        elif len(epoch.members) < self._min_ranks:
-            self._error = self._too_few(epoch.members)
+        if member in members and len(members) < self._min_ranks:
+            self._error = self._too_few(members)
 
     def _fail_as_too_few(self, members: Sequence[int]) -> None:
         deadline = time.monotonic() + _GRACE_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import secrets
 import time
@@ -12,12 +14,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gossip.communication import forks, training_store
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.lifelines import own_address
-from gossip.communication.membership import own_connection
+from gossip.communication.membership import innermost, own_connection
 from gossip.communication.process_states import GONE
 from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement, Epoch
+from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.survivors.store_host import is_kept_here
@@ -26,11 +30,14 @@ from gossip.errors import EpochEndedError, ExchangeError
 
 _TOKEN_BYTES = 32
 _PRIMITIVES = 2**24  # of one operation
+_STEPS = 2**40
+_ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
 _BEAT_S = 0.5
 _NUM_BEATS_MISSED = 4
 
 _Result = TypeVar("_Result")
+_num_trainings = itertools.count()  # of this process
 
 
 class LivingWorld(World):
@@ -50,6 +57,8 @@ class LivingWorld(World):
     Attributes
     ----------
     mesh : Mesh
+    giver : StateGiver
+        Gives this rank's state to those who join.
     agreement : Agreement
     is_joint : bool
         Whether something is being done together.
@@ -60,6 +69,7 @@ class LivingWorld(World):
     """
 
     mesh: Mesh
+    giver: StateGiver
     agreement: Agreement
 
     def __init__(
@@ -68,9 +78,20 @@ class LivingWorld(World):
         self._member = 0
         self._min_ranks = min_ranks
         self._epoch = Epoch(0, (0,))
+        self._keys: Any = None
         self.is_joint = False
         self._num_primitives = 0
         super().__init__(timeout, process_group)
+        training = training_store.joined()
+        if training is not None:
+            if process_group is not None:
+                raise ValueError("process_group was given, but a rank that joins a training joins all of its ranks")
+            forks.watch(self)
+            try:
+                self._come(training)
+            except BaseException:
+                self.close()
+                raise
 
     def _connect(self) -> None:
         assert self.membership is not None
@@ -82,16 +103,14 @@ class LivingWorld(World):
         assert self._store is not None
         self._member = self.rank
         store: Any = own_connection(self._store)
-        least = self.world_size // 2 + 1 if self._min_ranks is None else self._min_ranks
-        if not 1 <= least <= self.world_size:
-            raise ValueError(f"min_ranks must be from 1 to the number of ranks, {self.world_size}, got {least}")
+        _least(self._min_ranks, self.world_size)
         if is_kept_here(self._store):
             store.set("kept_by_a_rank", str(self.member))
-        token = store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2))
+        token = bytes(store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2)))
+        self._keys = dist.PrefixStore(_keys_of(token), innermost(store))
         with resending_soon(self.timeout):
-            self.mesh = Mesh(self.member, bytes(token), own_address(self._store)[1] or "127.0.0.1", self.timeout)
-            store.set(f"address{self.member}", json.dumps(self.mesh.address))
-            self.mesh.connect(self._addresses(store), self._is_gone)
+            self._listen(token)
+            self.mesh.connect(self._addresses(range(self.world_size)), self._is_gone)
         if store.check(["kept_by_a_rank"]):
             raise ValueError(
                 'on_peer_loss="continue" needs a key-value store that does not die with a rank, but it is kept by the '
@@ -99,12 +118,65 @@ class LivingWorld(World):
                 "torchrun, which keep it in a process of their own, or, on one machine, pass init_process_group "
                 "store=torch.distributed.FileStore(...)"
             )
-        members = range(self.world_size)
-        self._epoch = Epoch(0, tuple(members))
-        self.agreement = Agreement(store, self.mesh, members, min_ranks=least, timeout=self.timeout)
+        if not self.membership.is_given:
+            announced = json.dumps({"token": token.decode(), "num_ranks": self.world_size})
+            innermost(store).set(f"{_ANNOUNCED}/{next(_num_trainings)}", announced)
+        self.agree()
 
-    def _addresses(self, store: Any) -> dict[int, tuple[str, int]]:
-        """Where the members listen; whose process ends before it says so is lost.
+    def _listen(self, token: bytes) -> None:
+        host = own_address(self._keys)[1] or "127.0.0.1"
+        self.mesh = Mesh(self.member, token, host, self.timeout)
+        self._keys.set(f"address{self.member}", json.dumps(self.mesh.address))
+        self.giver = StateGiver(self.mesh)
+
+    def agree(self) -> None:
+        """Begin to agree with the others on who trains. Local."""
+        self._epoch = Epoch(0, tuple(range(self.world_size)))
+        least = _least(self._min_ranks, self.world_size)
+        self.agreement = Agreement(self._keys, self.mesh, self._epoch.members, min_ranks=least, timeout=self.timeout)
+
+    # ------------------------------------------------------------------ joining
+
+    def _come(self, training: Any) -> None:
+        """Find the training, and listen where its ranks can reach this one."""
+        where = f"{_ANNOUNCED}/{next(_num_trainings)}"
+        with resending_soon(self.timeout):
+            store: Any = own_connection(training)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not store.check([where]):
+            if time.monotonic() > deadline:
+                raise ExchangeError(
+                    "joining: the key-value store knows of no training that can be joined within "
+                    f'{self.timeout.total_seconds():g} s: its ranks must wrap their model with on_peer_loss="continue"'
+                )
+            time.sleep(_PAUSE_S)
+        announced = json.loads(store.get(where))
+        token = announced["token"].encode()
+        self.world_size = announced["num_ranks"]
+        self._keys = dist.PrefixStore(_keys_of(token), store)
+        self._member = self.world_size + self._keys.add("num_newcomers", 1) - 1
+        self._listen(token)
+
+    def keys(self, name: str) -> dist.Store | None:
+        if self.is_alone:
+            return None
+        with resending_soon(self.timeout):
+            return own_connection(dist.PrefixStore(name, self._keys))
+
+    def publish(self, manifest: Mapping[str, str]) -> None:
+        """Let those who join know what they must build. Local."""
+        if not self._keys.check(["manifest"]):
+            self._keys.set("manifest", json.dumps(manifest))
+
+    def published(self) -> dict[str, str]:
+        """What a rank that joins must build. Local."""
+        found: dict[str, str] = json.loads(self._keys.get("manifest"))
+        return found
+
+    # ------------------------------------------------------------------ connecting
+
+    def _addresses(self, members: Iterable[int]) -> dict[int, tuple[str, int]]:
+        """Where members listen; whose process ends before it says so is lost.
 
         Raises
         ------
@@ -112,13 +184,12 @@ class LivingWorld(World):
             Somebody did not say so in time.
         """
         found: dict[int, tuple[str, int]] = {}
-        missing = set(range(self.world_size))
+        missing = set(members)
         deadline = time.monotonic() + self.timeout.total_seconds()
         while missing:
             for rank in sorted(missing):
-                if store.check([f"address{rank}"]):
-                    host, port = json.loads(store.get(f"address{rank}"))
-                    found[rank] = host, port
+                if self._keys.check([f"address{rank}"]):
+                    found[rank] = self.address_of(rank)
                 elif self._is_gone(rank):
                     self.mesh.cut(rank, "its process ended before it was connected")
             missing -= found.keys() | self.mesh.lost.keys()
@@ -130,6 +201,11 @@ class LivingWorld(World):
             if missing:
                 time.sleep(_PAUSE_S)
         return found
+
+    def address_of(self, member: int) -> tuple[str, int]:
+        """Where a member listens. Local."""
+        host, port = json.loads(self._keys.get(f"address{member}"))
+        return host, port
 
     def _is_gone(self, rank: int) -> bool:
         return self.roll_call.state_of(rank) == GONE
@@ -151,6 +227,10 @@ class LivingWorld(World):
         return not self.is_alone
 
     @property
+    def changes(self) -> bool:
+        return hasattr(self, "mesh")
+
+    @property
     def can_split(self) -> bool:
         return False
 
@@ -168,7 +248,8 @@ class LivingWorld(World):
         if epoch.number != self._epoch.number:
             self.mesh.forget(
                 lambda member, key: (
-                    member not in epoch.members or (key.kind == Kind.COLLECTIVE and key.first < epoch.number)
+                    (member in self.mesh.lost and member not in self.mesh.left)
+                    or (key.kind == Kind.COLLECTIVE and key.first < epoch.number)
                 )
             )
         self._epoch = epoch
@@ -191,7 +272,7 @@ class LivingWorld(World):
         self.is_joint = True
         try:
             while True:
-                self.enter(self.agreement.latest)
+                self.enter(self.agreement.begin_together())
                 self._num_primitives = 0
                 try:
                     result = operation()
@@ -209,7 +290,11 @@ class LivingWorld(World):
     def _is_committed(self) -> bool:
         """Whether some rank has ended it: then all have what it gives, this one too."""
         epoch = self.agreement.wait_for_epoch_after(self._epoch.number)
-        return epoch.num_committed > self.agreement.num_committed and self.agreement.commit(self._epoch)
+        return epoch.position > self.agreement.position and self.agreement.commit(self._epoch)
+
+    def check_joint(self) -> None:
+        if not self.is_alone:
+            self.agreement.begin_together()
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         if self.is_alone:
@@ -276,8 +361,9 @@ class LivingWorld(World):
     ) -> dict[int, torch.Tensor]:
         """Send to some members, and wait for what some (by default all) others send; by member."""
         self._num_primitives += 1
-        number = self.agreement.num_committed * _PRIMITIVES + self._num_primitives
-        key = Key(Kind.COLLECTIVE, self._epoch.number, number)
+        num_loaded, step, num_ended = self.agreement.position
+        number = num_ended * _PRIMITIVES + self._num_primitives
+        key = Key(Kind.COLLECTIVE, self._epoch.number, num_loaded * _STEPS + step, number)
         outgoing = {member: self.mesh.send(member, key, payload) for member, payload in sent.items()}
         found: dict[int, torch.Tensor] = {}
         awaited = self._others if sources is None else sources
@@ -360,3 +446,22 @@ class LivingWorld(World):
         if hasattr(self, "mesh"):
             self.mesh.leave(CLOSING_PATIENCE)
         super().close()
+
+
+def _keys_of(token: bytes) -> str:
+    """Where a training has its keys."""
+    return f"gossip/training/{hashlib.sha256(token).hexdigest()[:16]}"
+
+
+def _least(min_ranks: int | None, num_ranks: int) -> int:
+    """With fewer ranks the training ends.
+
+    Raises
+    ------
+    ValueError
+        It is out of range.
+    """
+    least = num_ranks // 2 + 1 if min_ranks is None else min_ranks
+    if not 1 <= least <= num_ranks:
+        raise ValueError(f"min_ranks must be from 1 to the number of ranks, {num_ranks}, got {least}")
+    return least

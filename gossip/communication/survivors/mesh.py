@@ -31,7 +31,7 @@ Lost = Callable[[int, str], None]
 
 
 class Mesh:
-    """A connection to every other member, over which frames come and go.
+    """A connection to every other member, over which frames come and go; members may come and go too.
 
     One thread serves all of them: it waits for none, so that a member that is slow, frozen or dead holds nobody else
     up. Frames of one connection keep their order, and each is handed on as a whole or not at all: what a member had
@@ -71,6 +71,7 @@ class Mesh:
         self.waiting: dict[int, tuple[float, frozenset[int]]] = {}
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_alarm: Callable[[int], None] = lambda _number: None
+        self.on_ask: Callable[[int, int], None] = lambda _member, _piece: None
         self._token = token
         self._connections: dict[int, PeerConnection] = {}
         self._inbox: dict[tuple[int, Key], torch.Tensor] = {}
@@ -110,13 +111,11 @@ class Mesh:
         ExchangeError
             Some could not be reached, or did not come in time; names them.
         """
+        self.call({member: address for member, address in addresses.items() if member < self.member})
         deadline = time.monotonic() + self.timeout.total_seconds()
-        for member, address in addresses.items():
-            if member < self.member:
-                self._call(member, address, deadline)
         others = set(addresses) - {self.member}
         with self.changed:
-            while absent := sorted(others - self._connections.keys() - self.lost.keys()):
+            while absent := sorted(member for member in others if not self.has_met(member)):
                 if not self.changed.wait(_TICK_S):
                     for member in filter(is_gone, absent):
                         self.cut(member, "its process ended before it was connected")
@@ -124,9 +123,21 @@ class Mesh:
                     break
         if absent:
             raise ExchangeError(
-                f"rank {self.member}: connecting to all others: no connection with rank"
-                f"{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} within {self.timeout.total_seconds():g} s"
+                f"rank {self.member}: connecting to all others: no connection with {in_words(absent)} within "
+                f"{self.timeout.total_seconds():g} s"
             )
+
+    def call(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+        """Connect to those of these that are not connected; who cannot be reached is lost."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        for member, address in addresses.items():
+            if not self.has_met(member):
+                self._call(member, address, deadline)
+
+    def has_met(self, member: int) -> bool:
+        """Whether a member is connected, or was."""
+        with self.changed:
+            return member in self._connections or member in self.lost
 
     def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
@@ -282,6 +293,8 @@ class Mesh:
             self._know(connection)
         elif kind == Kind.ALARM:
             self.on_alarm(frame.key.first)
+        elif kind == Kind.ASK:
+            self.on_ask(member, frame.key.first)
         else:
             with self.changed:
                 if kind == Kind.GOODBYE:

@@ -33,6 +33,8 @@ class Kind(IntEnum):
     WAITING = 4
     ALARM = 5
     GOODBYE = 6
+    ASK = 7
+    STATE = 8
 
 
 class Key(NamedTuple):

@@ -39,6 +39,8 @@ class Experiment:
     data : Data
     shards : Shards
         Which samples each rank trains on.
+    divide : callable
+        ``(world_size, seed) -> index arrays``: the samples of each of another number of ranks.
     topology : Topology or None
         None for a method that has none.
     algorithm : Algorithm
@@ -62,6 +64,7 @@ class Experiment:
     settings: Settings
     data: Data
     shards: Shards
+    divide: Callable[[int, int], Sequence[npt.NDArray[np.int64]]]
     topology: Topology | None
     algorithm: Algorithm
     compression: Compression
@@ -100,9 +103,13 @@ def build(config: Mapping[str, Any]) -> Experiment:
     import_modules(config)
     check_targets(config)
     settings = Settings.from_config(config)
-    data: Data = _factory(config, "data", leaving_out=("partition",))()
+    data: Data = _factory(config, "data", leaving_out=("partition", "on_loss"))()
+
+    def divide(world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
+        return _partition(config, data, world_size, seed)
+
     shards = Shards(
-        _partition(config, data, settings),
+        divide(settings.world_size, settings.seed),
         batch_size=settings.batch_size,
         seed=settings.seed,
         repeats=settings.steps is not None,
@@ -112,6 +119,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         settings=settings,
         data=data,
         shards=shards,
+        divide=divide,
         topology=make_topology(config, settings),
         algorithm=make_algorithm(config),
         compression=make_compression(config),
@@ -124,12 +132,12 @@ def build(config: Mapping[str, Any]) -> Experiment:
     )
 
 
-def _partition(config: Mapping[str, Any], data: Data, settings: Settings) -> tuple[npt.NDArray[np.int64], ...]:
+def _partition(config: Mapping[str, Any], data: Data, world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
     """Which samples each rank has."""
     options = dict(config["data"].get("partition", {}))
     check_options("data.partition", partition, options)
     try:
-        return partition(data.train_labels, settings.world_size, seed=settings.seed, **options)
+        return partition(data.train_labels, world_size, seed=seed, **options)
     except FAULTS as error:
         raise blaming("data.partition", options, error, lambda _: False) from error
 

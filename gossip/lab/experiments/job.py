@@ -18,7 +18,7 @@ from gossip.lab.experiments import attempts, resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.new_folders import missing, remove_empty
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings
+from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.experiments.stopping import signals_for_workers
 from gossip.lab.experiments.training import train, train_experiment
 from gossip.launching import DEFAULT_TIMEOUT, fork_server
@@ -142,7 +142,9 @@ def _run_in_folder(
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
             if config["figures"]:
-                run_folder.draw_figures(folder, world_size=summary["world_size"], topology=experiment.topology)
+                newest = max((max(change["members"]) for change in summary["changes_of_ranks"]), default=0)
+                num_ranks = max(summary["world_size"], newest + 1)
+                run_folder.draw_figures(folder, num_ranks, topology=experiment.topology)
             run_folder.write_summary(folder, summary)
     except BaseException as error:
         is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)
@@ -203,12 +205,14 @@ def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
                 timeout=settings.timeout,
                 num_threads=settings.num_threads,
                 preload=PRELOAD,
+                on_peer_loss=value_of(config, "wrapper").get("on_peer_loss", "raise"),
+                restart=settings.restart,
             )
         except LaunchError:
             if signals:  # which ended workers that did not train yet, or could not agree in time
                 raise SystemExit(128 + signals[0]) from None
             raise
-    summary: dict[str, Any] = summaries[0]
+    summary: dict[str, Any] = next(summary for summary in summaries if summary is not None)
     return summary
 
 

@@ -210,9 +210,13 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
     return True
 
 
-def draw_figures(folder: Path, world_size: int, topology: Topology | None) -> None:
-    """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG."""
-    by_rank = [records.read_jsonl(path) for path in records.record_files(folder, world_size)]
+def draw_figures(folder: Path, num_ranks: int, topology: Topology | None) -> None:
+    """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG.
+
+    ``num_ranks`` counts those too that joined.
+    """
+    files = records.record_files(folder, num_ranks)
+    by_rank = [records.read_jsonl(path) for path in files if path.exists()]  # who ended at once has written nothing
     for draw, name in ((run_figures.training_figure, "training.svg"), (run_figures.consensus_figure, "consensus.svg")):
         try:
             draw(by_rank, folder / name)

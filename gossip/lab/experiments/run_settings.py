@@ -11,6 +11,7 @@ from typing import Any
 METRICS = ("accuracy", "loss")
 METHODS = ("gossip", "ddp", "local")
 ENGINES = ("processes", "virtual")
+ON_LOSS = ("redistribute", "leave")
 
 
 class ConfigurationError(ValueError):
@@ -62,6 +63,10 @@ class Settings:
         How long any wait for other ranks may take.
     num_threads : int or None
         torch's threads per rank; None: the machine's cores divided by the ranks.
+    restart : int
+        How often a worker that failed is started again.
+    on_loss : str
+        What becomes of the samples of ranks that are lost: "redistribute" or "leave".
     """
 
     method: str
@@ -84,6 +89,8 @@ class Settings:
     port: int | None
     timeout: timedelta
     num_threads: int | None
+    restart: int
+    on_loss: str
 
     def evaluates_after(self, steps: int, *, epochs: int | None) -> bool:
         """Whether to evaluate after so many steps; ``epochs`` is how many ended with the last one, None amid one."""
@@ -121,6 +128,8 @@ class Settings:
             port=_optional_integer(config, "launch.port", minimum=1, maximum=65535),
             timeout=timedelta(seconds=_positive(config, "launch.timeout_s")),
             num_threads=_optional_integer(config, "launch.num_threads", minimum=1),
+            restart=_integer(config, "launch.restart", minimum=0),
+            on_loss=_on_loss(config),
         )
         settings._check_combinations()
         return settings
@@ -192,6 +201,11 @@ def _batch_size(config: Mapping[str, Any]) -> int:
             "training.batch_size"
         )
     return int(total // world_size)
+
+
+def _on_loss(config: Mapping[str, Any]) -> str:
+    """Data of the user's own need not say it."""
+    return _choice(config, "data.on_loss", ON_LOSS) if "on_loss" in value_of(config, "data") else ON_LOSS[0]
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:

@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 import gossip
 from gossip import CheckpointError
 from gossip.lab.experiments.experiment_build import Experiment
+from gossip.lab.experiments.living_shards import LivingShards
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
+from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.run_summary import RankReport
 from gossip.lab.experiments.training_methods import Method
 
@@ -36,6 +38,8 @@ class RunState:
         Of all steps, those before a checkpoint too.
     step : int
         Number of steps made.
+    living_shards : LivingShards or None
+        What this rank trains on, where ranks may be lost and join.
     position : int
         The same in terms of the data: ``epoch * steps_per_epoch`` and the steps of the epoch. Another number than
         ``step`` once the number of ranks, and with it the length of an epoch, has changed.
@@ -48,6 +52,7 @@ class RunState:
         self._all_positions = experiment.total_steps
         self.scheduler: LRScheduler = experiment.make_scheduler(method.optimizer, self._all_positions)
         self.report = RankReport()
+        self.living_shards = LivingShards(experiment, method.world) if method.world.changes else None
         self.step = 0
         self.position = 0
         self._started_at = time.perf_counter()
@@ -89,6 +94,22 @@ class RunState:
         except CheckpointError as error:  # the same on every rank; all are still in step
             if self._world.rank == 0:
                 logger.error("no checkpoint of step {}, training goes on: {}", self.step, error)
+
+    def join(self) -> None:
+        """Be where the others are: this rank has joined them. Local.
+
+        Raises
+        ------
+        ConfigurationError
+            The run was resumed: how much of the data it had gone through is known to its ranks alone.
+        """
+        assert self._method.model is not None
+        if self._experiment.settings.resumes:
+            raise ConfigurationError(
+                "a run that was resumed cannot be joined; start it again, resume=..., with all ranks"
+            )
+        self.step = self.position = self._method.model.step
+        self._renew_scheduler()
 
     def load(self) -> None:
         """Go on from the newest valid checkpoint. Collective.

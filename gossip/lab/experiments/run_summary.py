@@ -70,6 +70,7 @@ def summarise(
     consensus_before: tuple[float, float],
     consensus_after: tuple[float, float],
     parameter_bytes: int,
+    changes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The summary of a run that went well.
 
@@ -84,6 +85,8 @@ def summarise(
         Absolute and relative consensus distance before and after the global average.
     parameter_bytes : int
         Of one replica.
+    changes : sequence of mapping
+        From which step on which members trained, if they were not the same from beginning to end.
     """
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
@@ -119,8 +122,9 @@ def summarise(
         **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
         "wait_by_peer_s": _wait_by_peer(reports),
         "parameter_bytes": parameter_bytes,
-        "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] for report in reports) / steps,
+        "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] / report["steps"] for report in reports),
         **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
+        "changes_of_ranks": list(changes),
     }
 
 
@@ -160,6 +164,10 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_measured(summary, "exposed_wait_s", "exposed wait, mean of the ranks"),
         *_measured(summary, "overlapped_s", "exchanges beside computation, over buckets"),
         ("sent per rank and step", size(summary["bytes_sent_per_step"])),
+        *(
+            (f"ranks from step {change['step']} on", ", ".join(map(str, change["members"])))
+            for change in summary.get("changes_of_ranks", ())
+        ),
     ]
 
 

@@ -84,23 +84,23 @@ class Shards:
             How many steps of the epoch are left out, because they have been made.
         """
         own = [self.indices[rank] for rank in ranks]
-        for places in zip(*(self._places(rank, epoch, first) for rank in ranks), strict=True):
+        for places in zip(*(self.places(rank, epoch, first) for rank in ranks), strict=True):
             chosen = torch.from_numpy(
                 np.concatenate([of_rank[some] for of_rank, some in zip(own, places, strict=True)])
             )
             yield inputs[chosen], targets[chosen]
 
-    def _places(self, rank: int, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
+    def places(self, rank: int, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
         """Which of a rank's samples are in each batch of an epoch."""
         size = len(self.indices[rank])
         for batch in range(first, self.steps_per_epoch):
             if self.repeats:
-                yield self._repeated(rank, epoch * self.steps_per_epoch + batch)
+                yield self.repeated(rank, epoch * self.steps_per_epoch + batch)
             else:
                 yield _order(self.seed, rank, epoch, size)[batch * self.batch_size : (batch + 1) * self.batch_size]
 
-    def _repeated(self, rank: int, step: int) -> npt.NDArray[np.int64]:
-        """Which of a rank's samples a step takes: each pass over them is in an order of its own."""
+    def repeated(self, rank: int, step: int) -> npt.NDArray[np.int64]:
+        """Which of a rank's samples a step takes, if it repeats them: each pass over them is in an order of its own."""
         size = len(self.indices[rank])
         samples = range(step * self.batch_size, (step + 1) * self.batch_size)
         pieces = []

@@ -13,15 +13,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Self
 
 import torch.distributed as dist
 
-from gossip import ExchangeError
+from gossip import ExchangeError, World
 from gossip.communication import daemon_threads
-from gossip.communication.membership import Membership, own_connection
 from gossip.launching import signal_workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -53,7 +52,9 @@ class Stopping:
     ----------
     store : Store or None
         Of keys that are for this alone, the same on all ranks; None if there is one rank only.
-    rank, world_size : int
+    rank : int
+    ranks : callable
+        All of them; those who are lost meanwhile are asked for nothing.
     bound_steps : int
         How many steps this rank makes in any case: it must make the first one of this run.
     saves : bool
@@ -76,7 +77,7 @@ class Stopping:
         self,
         store: dist.Store | None,
         rank: int,
-        world_size: int,
+        ranks: Callable[[], Iterable[int]],
         bound_steps: int,
         *,
         saves: bool = True,
@@ -84,8 +85,8 @@ class Stopping:
         grace_s: float = GRACE_S,
     ) -> None:
         self._store = store
-        self._keys = [f"steps{rank}" for rank in range(world_size)]
         self._rank = rank
+        self._ranks = ranks
         self._bound_steps = bound_steps
         self._saves = saves
         self._last_words = last_words
@@ -98,12 +99,10 @@ class Stopping:
         self._reading, self._writing = os.pipe()
 
     @classmethod
-    def of_all_ranks(cls, bound_steps: int, *, saves: bool, last_words: Callable[[str], str]) -> Self:
-        """For the ranks of the default process group, or for a process alone. Collective."""
-        store = Membership.of(None).store() if saves and dist.is_initialized() else None
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        notes = None if store is None else own_connection(store)
-        return cls(notes, rank, world_size, bound_steps, saves=saves, last_words=last_words)
+    def of_all_ranks(cls, world: World, bound_steps: int, *, saves: bool, last_words: Callable[[str], str]) -> Self:
+        """For the ranks of a model, or for a process alone. Collective."""
+        store = world.keys("stopping") if saves else None
+        return cls(store, world.member, lambda: world.members, bound_steps, saves=saves, last_words=last_words)
 
     def __enter__(self) -> Self:
         self._before: dict[int, Any] = {}
@@ -182,14 +181,17 @@ class Stopping:
         steps = [self._bound_steps]
         if self._store is not None:
             self._store.set(_ASKED, str(signal_number))
-            self._store.set(self._keys[self._rank], str(self._bound_steps))
-            while not self._store.check(self._keys):
+            self._store.set(f"steps{self._rank}", str(self._bound_steps))
+            known: set[int] = set()
+            while absent := [rank for rank in self._ranks() if not self._store.check([f"steps{rank}"])]:
+                known |= set(absent)
                 if self._is_there.wait(_SHORT_PAUSE_S):
                     return
                 if time.monotonic() > deadline:
-                    absent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
                     self._give_up(f"no answer from {'rank' if len(absent) == 1 else 'ranks'} {str(absent)[1:-1]}")
-            steps = [int(self._store.get(key)) for key in self._keys]
+            # Whoever told and was lost counts too: others may have read it before.
+            told = [f"steps{rank}" for rank in known.union(self._ranks()) if self._store.check([f"steps{rank}"])]
+            steps = [int(self._store.get(key)) for key in told]
         self._last_step = max(steps)
         self._is_agreed.set()
         if not self._is_there.wait(max(0.0, deadline - time.monotonic())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from gossip.lab.experiments.progress_bar import ProgressBar, configure_logging
 from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, other_file
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
-from gossip.lab.experiments.run_summary import RankReport, summarise
+from gossip.lab.experiments.run_summary import summarise
 from gossip.lab.experiments.stopping import Stopping
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
@@ -67,7 +68,7 @@ def train_experiment(
         Where checkpoints are on and a signal ended the run, ``signal`` instead: its number.
     """
     settings, shards = experiment.settings, experiment.shards
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = int(os.environ.get("RANK", dist.get_rank())) if dist.is_initialized() else 0
     configure_logging(rank)
     if rank == 0 and shards.left_out_per_epoch:
         logger.info(
@@ -85,7 +86,9 @@ def train_experiment(
             method = make_method(experiment, tracer)
         world = method.world
         state = RunState(experiment, method, folder)
-        if settings.resumes:
+        if method.world.member >= settings.world_size:
+            state.join()
+        elif settings.resumes:
             state.load()
             _cut_records(folder, method, state.step)
         records = JsonlWriter(folder / f"{method.name}.jsonl")
@@ -99,7 +102,7 @@ def train_experiment(
         bar = stack.enter_context(ProgressBar(state.total_steps, first_step=state.step, visible=world.rank == 0))
         last, signal_number = _make_all_steps(experiment, method, tracer, state, bar, loggers, last_words)
         if signal_number is None:
-            summary = _finish(experiment, method, state.report, last)
+            summary = _finish(experiment, method, state, last)
             summary["wall_time_s"] = state.earlier_wall_time_s
             _log(loggers, last)
         else:
@@ -127,7 +130,9 @@ def _make_all_steps(
     last: dict[str, Any] = {}
     with ExitStack() as stack:
         saves = bool(checkpoint_every)
-        stopping = stack.enter_context(Stopping.of_all_ranks(state.step + 1, saves=saves, last_words=last_words))
+        stopping = stack.enter_context(
+            Stopping.of_all_ranks(method.world, state.step + 1, saves=saves, last_words=last_words)
+        )
         for last in _steps(experiment, method, tracer, state):
             bar.update(last)
             if state.step < total_steps:
@@ -150,10 +155,16 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
     first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
     for epoch in range(first_epoch, experiment.num_epochs):
         first = first_batch if epoch == first_epoch else 0
-        batches = shards.batches(data.train_inputs, data.train_targets, ranks=method.ranks, epoch=epoch, first=first)
+        if state.living_shards is not None:
+            batches = state.living_shards.batches(epoch=epoch, first=first)
+        else:
+            batches = shards.batches(
+                data.train_inputs, data.train_targets, ranks=method.ranks, epoch=epoch, first=first
+            )
         for inputs, targets in batches:
             if tracer is not None:
                 tracer.step_begins(state.step - first_step)
+            num_ranks = method.world.world_size
             start = time.perf_counter()
             with record_function(FORWARD):
                 logits = method.forward(inputs)
@@ -172,6 +183,8 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
                 "step_time_s": step_time_s,
                 **costs,
             }
+            if state.living_shards is not None:
+                record["num_ranks"] = num_ranks
             state.advance(record)
             if state.step < total_steps:
                 epoch_ended = state.position % shards.steps_per_epoch == 0
@@ -188,7 +201,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
                 return
 
 
-def _finish(experiment: Experiment, method: Method, report: RankReport, last: dict[str, Any]) -> dict[str, Any]:
+def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[str, Any]) -> dict[str, Any]:
     """Evaluate the replicas, average them for good, evaluate the average; complete the last record."""
     local = method.evaluate(experiment.data.test_inputs, experiment.data.test_targets)
     before = method.consensus_distance()
@@ -197,11 +210,12 @@ def _finish(experiment: Experiment, method: Method, report: RankReport, last: di
     average = _evaluate_average(experiment, method)
     last |= _mean(local).named("test") | average.named("averaged_test")
     last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
-    own = [report.of_rank(evaluation) for evaluation in local]
+    own = [state.report.of_rank(evaluation) for evaluation in local]
     payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")
     reports = [of_rank for payload in payloads for of_rank in json.loads(payload)]
     parameter_bytes = sum(parameter.nbytes for parameter in method.module.parameters())
-    return summarise(experiment, reports, average, before, after, parameter_bytes)
+    changes = state.living_shards.changes if state.living_shards is not None else []
+    return summarise(experiment, reports, average, before, after, parameter_bytes, changes)
 
 
 def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:

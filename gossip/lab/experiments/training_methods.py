@@ -126,7 +126,7 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
 
 def of_one_rank(world: World) -> tuple[str, range]:
     """The name of a rank's files, and whose replica it trains."""
-    return f"rank{world.rank}", range(world.rank, world.rank + 1)
+    return f"rank{world.member}", range(world.rank, world.rank + 1)
 
 
 class GossipMethod:

@@ -32,7 +32,7 @@ _SAID_ELSEWHERE = {
     "compression": "compression",
     "timeout": "launch.timeout_s",
 }
-_ONLY_IN_PROGRAMS = ("scaler", "process_group", "on_peer_loss", "min_ranks", "fallback_topology")
+_ONLY_IN_PROGRAMS = ("scaler", "process_group")
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
 
 
@@ -97,6 +97,17 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
         raise ConfigurationError(
             "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
             "wrapper.clip=global or wrapper.step_in_backward=true"
+        )
+    continues = options.get("on_peer_loss") == "continue"
+    if settings.restart and not continues:
+        raise ConfigurationError(
+            f"launch.restart={settings.restart}: a worker that is started again joins others that go on; set "
+            "wrapper.on_peer_loss=continue, or launch.restart=0"
+        )
+    if continues and settings.profile:
+        raise ConfigurationError(
+            "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue brings others; set one of them "
+            "only"
         )
     transport = options.get("transport", _DEFAULTS["transport"])
     if transport != _DEFAULTS["transport"] and settings.profile:

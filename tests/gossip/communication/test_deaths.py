@@ -128,7 +128,7 @@ def found() -> Found:
             training[topology, how, together] = start(survivor, topology, how, TIMEOUTS[how])
         constructing = {where: start(construct_while_one_stops, where) for where in PLACES}
         return Found(
-            {case: ranks.results(silent=VICTIM if "frozen" in case else None) for case, ranks in training.items()},
+            {case: ranks.results(silent={VICTIM} if "frozen" in case else ()) for case, ranks in training.items()},
             {where: ranks.results() for where, ranks in constructing.items()},
             launched.exception(),
         )

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 def run(
     deaths: dict[int, Death], world_size: int = 4, numel: int = NUMEL, num_steps: int = NUM_STEPS, **options: Any
 ) -> Outcome:
-    frozen = next((rank for rank, death in deaths.items() if death.signal == signal.SIGSTOP), None)
+    frozen = {rank for rank, death in deaths.items() if death.signal == signal.SIGSTOP}
     with (
         tempfile.TemporaryDirectory() as folder,
         unsupervised.started(train, folder, numel, num_steps, deaths, options, world_size=world_size) as ranks,

@@ -45,7 +45,7 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
 
     def other_rank(rank: int) -> None:
-        with Stopping(store, rank, world_size, 1) as stopping:
+        with Stopping(store, rank, lambda: range(world_size), 1) as stopping:
             ring.train(rank, stopping, lambda _: None)
         numbers.append(stopping.signal_number)
 
@@ -57,7 +57,9 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
     others = [threading.Thread(target=other_rank, args=(rank,)) for rank in range(1, world_size)]
     for thread in others:
         thread.start()
-    with Stopping(store, 0, world_size, 1) as stopping:  # in the main thread: it gets the signal, and the others do not
+    with Stopping(
+        store, 0, lambda: range(world_size), 1
+    ) as stopping:  # in the main thread: it gets the signal, and the others do not
         ring.train(0, stopping, send)
     for thread in others:
         thread.join(PATIENCE_S)
@@ -70,7 +72,7 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
 
 def test_stopping_without_a_signal_leaves_nothing() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    with Stopping(dist.HashStore(), 0, 2, 1) as stopping:
+    with Stopping(dist.HashStore(), 0, lambda: range(2), 1) as stopping:
         assert all(stopping.goes_on(step) for step in range(1, 4))
     assert stopping.signal_number is None
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -82,7 +84,8 @@ import torch.distributed as dist
 from gossip.lab.experiments.stopping import Stopping
 
 signal.signal(signal.SIGTERM, lambda number, _: exit(128 + number))
-with Stopping(dist.HashStore(), 0, {world_size}, 1, saves={saves}, last_words="so: {{}}\\n".format, grace_s=0.3):
+ranks, last_words = range({world_size}), "so: {{}}\\n".format
+with Stopping(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words, grace_s=0.3):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {then}
 """

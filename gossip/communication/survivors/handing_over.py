@@ -1,0 +1,146 @@
+"""The state of a rank for one that joins: taken between two steps, and sent in pieces while the training goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.errors import ExchangeError
+
+_PIECE_BYTES = 2**20  # what training has to send waits behind one of them
+_NUM_ASKED = 4  # at a time
+_TICK_S = 1.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class StateGiver:
+    """Gives newcomers this rank's state.
+
+    Parameters
+    ----------
+    mesh : Mesh
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._lock = threading.Lock()
+        self._waiting: set[int] = set()
+        self._taken: dict[int, torch.Tensor] = {}  # by newcomer, the values of a state
+        mesh.on_ask = self._on_ask
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for a state."""
+        return bool(self._waiting)
+
+    def give(self, text: str, values: torch.Tensor) -> None:
+        """Give a state to those who wait for one.
+
+        Parameters
+        ----------
+        text : str
+        values : Tensor, [nbytes], uint8
+            Must stay as it is.
+        """
+        with self._lock:
+            newcomers, self._waiting = self._waiting, set()
+            self._taken = {member: kept for member, kept in self._taken.items() if member not in self._mesh.lost}
+            self._taken |= dict.fromkeys(newcomers, values)
+        head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode()
+        for member in newcomers:
+            self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8))
+
+    def _on_ask(self, member: int, piece: int) -> None:
+        """Piece 0 is what the others are, and makes this rank take its state; in the mesh's thread."""
+        with self._lock:
+            if piece == 0:
+                self._waiting.add(member)
+                return
+            values = self._taken.get(member)
+            if values is None:
+                return
+            begin = (piece - 1) * _PIECE_BYTES
+            if begin >= values.nbytes:
+                del self._taken[member]  # it has everything
+                return
+        self._send(member, piece, values[begin : begin + _PIECE_BYTES])
+
+    def _send(self, member: int, piece: int, content: torch.Tensor) -> None:
+        digest = hashlib.sha256(content.numpy().data).digest()
+        payload = torch.cat([torch.frombuffer(bytearray(digest), dtype=torch.uint8), content])
+        self._mesh.send(member, Key(Kind.STATE, piece), payload)
+
+
+def take_state(mesh: Mesh, givers: Sequence[int]) -> tuple[int, str, torch.Tensor]:
+    """The state of the first of ``givers`` that gives it: who it was, text and values.
+
+    Raises
+    ------
+    ExchangeError
+        Nobody did; says why.
+    """
+    reasons = []
+    for giver in givers:
+        try:
+            return giver, *_take_from(mesh, giver)
+        except ExchangeError as error:
+            reasons.append(str(error))
+    raise ExchangeError(f"rank {mesh.member}: joining: nobody gave this rank its state: {'; '.join(reasons)}")
+
+
+def _take_from(mesh: Mesh, giver: int) -> tuple[str, torch.Tensor]:
+    (head,) = _pieces(mesh, giver, [0])
+    described: dict[str, Any] = json.loads(head.numpy().tobytes())
+    values = torch.empty(described["num_bytes"], dtype=torch.uint8)
+    places = values.split(_PIECE_BYTES) if values.numel() else ()
+    for begin in range(0, len(places), _NUM_ASKED):
+        numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
+        for number, content in zip(numbers, _pieces(mesh, giver, numbers), strict=True):
+            places[number - 1].copy_(content)
+    mesh.send(giver, Key(Kind.ASK, len(places) + 1))  # thanks: it need not keep it
+    return described["text"], values
+
+
+def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int]) -> list[torch.Tensor]:
+    """Ask for pieces, and wait for them.
+
+    Raises
+    ------
+    ExchangeError
+        The giver was lost, did not answer in time, or what came is not what was sent.
+    """
+    for number in numbers:
+        mesh.send(giver, Key(Kind.ASK, number))
+    found: dict[int, torch.Tensor] = {}
+    timeout_s = mesh.timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
+    with mesh.changed:
+        while True:
+            for number in set(numbers) - found.keys():
+                payload = mesh.take(giver, Key(Kind.STATE, number))
+                if payload is not None:
+                    found[number] = payload
+            if len(found) == len(numbers):
+                break
+            if giver in mesh.lost:
+                raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
+            if time.monotonic() > deadline:
+                raise ExchangeError(
+                    f"rank {giver}, which gives its state at the end of a step, sent {timeout_s:g} s none"
+                )
+            mesh.changed.wait(min(_TICK_S, timeout_s / 10))
+    contents = []
+    for number in numbers:
+        digest, content = found[number].split([_DIGEST_BYTES, found[number].numel() - _DIGEST_BYTES])
+        if hashlib.sha256(content.numpy().data).digest() != digest.numpy().tobytes():
+            raise ExchangeError(f"piece {number} of rank {giver}'s state is not what it sent")
+        contents.append(content)
+    return contents

@@ -1,0 +1,83 @@
+"""How a process becomes a rank of a training that is under way: it takes a state, asks to be let in, and is."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gossip.communication.survivors.agreement import Epoch
+from gossip.communication.survivors.handing_over import take_state
+from gossip.communication.survivors.living_world import LivingWorld
+from gossip.communication.survivors.mesh import in_words
+from gossip.errors import ExchangeError
+
+_PAUSE_S = 0.005
+
+
+class Newcomer:
+    """A rank that is about to join the others. They train on meanwhile.
+
+    Parameters
+    ----------
+    world : LivingWorld
+        Of a process that joins.
+    """
+
+    def __init__(self, world: LivingWorld) -> None:
+        world.agree()
+        self._world, self._agreement, self._mesh = world, world.agreement, world.mesh
+
+    def take_state(self) -> tuple[int, str, torch.Tensor]:
+        """Connect to all who train, and take the state of one of them: whose, its text and values.
+
+        Raises
+        ------
+        ExchangeError
+            Nobody can be reached, or gives it.
+        """
+        self._agreement.look_up()
+        members = self._reach(self._agreement.latest)
+        first = self._world.member % len(members)
+        return take_state(self._mesh, members[first:] + members[:first])
+
+    def be_admitted(self) -> Epoch:
+        """Join; the epoch that this rank is a member of. It makes steps from the first one of it on.
+
+        Raises
+        ------
+        ExchangeError
+            It was not admitted in time.
+        """
+        member, timeout_s = self._world.member, 2 * self._world.timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
+        while member not in (latest := self._agreement.latest).members:
+            self._agreement.look_up()
+            found = self._reach(latest)
+            if len(found) == len(latest.members):
+                self._agreement.ask_in(latest.number)
+            if time.monotonic() > deadline:
+                missing = [f"rank {other}: {self._mesh.lost[other]}" for other in latest.members if other not in found]
+                raise ExchangeError(
+                    f"rank {member}: joining: {in_words(latest.members)} did not let this rank in within "
+                    f"{timeout_s:g} s; not connected: {'; '.join(missing) or 'none'}"
+                )
+            time.sleep(_PAUSE_S)
+        return latest
+
+    def _reach(self, epoch: Epoch) -> list[int]:
+        """Connect to all members of an epoch that this rank is not in; those that are connected.
+
+        Who cannot be reached is lost for the others too, soon, or this rank cannot join.
+        """
+        mesh, members = self._mesh, epoch.members
+        mesh.call({other: self._world.address_of(other) for other in members if not mesh.has_met(other)})
+        with mesh.changed:
+            mesh.changed.wait_for(lambda: all(map(mesh.has_met, members)), timeout=self._world.timeout.total_seconds())
+            found = [other for other in members if other not in mesh.lost]
+        if not found:
+            raise ExchangeError(
+                f"rank {self._world.member}: joining: {in_words(members)} cannot be reached: the training has ended, "
+                f"or this machine has no way to where they are ({mesh.lost[members[0]]})"
+            )
+        return found

@@ -1,0 +1,91 @@
+"""What a rank trains on while others are lost, leave and join."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from loguru import logger
+
+from gossip import World
+from gossip.lab.experiments.experiment_build import Experiment
+from gossip.lab.experiments.sample_batches import Shards
+
+
+class LivingShards:
+    """The samples of one rank, whoever else trains; the number of steps and the schedule stay.
+
+    Among the ranks of the beginning they are those of :class:`Shards`. Then, by ``data.on_loss``: "redistribute" deals
+    all samples again among those who train, each of whom goes through its own again and again. "leave" lets everybody
+    keep what it has: those of a lost rank are not trained on, until one that joins takes them.
+
+    Parameters
+    ----------
+    experiment : Experiment
+    world : World
+        Of the model.
+
+    Attributes
+    ----------
+    changes : list of dict
+        From which "step" on which "members" train, by their ranks at the beginning; the beginning is left out.
+    """
+
+    def __init__(self, experiment: Experiment, world: World) -> None:
+        self._experiment, self._world = experiment, world
+        self._members = tuple(range(experiment.settings.world_size))
+        self._dealt: Shards | None = None
+        self.changes: list[dict[str, Any]] = []
+
+    def batches(self, *, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each step of an epoch from ``first`` on this rank's batch."""
+        shards, data = self._experiment.shards, self._experiment.data
+        for batch in range(first, shards.steps_per_epoch):
+            step = epoch * shards.steps_per_epoch + batch
+            if self._world.members != self._members:
+                self._deal(step)
+            if self._dealt is not None:
+                rank = self._members.index(self._world.member)
+                chosen = self._dealt.indices[rank][self._dealt.repeated(rank, step)]
+            else:
+                rank = self._share()
+                chosen = shards.indices[rank][next(shards.places(rank, epoch, batch))]
+            places = torch.from_numpy(chosen)
+            yield data.train_inputs[places], data.train_targets[places]
+
+    def _deal(self, step: int) -> None:
+        settings, num_before = self._experiment.settings, len(self._members)
+        self._members = self._world.members
+        self.changes.append({"step": step, "members": list(self._members)})
+        if settings.on_loss == "redistribute":
+            indices = self._experiment.divide(len(self._members), settings.seed + len(self.changes))
+            self._dealt = Shards(indices, settings.batch_size, settings.seed + len(self.changes), repeats=True)
+        if self._world.rank == 0:
+            logger.warning(  # whose rank is not 0 tells nothing less
+                "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",
+                step,
+                len(self._members),
+                num_before,
+                settings.on_loss,
+                "all samples are dealt again among them" if self._dealt is not None else self._left_out(),
+            )
+
+    def _left_out(self) -> str:
+        shares = self._shares()
+        lost = [rank for rank in range(self._experiment.settings.world_size) if rank not in shares.values()]
+        num_samples = sum(len(self._experiment.shards.indices[rank]) for rank in lost)
+        return f"{num_samples} of {len(self._experiment.data.train_targets)} samples are trained on by nobody"
+
+    def _share(self) -> int:
+        """Whose share at the beginning this rank has."""
+        return self._shares()[self._world.member]
+
+    def _shares(self) -> dict[int, int]:
+        """By member; those who joined have the shares of those who are gone, then any."""
+        world_size = self._experiment.settings.world_size
+        shares = {member: member for member in self._members if member < world_size}
+        free = [rank for rank in range(world_size) if rank not in shares]
+        for number, member in enumerate(member for member in self._members if member >= world_size):
+            shares[member] = free[number] if number < len(free) else number % world_size
+        return shares

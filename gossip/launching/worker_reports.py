@@ -1,0 +1,142 @@
+"""What workers tell when they end, and what a launch makes of it."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from loguru import logger
+
+from gossip.communication.process_states import is_suspended
+from gossip.errors import LaunchError
+
+_SIBLING_GRACE_S = 0.5
+_GLANCE_S = 1.0
+_EXIT_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows."""
+
+    summary: str
+    traceback: str
+    secondary: bool
+    blames: tuple[int, ...] = ()
+
+
+def pickled(content: Any) -> bytes:
+    """What a worker, or the launcher, tells the other one."""
+    return pickle.dumps(content)
+
+
+def collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
+    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it."""
+    waiting = dict(zip(channels, range(len(workers)), strict=True))
+    results: list[Any] = [None] * len(workers)
+    failures: dict[int, Failure] = {}
+    deadline: float | None = None
+    while waiting:
+        ready = wait(list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for channel in ready:
+            assert isinstance(channel, Connection)
+            rank = waiting.pop(channel)
+            report = _receive(workers[rank], channel)
+            if isinstance(report, Failure):
+                failures[rank] = report
+                deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
+            else:
+                results[rank] = report
+    if failures:
+        raise _first_cause(failures, {rank: workers[rank] for rank in waiting.values()})
+    return results
+
+
+def collect_of_those_left(
+    workers: Sequence[ForkServerProcess], channels: Sequence[Connection], restart: int, start: Callable[[int], None]
+) -> list[Any]:
+    """Wait for the reports of those who go on; tell of failures, and raise only if there is nothing else.
+
+    ``start`` starts a rank's worker again, and appends it and its channel.
+    """
+    world_size = len(workers)
+    waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
+    results: list[Any] = [None] * world_size
+    failures: dict[int, Failure] = {}
+    num_starts: Counter[int] = Counter()
+    while waiting:
+        ready = wait(list(waiting), timeout=_GLANCE_S)
+        if not ready and all(_is_frozen(worker) for _, worker in waiting.values()):
+            break
+        for channel in ready:
+            assert isinstance(channel, Connection)
+            rank, worker = waiting.pop(channel)
+            report = _receive(worker, channel)
+            if not isinstance(report, Failure):
+                results[rank] = report
+                failures.pop(rank, None)
+                continue
+            failures[rank] = report
+            num_starts[rank] += 1
+            if num_starts[rank] > restart or not waiting:
+                logger.warning("rank {} failed: {}; the others may go on", rank, report.summary)
+                continue
+            logger.warning(
+                "rank {} failed: {}; it is started again, {} of {} times",
+                rank,
+                report.summary,
+                num_starts[rank],
+                restart,
+            )
+            start(rank)
+            waiting[channels[-1]] = rank, workers[-1]
+    if len(failures) == world_size:
+        raise _first_cause(failures, dict(waiting.values()))
+    return results
+
+
+def _is_frozen(worker: ForkServerProcess) -> bool:
+    """Whether it is suspended, so that nothing can be expected of it when the others have ended."""
+    assert worker.pid is not None
+    return is_suspended(worker.pid)
+
+
+def _first_cause(failures: Mapping[int, Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:
+    """The error that names who failed first: who says so, or, if all speak of others, whom they blame."""
+    rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
+    text = f"rank {rank} failed: {failure.summary}"
+    blamed = Counter(culprit for other in failures.values() for culprit in other.blames if culprit in silent)
+    if failure.secondary and blamed:
+        ((culprit, _),) = blamed.most_common(1)
+        pid = silent[culprit].pid
+        assert pid is not None
+        how = f"its process {pid} is suspended (SIGSTOP, or a debugger)" if is_suspended(pid) else "it does not answer"
+        rank, text = culprit, f"rank {culprit} failed: {how}; {text}"
+    error = LaunchError(text, rank=rank, worker_traceback=failure.traceback)
+    error.add_note(failure.traceback)
+    return error
+
+
+def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
+    try:
+        data = channel.recv_bytes()
+    except (EOFError, OSError):
+        worker.join(_EXIT_PATIENCE_S)
+        code = worker.exitcode
+        how = (
+            f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
+        )
+        return Failure(f"the process ended without a word, with {how}", "", secondary=False)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return Failure(f"what it returned cannot be unpickled here: {error!r}", "", secondary=False)

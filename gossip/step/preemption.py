@@ -1,0 +1,75 @@
+"""SIGTERM, as schedulers send it before they take a machine away: this rank leaves the others before it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+
+from loguru import logger
+
+from gossip.communication import daemon_threads
+from gossip.errors import GossipError
+from gossip.step.engine import StepEngine
+
+#: Whose next forward pass does not come within this time ends without having left.
+PATIENCE = timedelta(seconds=30)
+EXIT_STATUS = 128 + signal.SIGTERM
+
+
+class Preemption:
+    """Leaves before the next forward pass after a SIGTERM, and ends the process with status 143.
+
+    It is installed in the main thread only, and only where nobody else has a handler.
+
+    Parameters
+    ----------
+    engine : StepEngine
+    leave : callable
+        Leaves and closes the model.
+    """
+
+    def __init__(self, engine: StepEngine, leave: Callable[[], None]) -> None:
+        self._engine = weakref.ref(engine)
+        self._leave = leave
+        self._has_left = threading.Event()
+        self._is_due = False
+
+    def install(self) -> None:
+        """Handle SIGTERM from now on. Local."""
+        is_main = threading.current_thread() is threading.main_thread()
+        engine = self._engine()
+        if engine is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        engine.on_forward = self._leave_if_due
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        engine = self._engine()
+        if engine is None or engine.error is not None or engine.is_parents:  # there is nobody to be left
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if not self._is_due:
+            self._is_due = True
+            daemon_threads.start("gossip-preemption", self._end_in_time, end=self._has_left.set)
+
+    def _leave_if_due(self) -> None:
+        engine = self._engine()
+        if not self._is_due or engine is None or engine.is_averaged:
+            return
+        logger.warning("rank {}: SIGTERM: leaves at step {}", engine.rank, engine.step)
+        try:
+            self._leave()
+        except GossipError as error:
+            logger.error("rank {}: ends without having left: {}", engine.rank, error)
+        self._has_left.set()
+        raise SystemExit(EXIT_STATUS)
+
+    def _end_in_time(self) -> None:
+        if not self._has_left.wait(PATIENCE.total_seconds()):
+            os._exit(EXIT_STATUS)

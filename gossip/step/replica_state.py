@@ -1,0 +1,86 @@
+"""What one rank's replica consists of: taken for a checkpoint or for a rank that joins, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.parameters.buffers import persistent_buffers
+from gossip.parameters.plain_state import compact, plain
+from gossip.step.engine import StepEngine
+
+
+def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """The states of the optimizers, as plain data. Local.
+
+    Raises
+    ------
+    TypeError
+        Names what in them is no plain data.
+    """
+    return [
+        plain(optimizer.state_dict(), f"the state_dict() of {type(optimizer).__name__}") for optimizer in optimizers
+    ]
+
+
+def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> list[str]:
+    """Put module, optimizers and engine into a state, in place; what could not be restored, in words. Local."""
+    left_out = _restore_module(engine.module, state)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        _restore_optimizer(optimizer, saved)
+    return left_out + engine.load_state_dict(state["engine"])
+
+
+def module_state(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters, buffers (those too that state_dict leaves out), and gradients that no_sync has accumulated. Local.
+
+    Each value once: a tied parameter has one name.
+    """
+    parameters = dict(module.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    return {
+        "parameters": {name: compact(parameter, name) for name, parameter in parameters.items()},
+        "buffers": {name: compact(buffer, name) for name, buffer in module.named_buffers()},
+        "gradients": {name: compact(grad, name) for name, grad in gradients.items() if grad is not None},
+    }
+
+
+@torch.no_grad()
+def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    left_out, scale = [], state["engine"].get("gradient_scale", 1.0)
+    for name, parameter in module.named_parameters():
+        parameter.copy_(state["parameters"][name])
+        gradient = state["gradients"].get(name)
+        if gradient is None:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+        else:
+            parameter.grad = gradient.to(parameter.device, copy=True)
+        if parameter.grad is not None and scale != 1:
+            parameter.grad.mul_(scale)
+    persistent = {name for name, _ in persistent_buffers(module)}
+    for name, buffer in module.named_buffers():
+        saved = state["buffers"].get(name)
+        if name in persistent or (saved is not None and (saved.shape, saved.dtype) == (buffer.shape, buffer.dtype)):
+            buffer.copy_(saved)
+        else:
+            left_out.append(f"buffer {name!r}, which is not persistent and has another form here")
+    return left_out
+
+
+def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load, and undo that torch gives every state the dtype of its parameter (float32 moments of bfloat16 ones)."""
+    optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        entry = optimizer.state.get(parameter, {})
+        for key, value in saved["state"].get(number, {}).items():
+            loaded = entry.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                entry[key] = value.to(loaded.device, copy=True)

@@ -1,0 +1,77 @@
+"""Plain data survive being made text and bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from gossip.parameters.flat_state import flatten, unflatten
+from gossip.parameters.plain_state import plain
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.contiguous().view(-1).view(torch.uint8).tolist() == (
+            expected.contiguous().view(-1).view(torch.uint8).tolist()
+        )
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, float) and math.isnan(expected):
+        assert math.isnan(found)
+    else:
+        assert found == expected
+
+
+VALUES = [
+    None,
+    [True, 0, -(2**70), 1.5, math.inf, math.nan, "ä\n"],
+    (1 + 2j, b"\x00\xff", bytearray(b"ab"), torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")),
+    {0: "integer key", "0": "text key", (1, 2): {"nested": [()]}},
+    OrderedDict(b=1, a=2),
+    Counter("aab"),
+    {1, 2},
+    [torch.zeros(0, 3), torch.tensor(5), torch.tensor([True, False]), torch.ones(3, 2, dtype=torch.bfloat16).t()],
+    torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_plain_data_come_back(value: Any) -> None:
+    assert_same(unflatten(*flatten(plain(value, "value"))), plain(value, "value"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.AdamW, lr=0.1),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        torch.optim.Adagrad,
+    ],
+)
+def test_states_of_optimizers_come_back(make: Any) -> None:
+    module = torch.nn.Linear(3, 2)
+    optimizer = make(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = plain(optimizer.state_dict(), "the state")
+    assert_same(unflatten(*flatten(state)), state)
+
+
+def test_the_copies_are_the_sender_s_own() -> None:
+    tensor = torch.ones(3)
+    text, values = flatten([tensor])
+    tensor.zero_()
+    assert unflatten(text, values)[0].tolist() == [1, 1, 1]
