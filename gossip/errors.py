@@ -30,6 +30,10 @@ class ExchangeError(GossipError):
         self.culprits = tuple(culprits)
 
 
+class NothingToJoinError(ExchangeError):
+    """Nobody trains whom a process could join: it need not be started again."""
+
+
 class EpochEndedError(GossipError):
     """A rank was lost in the middle of what all ranks do together: those left do it again, and never show this."""
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from gossip.errors import ExchangeError, LaunchError
+from gossip.errors import ExchangeError, LaunchError, NothingToJoinError
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
 from gossip.launching.worker_reports import Failure, collect, collect_of_those_left, pickled
@@ -358,7 +358,8 @@ def _work(
         summary = "".join(traceback.format_exception_only(error)).strip()
         blames = _blamed_by(error)
         secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
-        channel.send_bytes(pickled(Failure(summary, traceback.format_exc(), secondary, blames)))
+        is_final = isinstance(error, NothingToJoinError)
+        channel.send_bytes(pickled(Failure(summary, traceback.format_exc(), secondary, blames, is_final)))
         _leave_at_once(1)
     channel.send_bytes(report)
     may_leave.wait()  # a rank that closed its sockets now could take a peer's last message with it

@@ -24,12 +24,16 @@ _EXIT_PATIENCE_S = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows."""
+    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows.
+
+    A final one would be the same if the worker were started again.
+    """
 
     summary: str
     traceback: str
     secondary: bool
     blames: tuple[int, ...] = ()
+    is_final: bool = False
 
 
 def pickled(content: Any) -> bytes:
@@ -87,7 +91,7 @@ def collect_of_those_left(
                 continue
             failures[rank] = report
             num_starts[rank] += 1
-            if num_starts[rank] > restart or not waiting:
+            if num_starts[rank] > restart or not waiting or report.is_final:
                 logger.warning("rank {} failed: {}; the others may go on", rank, report.summary)
                 continue
             logger.warning(

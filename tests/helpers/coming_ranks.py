@@ -1,4 +1,4 @@
-"""Ranks of a model that others join and leave, and ways to end on the way."""
+"""Ranks of a model that others join and leave."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import hashlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +17,8 @@ from loguru import logger
 from mortal_ranks import TIMEOUT, Pair, flat, recorded, targets
 
 from gossip import GossipDataParallel
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
 from gossip.parameters.flat_state import flatten
 from gossip.parameters.plain_state import plain
 
@@ -54,72 +54,18 @@ class Stay(NamedTuple):
     came: tuple[int, int] | None
 
 
-@contextmanager
-def ending(place: str | None) -> Iterator[None]:
-    """Within the block this process ends there.
-
-    "giving": after the first of a state's pieces; "taking": when it has the first one; "asking": before it asks to be
-    let in; "proposing": when it has; "entering": when it has been.
-    """
-    if place is None:
-        yield
-        return
-    from gossip.communication.survivors import handing_over
-    from gossip.communication.survivors.agreement import Agreement
-    from gossip.communication.survivors.handing_over import StateGiver
-    from gossip.communication.survivors.newcomer import Newcomer
-
-    end = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
-    send, pieces, set_once, admitted = (
-        StateGiver._send,
-        handing_over._pieces,
-        Agreement._set_once,
-        Newcomer.be_admitted,
-    )
-
-    def send_and_end(self: Any, member: int, piece: int, content: torch.Tensor) -> None:
-        if piece == 1:
-            end()
-        send(self, member, piece, content)
-
-    def take_and_end(*args: Any) -> list[torch.Tensor]:
-        found = pieces(*args)
-        end()
-        return found
-
-    def set_once_and_end(self: Any, key: str, value: Any) -> Any:
-        found = set_once(self, key, value)
-        end()
-        return found
-
-    def enter_and_end(self: Any) -> Any:
-        epoch = admitted(self)
-        end()
-        return epoch
-
-    patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "giving": (StateGiver, "_send", send_and_end),
-        "taking": (handing_over, "_pieces", take_and_end),
-        "asking": (Newcomer, "be_admitted", lambda _: end()),
-        "proposing": (Agreement, "_set_once", set_once_and_end),
-        "entering": (Newcomer, "be_admitted", enter_and_end),
-    }
-    with mock.patch.object(*patches[place]):
-        yield
-
-
 def stay(
     folder: str,
     numel: int,
     expected: tuple[int, ...],
-    ends: Mapping[int, str],
+    ends: Mapping[int, Fault],
     leaves: tuple[int, ...],
     options: Mapping[str, Any],
     is_told: bool = False,
 ) -> Stay:
     """Train until the members have been ``expected``, and some steps more; those who leave do so half-way.
 
-    ``ends`` says by rank where it ends; that of newcomers, which are -1. With ``is_told`` it is SIGTERM that makes
+    ``ends`` says by rank where it ends; newcomers are -1. With ``is_told`` it is SIGTERM that makes
     ranks leave.
     """
     joins = torch.distributed.get_world_size() == 1
@@ -141,7 +87,7 @@ def stay(
     values: list[torch.Tensor] = []
     digests: list[str] = []
     epochs: list[tuple[int, tuple[int, ...]]] = []
-    with ending(ends.get(number)):
+    with injected([ends[number]] if number in ends else []):
         model = GossipDataParallel(Pair(numel), **chosen | dict(options))
         member, first = model.world.member, model.step
         target = targets(member, numel)

@@ -1,13 +1,10 @@
-"""Ranks of a model that goes on without those that die, and ways to die at a named place."""
+"""Ranks of a model that goes on without those that die."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,31 +15,10 @@ import torch
 from torch import nn
 
 from gossip import GossipDataParallel
+from gossip.lab.faults.fault import Fault
 
 RATE = 0.1
 TIMEOUT = timedelta(seconds=20)
-
-
-class Death(NamedTuple):
-    """Where a rank ends.
-
-    Attributes
-    ----------
-    place : str
-        "sending": when it hands over a bucket's messages of a step, or has sent so much of one; "agreeing": when it has
-        proposed who is left; "together": in the n-th exchange of what all ranks do together, ``step`` being n;
-        "listening", "calling": before it says where it listens, and before it connects.
-    step, bucket : int
-    num_bytes : int or None
-        That have been sent of the message's frame; None: before the messages are handed over.
-    signal : int
-    """
-
-    place: str = "sending"
-    step: int = 0
-    bucket: int = 0
-    num_bytes: int | None = None
-    signal: int = signal.SIGKILL
 
 
 class Course(NamedTuple):
@@ -64,59 +40,6 @@ class Course(NamedTuple):
     epochs: list[tuple[int, tuple[int, ...]]]
     lost: dict[int, str]
     longest_s: float
-
-
-@contextmanager
-def mortal(death: Death | None) -> Iterator[None]:
-    """Within the block this process ends there."""
-    if death is None:
-        yield
-        return
-    from gossip.communication.survivors.agreement import Agreement
-    from gossip.communication.survivors.edge_transport import EdgeTransport
-    from gossip.communication.survivors.living_world import LivingWorld
-    from gossip.communication.survivors.mesh import Mesh
-    from gossip.communication.survivors.peer_connection import Kind, Outgoing
-
-    end = functools.partial(os.kill, os.getpid(), death.signal)
-    start, set_once, exchange = EdgeTransport.start, Agreement._set_once, LivingWorld._exchange
-    send = Outgoing.send
-    count = [0]
-
-    def start_or_end(self: Any, *args: Any, step: int, bucket: int) -> Any:
-        if (step, bucket) >= (death.step, death.bucket):  # in some rounds a rank has no peer
-            end()
-        return start(self, *args, step=step, bucket=bucket)
-
-    def send_and_end(self: Any, connection: socket.socket) -> bool:
-        if self.key[:3] >= (Kind.MESSAGE, death.step, death.bucket) and self.key.kind == Kind.MESSAGE:
-            connection.settimeout(TIMEOUT.total_seconds())
-            connection.sendall(b"".join(self._left)[: death.num_bytes])
-            end()
-        return send(self, connection)
-
-    def set_once_and_end(self: Any, key: str, value: Any) -> Any:
-        found = set_once(self, key, value)
-        end()
-        return found
-
-    def exchange_or_end(self: Any, *args: Any) -> Any:
-        count[0] += 1
-        if count[0] > death.step:
-            end()
-        return exchange(self, *args)
-
-    patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "sending": (EdgeTransport, "start", start_or_end),
-        "agreeing": (Agreement, "_set_once", set_once_and_end),
-        "together": (LivingWorld, "_exchange", exchange_or_end),
-        "listening": (LivingWorld, "_connect", lambda _: end()),
-        "calling": (Mesh, "connect", lambda *_: end()),
-    }
-    if death.num_bytes is not None:
-        patches["sending"] = (Outgoing, "send", send_and_end)
-    with mock.patch.object(*patches[death.place]):
-        yield
 
 
 Dropped = dict[tuple[int, int], list[int]]
@@ -169,16 +92,18 @@ class Pair(nn.Module):
         return 0.5 * ((self.first - target[0]).square().sum() + (self.second - target[1]).square().sum())
 
 
-def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Death], options: Mapping[str, Any]) -> Course:
+def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Fault], options: Mapping[str, Any]) -> Course:
     """Every rank's loss is half its squared distance from its own target.
 
     Whose messages rank r does not mix in is in ``folder/r``, for :func:`read_dropped`.
     """
+    from gossip.lab.faults.injection import injected  # it loads what a test shows not to be loaded otherwise
+
     rank = torch.distributed.get_rank()
     target = targets(rank, numel)
     values: list[torch.Tensor] = []
     longest_s = 0.0
-    with mortal(deaths.get(rank)), recorded(Path(folder) / str(rank)):
+    with injected([deaths[rank]] if rank in deaths else []), recorded(Path(folder) / str(rank)):
         model = make_model(numel, options)
         epochs: list[tuple[int, tuple[int, ...]]] = []
 

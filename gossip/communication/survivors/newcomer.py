@@ -10,7 +10,7 @@ from gossip.communication.survivors.agreement import Epoch
 from gossip.communication.survivors.handing_over import take_state
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
-from gossip.errors import ExchangeError
+from gossip.errors import ExchangeError, NothingToJoinError
 
 _PAUSE_S = 0.005
 
@@ -33,8 +33,10 @@ class Newcomer:
 
         Raises
         ------
+        NothingToJoinError
+            Nobody can be reached.
         ExchangeError
-            Nobody can be reached, or gives it.
+            Nobody gives it.
         """
         self._agreement.look_up()
         members = self._reach(self._agreement.latest)
@@ -76,7 +78,7 @@ class Newcomer:
             mesh.changed.wait_for(lambda: all(map(mesh.has_met, members)), timeout=self._world.timeout.total_seconds())
             found = [other for other in members if other not in mesh.lost]
         if not found:
-            raise ExchangeError(
+            raise NothingToJoinError(
                 f"rank {self._world.member}: joining: {in_words(members)} cannot be reached: the training has ended, "
                 f"or this machine has no way to where they are ({mesh.lost[members[0]]})"
             )

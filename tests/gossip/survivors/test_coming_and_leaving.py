@@ -21,6 +21,7 @@ from mortal_ranks import RATE, Dropped, flat, make_model, read_dropped, targets
 import gossip
 import topologies
 from gossip import GossipError, LaunchError, ManifestError
+from gossip.lab.faults.fault import Fault, Place
 
 NUMEL = 64
 NEWCOMER = -1
@@ -46,9 +47,9 @@ def run(
     world_size: int = 3,
     numel: int = NUMEL,
     num_newcomers: int = 1,
-    ends: dict[int, str] | None = None,
+    ends: dict[int, Fault] | None = None,
     leaves: tuple[int, ...] = (),
-    doomed: str | None = None,
+    doomed: Fault | None = None,
     is_told: bool = False,
     **options: Any,
 ) -> Outcome:
@@ -162,10 +163,10 @@ def test_parameters_and_optimizer_state_are_those_of_the_giver(name: str, numel:
     assert outcome.stays[3].digests[0] != outcome.stays[3].digests[1]
 
 
-@pytest.mark.parametrize("place", ["taking", "asking", "proposing", "entering"])
-def test_one_that_ends_while_it_joins_leaves_the_others_alone(place: str) -> None:
+@pytest.mark.parametrize("place", ["taking", "asking", "agreeing", "entering"])
+def test_one_that_ends_while_it_joins_leaves_the_others_alone(place: Place) -> None:
     # The one that ended was member 3; the next one is member 4.
-    outcome = run((0, 1, 2, 4), doomed=place, topology="ring")
+    outcome = run((0, 1, 2, 4), doomed=Fault(place=place), topology="ring")
     if any(3 in members for _, members in outcome.stays[0].epochs):
         assert_agree(outcome)  # it was let in, and only it could tell what it brought
     else:
@@ -175,7 +176,7 @@ def test_one_that_ends_while_it_joins_leaves_the_others_alone(place: str) -> Non
 @pytest.mark.parametrize("giver", [0])
 def test_if_the_giver_ends_another_one_gives(giver: int) -> None:
     # Member 3 of three ranks asks rank 0 first.
-    outcome = run((1, 2, 3), ends={giver: "giving"}, topology="ring", min_ranks=2)
+    outcome = run((1, 2, 3), ends={giver: Fault(place="giving")}, topology="ring", min_ranks=2)
     assert outcome.stays[3].came is not None
     assert outcome.stays[3].came[0] != giver
     assert_follow_the_recursion(outcome, "ring")

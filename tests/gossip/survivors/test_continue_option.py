@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from mortal_ranks import Death, Pair, flat, make_model, mortal, targets
+from mortal_ranks import Pair, flat, make_model, targets
 from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, GossipError, LaunchError, launch
+from gossip.lab.faults.fault import Fault
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -84,7 +86,8 @@ def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> Non
 
 def test_a_store_that_dies_with_a_rank_is_refused() -> None:
     code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
-    port = gossip.launching.fork_server and unsupervised.store_at("127.0.0.1", unsupervised._TIMEOUT).port + 1
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2] / "helpers")))
     processes = [
         subprocess.Popen(
@@ -137,11 +140,13 @@ def test_nothing_of_it_is_loaded_by_default() -> None:
 
 def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]]:
     rank = dist.get_rank()
-    death = Death("together", number) if rank == 2 else None
+    from gossip.lab.faults.injection import injected  # it loads what another test shows not to be loaded
+
+    deaths = [Fault(place="together", step=number)] if rank == 2 else []
     model = make_model(16, {"topology": "ring"})
     for _ in range(4):
         model(targets(rank, 16)).backward()
-    with mortal(death):
+    with injected(deaths):
         gossip.save(model, folder)
     before = flat(model.module)
     for _ in range(3):

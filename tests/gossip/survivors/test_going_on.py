@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
-from mortal_ranks import RATE, Course, Death, Dropped, read_dropped, targets, train
+from mortal_ranks import RATE, Course, Dropped, read_dropped, targets, train
 
 import gossip
 import topologies
 from gossip import ExchangeError
+from gossip.lab.faults.fault import Fault
 
 NUM_STEPS = 25
 NUMEL = 64
@@ -44,9 +44,9 @@ class Outcome(NamedTuple):
 
 
 def run(
-    deaths: dict[int, Death], world_size: int = 4, numel: int = NUMEL, num_steps: int = NUM_STEPS, **options: Any
+    deaths: dict[int, Fault], world_size: int = 4, numel: int = NUMEL, num_steps: int = NUM_STEPS, **options: Any
 ) -> Outcome:
-    frozen = {rank for rank, death in deaths.items() if death.signal == signal.SIGSTOP}
+    frozen = {rank for rank, death in deaths.items() if death.kind == "freeze"}
     with (
         tempfile.TemporaryDirectory() as folder,
         unsupervised.started(train, folder, numel, num_steps, deaths, options, world_size=world_size) as ranks,
@@ -98,39 +98,46 @@ def assert_are_together(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("topology", ["ring", "one_peer_exponential"])
 @pytest.mark.parametrize(
-    "death", [Death(step=5), Death(step=5, bucket=1), Death(step=5, bucket=1, num_bytes=40), Death()]
+    "death", [Fault(step=5), Fault(step=5, bucket=1), Fault(step=5, bucket=1, num_bytes=40), Fault()]
 )
 @pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Death, victim: int) -> None:
+def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Fault, victim: int) -> None:
     assert_follow_the_recursion(run({victim: death}, topology=topology), topology)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100, 2**20, 8 * 2**19])
 def test_a_message_that_was_sent_in_part_is_never_mixed_in(num_bytes: int) -> None:
-    outcome = run({1: Death(step=3, bucket=1, num_bytes=num_bytes)}, numel=2**19, num_steps=8, topology="ring")
+    outcome = run({1: Fault(step=3, bucket=1, num_bytes=num_bytes)}, numel=2**19, num_steps=8, topology="ring")
     assert_follow_the_recursion(outcome, "ring", 8)
 
 
 @pytest.mark.parametrize("steps", [(5, 5), (5, 6), (5, 12)])
 def test_two_ranks_end(steps: tuple[int, int]) -> None:
-    outcome = run({0: Death(step=steps[0]), 3: Death(step=steps[1])}, world_size=6, topology="ring")
+    outcome = run({0: Fault(step=steps[0]), 3: Fault(step=steps[1])}, world_size=6, topology="ring")
     assert_follow_the_recursion(outcome, "ring")
 
 
 def test_a_second_rank_ends_while_the_others_agree_on_who_is_left() -> None:
-    outcome = run({4: Death(step=5), 1: Death("agreeing")}, world_size=6, topology="one_peer_exponential")
+    outcome = run({4: Fault(step=5), 1: Fault(place="agreeing")}, world_size=6, topology="one_peer_exponential")
     assert_follow_the_recursion(outcome, "one_peer_exponential")
 
 
+IN_CONSTRUCTION = [
+    Fault(place="listening"),
+    Fault(place="calling"),
+    *(Fault(place="together", step=number) for number in range(4)),
+]
+
+
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("death", [Death("listening"), Death("calling"), *(Death("together", n) for n in range(4))])
-def test_a_rank_ends_while_all_construct_the_model(death: Death, victim: int) -> None:
+@pytest.mark.parametrize("death", IN_CONSTRUCTION)
+def test_a_rank_ends_while_all_construct_the_model(death: Fault, victim: int) -> None:
     assert_are_together(run({victim: death}, topology="ring"))
 
 
 @pytest.mark.parametrize("number", range(5, 13))
 def test_a_rank_ends_in_the_global_average(number: int) -> None:
-    outcome = run({2: Death("together", number)}, topology="ring", num_steps=3)
+    outcome = run({2: Fault(place="together", step=number)}, topology="ring", num_steps=3)
     before = dense(outcome, "ring", 3)[-1]
     means = [before[[0, 1, 3]].mean(0), before.mean(0)]  # the latter if all had it before that rank ended
     found = [course.values[-1] for course in outcome.left]
@@ -139,7 +146,7 @@ def test_a_rank_ends_in_the_global_average(number: int) -> None:
 
 
 def test_a_rank_that_is_frozen_is_given_up_after_the_time_out() -> None:
-    death = Death(step=5, signal=signal.SIGSTOP)
+    death = Fault(step=5, kind="freeze")
     outcome = run({1: death}, topology="ring", timeout=timedelta(seconds=2))
     assert_follow_the_recursion(outcome, "ring")
     reasons = {course.lost[1] for course in outcome.left}
@@ -164,7 +171,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("options", "topology"), COMBINATIONS, ids=str)
 def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[str, Any], topology: str) -> None:
-    outcome = run({2: Death(step=9, bucket=1, num_bytes=40)}, num_steps=250, topology=topology, **options)
+    outcome = run({2: Fault(step=9, bucket=1, num_bytes=40)}, num_steps=250, topology=topology, **options)
     assert_are_together(outcome)
     optimum = np.mean([targets(rank, NUMEL).numpy() for rank in (0, 1, 3)], axis=0)
     for course in outcome.left:
@@ -174,13 +181,13 @@ def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[st
 @pytest.mark.parametrize("form", ["awc", "atc"])
 def test_the_corrections_of_those_who_are_left_cancel_each_other(form: str) -> None:
     algorithm = gossip.algorithms.IntegralCorrection(form=form)
-    outcome = run({2: Death(step=60)}, num_steps=400, topology="ring", algorithm=algorithm)
+    outcome = run({2: Fault(step=60)}, num_steps=400, topology="ring", algorithm=algorithm)
     optimum = np.mean([targets(rank, NUMEL).numpy() for rank in (0, 1, 3)], axis=0)
     for course in outcome.left:
         np.testing.assert_allclose(course.values[-2], optimum, atol=1e-6)
 
 
-def random_deaths(seed: int) -> tuple[int, str, dict[int, Death]]:
+def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
     """Number of ranks, topology, and one rank, or now and then two, that end somewhere: half of them in mid-message."""
     random = np.random.default_rng(seed)
     world_size = int(random.integers(4, 9))
@@ -190,7 +197,7 @@ def random_deaths(seed: int) -> tuple[int, str, dict[int, Death]]:
         world_size,
         topology,
         {
-            int(victim): Death(
+            int(victim): Fault(
                 step=int(random.integers(0, 12)),
                 bucket=int(random.integers(0, 2)),
                 num_bytes=int(random.integers(0, 8 * 2**16)) if random.random() < 0.5 else None,
@@ -207,14 +214,14 @@ def test_ranks_end_anywhere(seed: int) -> None:
     assert_follow_the_recursion(outcome, topology, 16)
 
 
-def train_until_too_few_are_left(folder: str, deaths: dict[int, Death]) -> str:
+def train_until_too_few_are_left(folder: str, deaths: dict[int, Fault]) -> str:
     with pytest.raises(ExchangeError) as caught:
         train(folder, NUMEL, NUM_STEPS, deaths, {"topology": "ring"})
     return str(caught.value)
 
 
 def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_path: Path) -> None:
-    deaths = {0: Death(step=3), 1: Death(step=3)}
+    deaths = {0: Fault(step=3), 1: Fault(step=3)}
     with unsupervised.started(train_until_too_few_are_left, str(tmp_path), deaths, world_size=4) as ranks:
         texts = ranks.results()
     for rank in (2, 3):
@@ -224,7 +231,7 @@ def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_p
 
 
 def test_a_size_that_the_topology_cannot_serve_is_served_by_another() -> None:
-    outcome = run({1: Death(step=5)}, topology="hypercube")
+    outcome = run({1: Fault(step=5)}, topology="hypercube")
     assert_are_together(outcome)
-    outcome = run({1: Death(step=5)}, topology="hypercube", fallback_topology="star")
+    outcome = run({1: Fault(step=5)}, topology="hypercube", fallback_topology="star")
     assert_are_together(outcome)

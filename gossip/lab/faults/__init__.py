@@ -1,0 +1,1 @@
+"""Faults at named places of a training that goes on without those that are lost, for tests and ``scripts/chaos.py``."""

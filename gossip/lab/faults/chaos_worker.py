@@ -1,0 +1,207 @@
+"""One rank of a run under random faults: it trains, is struck, and leaves notes of all that it sends and mixes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+from gossip import GossipDataParallel
+from gossip.communication.survivors.edge_transport import EdgeExchange
+from gossip.lab.experiments.datasets import digits
+from gossip.lab.experiments.evaluation import evaluate_together
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
+
+_STEPS_BETWEEN_QUESTIONS = 100
+_FAULTS_OF_A_LIFE = 6  # as long as they do not end it
+_BATCH_SIZE = 16
+_LEARNING_RATE = 0.1
+_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """A run under faults.
+
+    Attributes
+    ----------
+    seconds : float
+        How long it trains.
+    ranks : int
+        At the beginning.
+    seed : int
+    steps_between_faults : int
+        On average, of all ranks together.
+    min_ranks : int
+    timeout_s : float
+        Of the model.
+    topology : str
+    compression : str or None
+    """
+
+    seconds: float
+    ranks: int
+    seed: int
+    steps_between_faults: int = 150
+    min_ranks: int = 2
+    timeout_s: float = 5.0
+    topology: str = "one_peer_exponential"
+    compression: str | None = None
+
+
+_changes = [0.0]  # of the sum of all parameters, by updates
+
+
+class CountingSGD(torch.optim.SGD):
+    """SGD that counts by how much it changes the sum of all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update, and count."""
+        before = self._sum()
+        found = super().step(closure)
+        _changes[0] += self._sum() - before
+        return found
+
+    def _sum(self) -> float:
+        groups = self.param_groups
+        return sum(float(parameter.detach().sum()) for group in groups for parameter in group["params"])
+
+
+class Notes:
+    """Lines of JSON that are in the file as soon as they are written: what a process that is killed told stays."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, *content: Any) -> None:
+        """One line."""
+        self._file.write(json.dumps(content).encode() + b"\n")
+
+
+def random_fault(random: np.random.Generator, first_step: int, chaos: Chaos) -> Fault:
+    """The next fault of a rank, some time after ``first_step``."""
+    step = first_step + 5 + int(random.geometric(1 / (chaos.steps_between_faults * chaos.ranks)))
+    kind = random.choice(["kill", "kill", "kill", "freeze", "freeze for long", "leave", "cut", "delay"])
+    bucket = int(random.integers(0, 2))
+    num_bytes = int(random.integers(0, 4096)) if random.random() < 0.5 else None
+    if kind == "kill":
+        return Fault("kill", "sending", step, bucket, num_bytes)
+    if kind == "leave":
+        return Fault("leave", "sending", step, bucket)
+    if kind in ("cut", "delay"):
+        return Fault(kind, step=step, duration_s=float(random.uniform(0.1, 2.0)))
+    too_long = 1.5 * chaos.timeout_s
+    duration_s = float(random.uniform(0.05, 1.0)) if kind == "freeze" else too_long
+    return Fault("freeze", "sending", step, bucket, num_bytes, duration_s)
+
+
+def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
+    """Train digits until the time is over; all ranks of :func:`gossip.launch` call it, those that come back too.
+
+    Returns the averaged model's accuracy, the members and the steps at the end; None where this rank has left.
+    """
+    torch.manual_seed(chaos.seed)
+    data = digits()
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10)).double()
+    bucket_cap_mb = 8 * 64 * _WIDTH / 2**20  # two buckets
+    model = GossipDataParallel(
+        module,
+        functools.partial(CountingSGD, lr=_LEARNING_RATE),
+        chaos.topology,
+        compression=chaos.compression,
+        bucket_cap_mb=bucket_cap_mb,
+        timeout=timedelta(seconds=chaos.timeout_s),
+        on_peer_loss="continue",
+        min_ranks=chaos.min_ranks,
+    )
+    member = model.world.member
+    events = Notes(Path(folder) / f"events{member}.jsonl")
+    steps = Notes(Path(folder) / f"steps{member}.jsonl")
+    events.write(time.time(), "begins", {"step": model.step, "pid": os.getpid()})
+    random = np.random.default_rng((chaos.seed, member))
+    faults = [random_fault(random, model.step, chaos)]
+    while len(faults) < _FAULTS_OF_A_LIFE:
+        faults.append(random_fault(random, faults[-1].step, chaos))
+
+    def may_happen(fault: Fault) -> bool:
+        """Not where too few would be left, should another one be struck at the same time."""
+        happens = len(model.members) > chaos.min_ranks + 2
+        events.write(time.time(), "fault" if happens else "no fault", asdict(fault))
+        return happens
+
+    members: tuple[int, ...] = ()
+    inputs, targets = data.train_inputs.double(), data.train_targets
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_messages_noted(Path(folder), member))
+        stack.enter_context(injected(faults, may_happen))
+        while True:
+            if model.members != members:
+                members = model.members
+                events.write(time.time(), "members", {"step": model.step, "members": members})
+            total, change = _sum(module), _changes[0]
+            started_at = time.perf_counter()
+            chosen = torch.from_numpy(random.integers(0, len(inputs), _BATCH_SIZE))
+            nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
+            took_s = time.perf_counter() - started_at
+            steps.write(model.step - 1, members, total, _changes[0] - change, took_s)
+            if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and _is_over(model, began_at + chaos.seconds):
+                break
+        model.global_avg()
+    found = evaluate_together(module, data.test_inputs.double(), data.test_targets, model.world)
+    ended = {"accuracy": found.accuracy, "members": list(model.members), "steps": model.step}
+    events.write(time.time(), "ends", ended)
+    model.close()
+    return ended
+
+
+def _sum(module: nn.Module) -> float:
+    return sum(float(parameter.detach().sum()) for parameter in module.parameters())
+
+
+def _is_over(model: GossipDataParallel, deadline: float) -> bool:
+    """Whether any rank's clock says so. Collective."""
+    return b"\1" in model.world.gather_bytes(bytes([time.time() > deadline]), "asking whether the time is over")
+
+
+@contextlib.contextmanager
+def _messages_noted(folder: Path, member: int) -> Iterator[None]:
+    """Within the block the digest of each message that is sent, and that is mixed, is noted."""
+    sent, mixed = Notes(folder / f"sent{member}.jsonl"), Notes(folder / f"mixed{member}.jsonl")
+    send, receive = EdgeExchange._send, EdgeExchange._receive
+
+    def note_and_send(self: EdgeExchange, turn: Any) -> None:
+        for place, message in turn.sent.items():
+            sent.write(*self._key()[1:], self._members[place], _digest(message))
+        send(self, turn)
+
+    def receive_and_note(self: EdgeExchange, turn: Any, sources: Any) -> Any:
+        key = self._key()[1:]
+        found = receive(self, turn, sources)
+        for place, message in found.items():
+            mixed.write(*key, self._members[place], _digest(message))
+        return found
+
+    with (
+        mock.patch.object(EdgeExchange, "_send", note_and_send),
+        mock.patch.object(EdgeExchange, "_receive", receive_and_note),
+    ):
+        yield
+
+
+def _digest(message: torch.Tensor) -> str:
+    data = message.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,194 @@
+"""Faults made to happen: in the process of the rank that they are of."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gossip.communication.survivors import handing_over
+from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.edge_transport import EdgeTransport
+from gossip.communication.survivors.handing_over import StateGiver
+from gossip.communication.survivors.living_world import LivingWorld
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.newcomer import Newcomer
+from gossip.communication.survivors.peer_connection import Kind, Outgoing
+from gossip.lab.faults.fault import Fault
+
+_SENDING_PATIENCE = timedelta(seconds=20)
+_THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(int(sys.argv[2]), signal.SIGCONT)"
+
+
+@contextlib.contextmanager
+def injected(faults: Iterable[Fault], may_happen: Callable[[Fault], bool] = lambda _: True) -> Iterator[None]:
+    """Within the block these faults happen in this process, each once. Local.
+
+    Parameters
+    ----------
+    faults : iterable of Fault
+    may_happen : callable
+        Asked when one is about to; False: it does not.
+    """
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(_injected(fault, functools.partial(_happen, fault, may_happen)))
+        yield
+
+
+def _happen(fault: Fault, may_happen: Callable[[Fault], bool]) -> bool:
+    """Whether it did; of some kinds nobody lives to tell."""
+    if not may_happen(fault):
+        return False
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "leave":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault.kind == "freeze":
+        if fault.duration_s is not None:
+            subprocess.Popen([sys.executable, "-c", _THAW, str(fault.duration_s), str(os.getpid())])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return True
+
+
+@contextlib.contextmanager
+def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
+    if fault.kind in ("cut", "delay"):
+        with _disturbed(fault, happen):
+            yield
+        return
+    name = "sending a part" if fault.place == "sending" and fault.num_bytes is not None else fault.place
+    target, attribute, make = _PLACES[name]
+    lock, has_happened = threading.Lock(), threading.Event()
+
+    def once() -> None:
+        with lock:
+            if has_happened.is_set():
+                return
+            has_happened.set()
+        happen()
+
+    with mock.patch.object(target, attribute, make(getattr(target, attribute), fault, once)):
+        yield
+
+
+@contextlib.contextmanager
+def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
+    """Nothing, or nothing at once, goes to some members, from a step on for some time."""
+    take_up, send = Mesh._take_up_changes, Mesh.send
+    began: list[float] = []
+    duration_s = fault.duration_s or 0.0
+
+    def is_on() -> bool:
+        return bool(began) and time.monotonic() < began[0] + duration_s
+
+    def concerns(member: int | None) -> bool:
+        return not fault.peers or member in fault.peers
+
+    def send_and_begin(self: Mesh, member: int, key: Any, payload: torch.Tensor | None = None) -> Outgoing:
+        if not began and key.kind == Kind.MESSAGE and key.first >= fault.step:
+            began.append(time.monotonic() if happen() else float("-inf"))
+        return send(self, member, key, payload)
+
+    def leave_out(self: Mesh) -> None:
+        take_up(self)
+        if is_on():
+            for connection in self._connections.values():
+                if concerns(connection.member):
+                    reads = selectors.EVENT_READ if fault.kind == "delay" else 0
+                    self._watch(connection, connection.watched & reads)
+
+    with mock.patch.object(Mesh, "send", send_and_begin), mock.patch.object(Mesh, "_take_up_changes", leave_out):
+        yield
+
+
+# ---------------------------------------------------------------------- places
+
+
+def _sending(start: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    def start_or_happen(self: Any, *args: Any, step: int, bucket: int) -> Any:
+        if (step, bucket) >= (fault.step, fault.bucket):  # in some rounds a rank has no peer
+            happen()
+        return start(self, *args, step=step, bucket=bucket)
+
+    return start_or_happen
+
+
+def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    def send_and_happen(self: Any, connection: socket.socket) -> bool:
+        if self.key.kind == Kind.MESSAGE and self.key[1:3] >= (fault.step, fault.bucket):
+            connection.settimeout(_SENDING_PATIENCE.total_seconds())
+            content = b"".join(self._left)
+            connection.sendall(content[: fault.num_bytes])
+            happen()
+            self._left = [memoryview(content[fault.num_bytes :])]  # it goes on, if it was not the end
+            connection.setblocking(False)
+        sent: bool = send(self, connection)
+        return sent
+
+    return send_and_happen
+
+
+def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    count = [0]
+
+    def exchange_or_happen(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] > fault.step:
+            happen()
+        return exchange(self, *args)
+
+    return exchange_or_happen
+
+
+def _giving(send: Any, _: Fault, happen: Callable[[], None]) -> Any:
+    def happen_or_send(self: Any, member: int, piece: int, content: torch.Tensor) -> None:
+        if piece == 1:
+            happen()
+        send(self, member, piece, content)
+
+    return happen_or_send
+
+
+def _before(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
+    def happen_and_call(*args: Any, **keywords: Any) -> Any:
+        happen()
+        return call(*args, **keywords)
+
+    return happen_and_call
+
+
+def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
+    def call_and_happen(*args: Any, **keywords: Any) -> Any:
+        found = call(*args, **keywords)
+        happen()
+        return found
+
+    return call_and_happen
+
+
+_PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
+    "sending": (EdgeTransport, "start", _sending),
+    "sending a part": (Outgoing, "send", _sending_a_part),
+    "agreeing": (Agreement, "_set_once", _after),
+    "together": (LivingWorld, "_exchange", _together),
+    "listening": (LivingWorld, "_listen", _before),
+    "calling": (Mesh, "connect", _before),
+    "giving": (StateGiver, "_send", _giving),
+    "taking": (handing_over, "_pieces", _after),
+    "asking": (Newcomer, "be_admitted", _before),
+    "entering": (Newcomer, "be_admitted", _after),
+}
