@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
@@ -10,8 +12,48 @@ from gossip.communication.worker_threads import Job, WorkerThreads, posted
 from gossip.communication.world import World
 
 
+class Flag(Protocol):
+    """Whether any rank said yes, step by step; nobody waits but who asks."""
+
+    def say(self, yes: bool) -> None:
+        """Take part in the next agreement. Local."""
+
+    def wait(self) -> bool | None:
+        """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
+
+        Raises
+        ------
+        ExchangeError
+            Not all ranks took part in time.
+        """
+
+    def restore(self, answer: bool | None) -> None:
+        """Set what :meth:`wait` returns, from a checkpoint. Local."""
+
+    def close(self) -> None:
+        """Let go of what it holds. Local."""
+
+
+def agreed_flag(world: World, what: str) -> Flag:
+    """One of all ranks of a world, which may lose some of them. Collective.
+
+    Parameters
+    ----------
+    world : World
+    what : str
+        For errors: what is agreed on; the same text on all ranks.
+    """
+    if world.changes:
+        from gossip.communication.survivors.living_flag import LivingFlag  # nothing of it is loaded by default
+        from gossip.communication.survivors.living_world import LivingWorld
+
+        assert isinstance(world, LivingWorld)
+        return LivingFlag(world, what)
+    return AgreedFlag(world, what)
+
+
 class AgreedFlag:
-    """Whether any rank said yes, step by step; nobody waits but who asks.
+    """See :class:`Flag`; of ranks all of which must stay.
 
     It has a communicator and threads of its own: its all-reduce ends when the slowest rank has spoken, and must not
     hold up the exchanges between others.
@@ -39,7 +81,6 @@ class AgreedFlag:
             self._device_paths = DevicePaths(self._worker_threads, world.membership.backends)
 
     def say(self, yes: bool) -> None:
-        """Take part in the next agreement. Local."""
         if self._world.is_alone:
             self._answer = yes
             return
@@ -53,13 +94,6 @@ class AgreedFlag:
         self._pending = (self._device_paths.submit(post, [flag], [flag]), flag)
 
     def wait(self) -> bool | None:
-        """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
-
-        Raises
-        ------
-        ExchangeError
-            Not all ranks took part in time.
-        """
         if self._pending is None:
             return self._answer
         pending, flag = self._pending
@@ -78,11 +112,9 @@ class AgreedFlag:
         return self._answer
 
     def restore(self, answer: bool | None) -> None:
-        """Set what :meth:`wait` returns, from a checkpoint. Local."""
         self._pending = None
         self._answer = answer
 
     def close(self) -> None:
-        """End the threads. Local."""
         if hasattr(self, "_worker_threads"):
             self._worker_threads.close(CLOSING_PATIENCE)

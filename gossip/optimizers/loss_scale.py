@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gossip.communication.flags import AgreedFlag
+from gossip.communication.flags import Flag
 
 
 class SharedScaler:
@@ -21,10 +21,10 @@ class SharedScaler:
     ----------
     scaler : GradScaler
         The one that the loss is scaled with.
-    flag : AgreedFlag
+    flag : Flag
     """
 
-    def __init__(self, scaler: GradScaler, flag: AgreedFlag) -> None:
+    def __init__(self, scaler: GradScaler, flag: Flag) -> None:
         self.scaler = scaler
         self.flag = flag
 

@@ -155,6 +155,11 @@ class EpochChange:
             This rank has built something else than the others.
         """
         world, engine = self._world, self._parts.engine
+        if engine.updater.scaler is not None:
+            raise ValueError(
+                f"scaler: rank {world.member} joins a training, whose loss scale it would have to know while it "
+                "changes; train in bfloat16 or float32 where ranks may join, or without restart=..."
+            )
         check_manifest(world.published(), self._parts.manifest, world.member)
         newcomer = Newcomer(world)
         giver, text, values = newcomer.take_state()

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from gossip.communication.flags import AgreedFlag
+from gossip.communication.flags import agreed_flag
 from gossip.communication.world import World
-from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.engine import StepEngine
@@ -101,13 +100,8 @@ class JointWork:
         """See :meth:`gossip.GossipDataParallel.join`."""
         engine = self._engine
         engine.check_between_steps()
-        if self._world.changes:
-            raise GossipError(
-                'join() agrees on the last step of all ranks, which on_peer_loss="continue" does not do yet; give all '
-                'ranks the same number of batches, or train with on_peer_loss="raise"'
-            )
         with engine.fatal():
-            flag = AgreedFlag(self._world, "waiting in join() for the ranks that still train")
+            flag = agreed_flag(self._world, "waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
         try:
             yield
@@ -117,6 +111,7 @@ class JointWork:
                 while flag.wait():
                     engine.end_step()
                     flag.say(False)
+                self.jointly(lambda: None)  # what is said in the next block is about later steps
         finally:
             engine.on_step_begin = outer
             flag.close()

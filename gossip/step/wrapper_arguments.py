@@ -126,11 +126,6 @@ def _check_peer_loss(arguments: Arguments) -> None:
             'on_peer_loss="continue" has a transport of its own, but transport is '
             f"{name_of(arguments.transport)!r}; leave it out"
         )
-    if arguments.open_scaler is not None:
-        raise ValueError(
-            'scaler: with on_peer_loss="continue" the ranks agree on no loss scale yet; train in bfloat16 or float32, '
-            'or with on_peer_loss="raise"'
-        )
     if arguments.fallback_topology not in topologies.available():
         raise ValueError(
             f"fallback_topology must be one of topologies.available(), got {arguments.fallback_topology!r}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from loguru import logger
-from mortal_ranks import TIMEOUT, Pair, flat, recorded, targets
+from mortal_ranks import TIMEOUT, Pair, flat, make_model, recorded, targets
 
 from gossip import GossipDataParallel
 from gossip.lab.faults.fault import Fault
@@ -118,6 +118,18 @@ def stay(
             values.append(flat(model.module))
             model.close()
     return Stay(member, first, values, digests, epochs, came[0] if came else None)
+
+
+def stay_in_join() -> tuple[int, tuple[int, ...]]:
+    """Steps and members in the end, of ranks with other numbers of batches, in one block of join(); one joins them."""
+    with make_model(16, {"topology": "ring"}) as model:
+        with model.join():
+            last = _MOST_STEPS
+            while model.step < last:
+                if len(model.members) == 3 and last == _MOST_STEPS:
+                    last = model.step + NUM_MORE + 5 * model.world.member
+                model(targets(model.world.member, 16)).backward()
+        return model.step, model.members
 
 
 def digest_of(model: GossipDataParallel) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads
+from gossip.communication.survivors.flag_board import FlagBoard, Position, Yes
 from gossip.communication.survivors.mesh import Mesh, in_words, weak_run
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.errors import ExchangeError, GossipError
@@ -31,9 +32,8 @@ _REMINDER_S = 0.1
 _GRACE_S = 1.0  # for the ranks on the other side of a cut, if these are more, to say so
 
 
-Position = tuple[int, int, int]
-"""How far a rank is: how many checkpoints it has loaded, its step, and how much of what all ranks do together has ended
-since the step before."""
+Decision = tuple[Position, list[Yes]]
+"""The newest position of those who train on, and what those had said yes to who are lost."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,15 @@ class Agreement:
     ----------
     position : tuple of int
         Where this rank is.
+    board : FlagBoard
+        What those who are lost had said is known to all who are left, once they agree on who they are.
     """
 
     def __init__(
         self, store: dist.Store, mesh: Mesh, members: Sequence[int], *, min_ranks: int, timeout: timedelta
     ) -> None:
         self.position: Position = (0, 0, 0)
+        self.board = FlagBoard(mesh)
         self._store: Any = store
         self._mesh = mesh
         self._epochs = [Epoch(0, tuple(members))]
@@ -334,12 +337,17 @@ class Agreement:
         asked = {*members, *leaving}
         told = (asked | set(latest.members)) - {member}
         self._tell(told, number)
+        gone = set(latest.members) - asked
         if member in asked:
             self._meet(asked - set(latest.members) - {member})
+            for other in gone:
+                self._mesh.cut(other, "the others go on without it")
             with self._changed:
-                note = self.position
-            self._store.set(f"note/{number}/{member}", json.dumps(note))
+                position = self.position
+            self._store.set(f"note/{number}/{member}", json.dumps([position, self.board.yeses_of(gone)]))
         decision = self._decide(number, sorted(asked), told)
+        if decision is not None:
+            self.board.take_over(decision[1])
         with self._changed:
             self._num_attempts = number
             if decision is not None:
@@ -347,8 +355,8 @@ class Agreement:
                 self._adopt(number, members, leaving, decision)
             self._holds = self._holds and self._is_due()
             self._changed.notify_all()
-        for other in set(latest.members) - asked if decision is not None else ():
-            self._mesh.cut(other, "the others went on without it")
+        with self._mesh.changed:
+            self._mesh.changed.notify_all()
 
     def _proposed(self, latest: Epoch) -> tuple[list[int], list[int]] | None:
         """Who should train and who leaves, as this rank sees it; None if it cannot tell: it is no member yet."""
@@ -373,20 +381,22 @@ class Agreement:
         for other in others:
             self._mesh.send(other, Key(Kind.ALARM, number))
 
-    def _decide(self, number: int, asked: Sequence[int], told: Iterable[int]) -> list[int] | None:
-        """The newest position, or None if the attempt is void."""
+    def _decide(self, number: int, asked: Sequence[int], told: Iterable[int]) -> Decision | None:
+        """None if the attempt is void."""
         member, key = self._mesh.member, f"decision/{number}"
         notes = {other: f"note/{number}/{other}" for other in asked}
         deadline = time.monotonic() + self._timeout.total_seconds()
         told_at = time.monotonic()
-        decision: list[int] | None
+        decision: Decision | None
         while not self._is_there(key):
             if time.monotonic() - told_at > _REMINDER_S:
                 self._tell(told, number)  # a rank that joins may not have been connected
                 told_at = time.monotonic()
             missing = [other for other, note in notes.items() if not self._is_there(note)]
             if not missing:
-                decision = self._set_once(key, max(json.loads(self._store.get(note)) for note in notes.values()))
+                found = [json.loads(self._store.get(note)) for note in notes.values()]
+                yeses = [yes for _, known in found for yes in known]
+                decision = self._set_once(key, [max(position for position, _ in found), yeses])
                 return decision
             if time.monotonic() > deadline:
                 for other in missing:
@@ -416,10 +426,10 @@ class Agreement:
             if decision is not None:
                 self._adopt(number, members, leaving, decision)
 
-    def _adopt(self, number: int, members: Sequence[int], leaving: Sequence[int], decision: Sequence[int]) -> None:
+    def _adopt(self, number: int, members: Sequence[int], leaving: Sequence[int], decision: Decision) -> None:
         """Take over what has been decided."""
         before, member = self._epochs[-1], self._mesh.member
-        num_loaded, step, num_ended = decision
+        (num_loaded, step, num_ended), _ = decision
         first_step = step + 1
         newcomers = set(members) - set(before.members)
         self._first_steps |= dict.fromkeys(newcomers, first_step)

@@ -72,6 +72,7 @@ class Mesh:
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_alarm: Callable[[int], None] = lambda _number: None
         self.on_ask: Callable[[int, int], None] = lambda _member, _piece: None
+        self.on_word: Callable[[int, Key], None] = lambda _member, _key: None
         self._token = token
         self._connections: dict[int, PeerConnection] = {}
         self._inbox: dict[tuple[int, Key], torch.Tensor] = {}
@@ -302,6 +303,9 @@ class Mesh:
                 elif kind == Kind.WAITING:
                     ranks = frozenset(frame.payload.view(torch.int64).tolist())
                     self.waiting[member] = time.monotonic(), ranks
+                elif kind == Kind.WORD:
+                    if member not in self.lost:
+                        self.on_word(member, frame.key)
                 else:
                     self._inbox[member, frame.key] = frame.payload
                     self._backlog[member] += frame.payload.nbytes

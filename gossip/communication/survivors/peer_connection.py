@@ -35,6 +35,7 @@ class Kind(IntEnum):
     GOODBYE = 6
     ASK = 7
     STATE = 8
+    WORD = 9
 
 
 class Key(NamedTuple):

@@ -10,6 +10,7 @@ Place = Literal[
     "sending",
     "agreeing",
     "together",
+    "telling",
     "listening",
     "calling",
     "giving",
@@ -32,9 +33,10 @@ class Fault:
     place : str
         "sending": when it hands over a bucket's messages of a step, or has sent ``num_bytes`` of one. "agreeing": when
         it has proposed who trains. "together": in the n-th exchange of what all ranks do together, ``step`` being n.
-        "listening", "calling": before it says where it listens, and before it connects. "giving": before the first
-        piece of a state that it gives; "taking": when it has the first piece of one; "asking": before it asks to be let
-        in; "entering": when it has been.
+        "telling": when one of the others has been told a yes or no of the step, and the rest have not. "listening",
+        "calling": before it says where it listens, and before it connects. "giving": before the first piece of a state
+        that it gives; "taking": when it has the first piece of one; "asking": before it asks to be let in; "entering":
+        when it has been.
     step, bucket : int
     num_bytes : int or None
         That have been sent of the message's frame; None: before the messages are handed over.

@@ -154,6 +154,18 @@ def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     return exchange_or_happen
 
 
+def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    def send_and_happen(self: Any, member: int, key: Any, payload: torch.Tensor | None = None) -> Any:
+        frame = send(self, member, key, payload)
+        if key.kind == Kind.WORD and key.second >= fault.step:
+            with self.changed:
+                self.changed.wait_for(lambda: frame.has_ended, _SENDING_PATIENCE.total_seconds())
+            happen()
+        return frame
+
+    return send_and_happen
+
+
 def _giving(send: Any, _: Fault, happen: Callable[[], None]) -> Any:
     def happen_or_send(self: Any, member: int, piece: int, content: torch.Tensor) -> None:
         if piece == 1:
@@ -185,6 +197,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], An
     "sending a part": (Outgoing, "send", _sending_a_part),
     "agreeing": (Agreement, "_set_once", _after),
     "together": (LivingWorld, "_exchange", _together),
+    "telling": (Mesh, "send", _telling),
     "listening": (LivingWorld, "_listen", _before),
     "calling": (Mesh, "connect", _before),
     "giving": (StateGiver, "_send", _giving),

@@ -19,7 +19,7 @@ from mortal_ranks import Pair, flat, make_model, targets
 from torch import nn
 
 import gossip
-from gossip import GossipDataParallel, GossipError, LaunchError, launch
+from gossip import GossipDataParallel, LaunchError, launch
 from gossip.lab.faults.fault import Fault
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -36,7 +36,6 @@ def make(**options: Any) -> GossipDataParallel:
         ({"min_ranks": 2}, 'min_ranks=2 is for on_peer_loss="continue"'),
         ({"on_peer_loss": "continue", "transport": "debug"}, "transport is 'debug'"),
         ({"on_peer_loss": "continue", "fallback_topology": "rign"}, r"fallback_topology must be one of .*, got 'rign'"),
-        ({"on_peer_loss": "continue", "scaler": torch.amp.GradScaler("cpu")}, "the ranks agree on no loss scale yet"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
@@ -62,17 +61,6 @@ def test_min_ranks_is_a_number_of_the_ranks(number: int) -> None:
         launch(min_ranks_of, number, world_size=3)
         == [f"min_ranks must be from 1 to the number of ranks, 3, got {number}"] * 3
     )
-
-
-def join_error() -> str:
-    with make_model(4, {"topology": "ring"}) as model, pytest.raises(GossipError) as caught, model.join():
-        pass
-    return str(caught.value)
-
-
-def test_join_is_refused() -> None:
-    for text in launch(join_error, world_size=2):
-        assert text.startswith('join() agrees on the last step of all ranks, which on_peer_loss="continue" does not')
 
 
 def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> None:

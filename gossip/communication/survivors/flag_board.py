@@ -1,0 +1,69 @@
+"""What the members have said yes to, step by step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.peer_connection import Key, Kind
+
+_MOST_WORDS = 1024  # of a member; ranks that exchange are never so many steps apart
+_STEPS = 2**40
+
+Position = tuple[int, int, int]
+"""How far a rank is: how many checkpoints it has loaded, its step, and how much of what all ranks do together has ended
+since the step before."""
+
+Yes = tuple[int, int, Position]
+"""Member, question and position."""
+
+
+class FlagBoard:
+    """The words of all members: each tells all others, and nobody waits but who wants to know.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Its :attr:`~gossip.communication.survivors.mesh.Mesh.changed` holds what is noted here.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._words: dict[int, OrderedDict[tuple[int, Position], bool]] = {}
+        mesh.on_word = self._note
+
+    def tell(self, members: Iterable[int], question: int, position: Position, yes: bool) -> None:
+        """Say yes or no to other members. Waits for nothing."""
+        num_loaded, step, num_ended = position
+        for member in members:
+            self._mesh.send(member, Key(Kind.WORD, question, num_loaded * _STEPS + step, 2 * num_ended + yes))
+
+    def word_of(self, member: int, question: int, position: Position) -> bool | None:
+        """What a member has said, if it has; to be asked with the mesh's ``changed`` held."""
+        words = self._words.get(member)
+        return None if words is None else words.get((question, position))
+
+    def yeses_of(self, members: Iterable[int]) -> list[Yes]:
+        """What is known here of members that are lost: nothing is added to it any more."""
+        with self._mesh.changed:
+            known = ((member, self._words.get(member, OrderedDict())) for member in members)
+            return [(member, *word) for member, words in known for word, yes in words.items() if yes]
+
+    def take_over(self, yeses: Sequence[Yes]) -> None:
+        """Know what others know of lost members."""
+        with self._mesh.changed:
+            for member, question, (num_loaded, step, num_ended) in yeses:
+                self._put(member, question, (num_loaded, step, num_ended), True)
+
+    def _note(self, member: int, key: Key) -> None:
+        """In the mesh's thread, with ``changed`` held."""
+        num_loaded, step = divmod(key.second, _STEPS)
+        num_ended, yes = divmod(key.third, 2)
+        self._put(member, key.first, (num_loaded, step, num_ended), bool(yes))
+
+    def _put(self, member: int, question: int, position: Position, yes: bool) -> None:
+        words = self._words.setdefault(member, OrderedDict())
+        words[question, position] = yes
+        while len(words) > _MOST_WORDS:
+            words.popitem(last=False)

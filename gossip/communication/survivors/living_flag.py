@@ -1,0 +1,73 @@
+"""A yes or no that the ranks that are left agree on while they train."""
+
+from __future__ import annotations
+
+import zlib
+
+from gossip.communication.survivors.flag_board import Position
+from gossip.communication.survivors.living_world import LivingWorld
+
+
+class LivingFlag:
+    """See :class:`gossip.communication.flags.Flag`; of ranks some of which may be lost.
+
+    What a rank had said before it was lost counts on all others alike, even if it had told only one of them: they agree
+    on it when they agree on who is left.
+
+    Parameters
+    ----------
+    world : LivingWorld
+    what : str
+        For the error: what is agreed on; the same text on all ranks.
+    """
+
+    def __init__(self, world: LivingWorld, what: str) -> None:
+        self._world = world
+        self._what = what
+        self._question = zlib.crc32(what.encode())
+        self._pending: tuple[Position, bool, tuple[int, ...]] | None = None
+        self._answer: bool | None = None
+
+    def say(self, yes: bool) -> None:
+        """Take part in the next agreement, that of those who make this step. Local."""
+        agreement = self._world.agreement
+        members = self._world.members
+        self._pending = agreement.position, yes, members
+        others = (member for member in members if member != self._world.member)
+        agreement.board.tell(others, self._question, agreement.position, yes)
+
+    def wait(self) -> bool | None:
+        """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on.
+        """
+        if self._pending is None:
+            return self._answer
+        position, answer, members = self._pending
+        agreement, mesh = self._world.agreement, self._world.mesh
+        missing = set(members) - {self._world.member}
+
+        def look() -> bool:
+            nonlocal answer
+            left = agreement.latest.members
+            for member in list(missing):
+                word = agreement.board.word_of(member, self._question, position)
+                # One that leaves says goodbye after its last word.
+                if word is not None or (member in mesh.lost and member not in left):
+                    answer |= bool(word)
+                    missing.discard(member)
+            return not missing
+
+        self._world.wait_until(look, lambda: sorted(missing), f"step {position[1]}: {self._what}")
+        self._pending, self._answer = None, answer
+        return answer
+
+    def restore(self, answer: bool | None) -> None:
+        """Set what :meth:`wait` returns, from a checkpoint. Local."""
+        self._pending, self._answer = None, answer
+
+    def close(self) -> None:
+        """Nothing is left to be ended."""
