@@ -101,6 +101,9 @@ class GossipDataParallel(ModuleFace, Outermost):
         With "continue": with fewer the training ends with an error; by default more than half of the ranks.
     fallback_topology : str
         With "continue": the family for a number of ranks that ``topology`` cannot serve.
+    soft_deadline : timedelta or float, optional
+        With "continue": no longer than this (a number is seconds) a step waits for a peer's message; if that comes
+        later it is mixed in then, so that the mean is kept. By default a step waits for all of them.
 
     Attributes
     ----------
@@ -176,6 +179,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         on_peer_loss: Literal["raise", "continue"] = "raise",
         min_ranks: int | None = None,
         fallback_topology: str = "base",
+        soft_deadline: timedelta | float | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -195,6 +199,7 @@ class GossipDataParallel(ModuleFace, Outermost):
             on_peer_loss=on_peer_loss,
             min_ranks=min_ranks,
             fallback_topology=fallback_topology,
+            soft_deadline=soft_deadline,
         )
         world = make_world(arguments, timeout, process_group)
         try:

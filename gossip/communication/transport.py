@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +39,21 @@ class Exchange(Protocol):
         """
 
 
+class LateDifference(NamedTuple):
+    """What a message adds that came after its exchange had ended.
+
+    Attributes
+    ----------
+    round_index : int
+        Of that exchange.
+    difference : Tensor, [numel], float64
+        The sender's message minus this rank's, times the sender's weight.
+    """
+
+    round_index: int
+    difference: torch.Tensor
+
+
 class Transport(ABC):
     """Carries messages; one per wrapped model, made by its :data:`TransportFactory`."""
 
@@ -63,6 +78,18 @@ class Transport(ABC):
         """
         del step, bucket
         return message
+
+    def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        """What has come by now of earlier exchanges of a bucket, which did not wait for it. By default nothing.
+
+        Parameters
+        ----------
+        bucket : int
+        waits : bool
+            Whether to wait for all that is still to come.
+        """
+        del bucket, waits
+        return iter(())
 
     def describe(self) -> str:
         """One line for the log. Local."""

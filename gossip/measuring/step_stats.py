@@ -42,6 +42,8 @@ class StepStats:
         Buckets whose arrived messages were not finite and were not mixed in.
     num_skipped : int
         Buckets that were not updated because their gradients were not finite.
+    num_late : int
+        Messages of earlier steps that were mixed in now, as ``soft_deadline`` had not let these wait for them.
     """
 
     step: int
@@ -57,6 +59,7 @@ class StepStats:
     gradient_norm: float | None = None
     num_refused: int = 0
     num_skipped: int = 0
+    num_late: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a record."""
@@ -91,7 +94,7 @@ class Meter:
     def __init__(self) -> None:
         self.forward_s = self.backward_s = self.update_s = 0.0
         self.exposed_wait_s = self.overlapped_s = 0.0
-        self.bytes_sent = self.num_refused = self.num_skipped = 0
+        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = 0
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
         self.gradient_norms: list[torch.Tensor | float] = []
@@ -128,4 +131,5 @@ class Meter:
             gradient_norm=self.gradient_norm(),
             num_refused=self.num_refused,
             num_skipped=self.num_skipped,
+            num_late=self.num_late,
         )

@@ -41,6 +41,7 @@ from gossip.step.wrapper_arguments import (
     Arguments,
     check_arguments,
     check_follow_ups,
+    check_soft_deadline,
     prepare_algorithm,
     resolve_topology,
 )
@@ -180,6 +181,8 @@ def _check(
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
     averages_buffers = arguments.buffers == "average"
     algorithm = prepare_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
+    if arguments.soft_deadline_s is not None:
+        check_soft_deadline(algorithm, compression, optimizers)
     settings = {
         "algorithm": algorithm.describe(),
         "compression": compression.describe(),
@@ -193,7 +196,9 @@ def _transport_factory(arguments: Arguments, compression: Compression) -> Transp
     if arguments.continues:
         from gossip.communication.survivors.edge_transport import EdgeTransport
 
-        return functools.partial(EdgeTransport, follows_up=compression.follows_up)
+        return functools.partial(
+            EdgeTransport, follows_up=compression.follows_up, soft_deadline_s=arguments.soft_deadline_s
+        )
     factory = resolve_transport(arguments.transport)
     if factory is DistributedTransport:
         return functools.partial(DistributedTransport, sums_on_wire=compression.adds_on_wire)

@@ -313,6 +313,11 @@ class StepEngine(Liveness, ABC):
                 bucket.reclaim()
         self.combine_if_due()
 
+    def settle_late(self) -> None:
+        """Wait for the messages that steps did not wait for, and combine them. On all ranks after the same step."""
+        with self.fatal(), torch.no_grad():
+            self.exchanges.combine_late(self._progress.meter)
+
     def combine_if_due(self) -> None:
         """Combine what is in flight, if the algorithm wants it before the parameters are read again."""
         if self.exchanges.algorithm.before_forward:
@@ -340,6 +345,7 @@ class StepEngine(Liveness, ABC):
             for bucket in self.buckets:
                 bucket.reclaim()
                 self.exchanges.combine_(bucket.index, self._progress.meter)
+            self.exchanges.combine_late(self._progress.meter)
             self.exchanges.move(topology, transport, algorithm, rank)
             load_algorithm_state(self.exchanges, None)
             self._order = StepOrder(self.exchanges)
@@ -353,10 +359,12 @@ class StepEngine(Liveness, ABC):
         """Step and what is in flight, awaited but not applied; training goes on as if nobody had looked."""
         self.settle()
         with self.fatal():
+            exchanges = self.exchanges.state_dict()
+            self.settle_late()
             return {
                 "step": self.step,
                 "overflow": None if self.updater.scaler is None else self.updater.scaler.flag.wait(),
-                "exchanges": self.exchanges.state_dict(),
+                "exchanges": exchanges,
                 "algorithm": algorithm_state(self.exchanges),
                 "frozen": self.frozen.state_dict(),
                 "measured": self._progress.meter.state_dict(),

@@ -194,7 +194,13 @@ class EpochChange:
         transport = None
         if len(epoch.members) > 1:
             compression = plan.algorithm.compression or self._parts.compression
-            transport = EdgeTransport(self._world, schedule, members=epoch.members, follows_up=compression.follows_up)
+            transport = EdgeTransport(
+                self._world,
+                schedule,
+                members=epoch.members,
+                follows_up=compression.follows_up,
+                soft_deadline_s=self._arguments.soft_deadline_s,
+            )
         self._parts.engine.move(schedule, transport, plan.algorithm, epoch.members.index(self._world.member))
         before, self.epoch = self.epoch, epoch
         self._tell(before, plan.topology)

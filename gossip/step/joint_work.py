@@ -132,6 +132,7 @@ class JointWork:
         self._engine.check_between_steps()
         self._world.check_joint()
         self._engine.settle()
+        self._engine.settle_late()
 
     def _average(self, *, is_put_back: bool = False) -> None:
         engine = self._engine

@@ -208,6 +208,45 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
         self.codecs = self._make_codecs(self._buckets)
 
+    # ------------------------------------------------------------------ what comes late
+
+    def combine_(self, index: int, meter: Meter) -> None:
+        super().combine_(index, meter)
+        self._combine_late(index, meter, waits=False)
+
+    def drop(self) -> None:
+        self.combine_late(Meter())
+        super().drop()
+        if self._transport is not None:
+            for index in range(len(self._buckets)):
+                collections.deque(self._transport.late(index, waits=True), maxlen=0)
+
+    def combine_late(self, meter: Meter) -> None:
+        """Wait for all messages that steps did not wait for, and combine them.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on.
+        """
+        for index in range(len(self._buckets)):
+            self._combine_late(index, meter, waits=True)
+
+    def _combine_late(self, index: int, meter: Meter, *, waits: bool) -> None:
+        for round_index, difference in self._transport.late(index, waits=waits) if self._transport is not None else ():
+            meter.num_late += 1
+            if finite_on_host([difference]):
+                self.algorithm.combine_(self._views[index].values, difference, round_index)
+                self._written(index)
+            else:
+                logger.warning(
+                    "rank {}: step {}, bucket {}: a message that came late is not finite and is refused",
+                    self._rank,
+                    round_index + 1,
+                    index,
+                )
+                meter.num_refused += 1
+
     # ------------------------------------------------------------------ what the policy asks for
 
     def views(self, index: int) -> Sequence[BucketView]:

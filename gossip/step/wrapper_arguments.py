@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -12,12 +13,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 import topologies
-from gossip.algorithms import Algorithm
+from gossip.algorithms import VALUES, Algorithm
 from gossip.communication.membership import Membership
 from gossip.communication.transport import TransportFactory
 from gossip.communication.transport_names import name_of, resolve_transport
 from gossip.compression.codec import Compression
-from gossip.compression.value_codecs import Uncompressed
+from gossip.compression.value_codecs import Cast, Uncompressed
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
 from gossip.step.exchanges import UsesExchange
@@ -42,11 +43,18 @@ class Arguments:
     on_peer_loss: str = "raise"
     min_ranks: int | None = None
     fallback_topology: str = "base"
+    soft_deadline: timedelta | float | None = None
 
     @property
     def continues(self) -> bool:
         """Whether the ranks go on without those that are lost."""
         return self.on_peer_loss == "continue"
+
+    @property
+    def soft_deadline_s(self) -> float | None:
+        """In seconds."""
+        given = self.soft_deadline
+        return given.total_seconds() if isinstance(given, timedelta) else given
 
     @property
     def open_scaler(self) -> GradScaler | None:
@@ -74,6 +82,7 @@ class Arguments:
             "transport": name_of(self.transport),
             "on_peer_loss": self.on_peer_loss
             + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
+            "soft_deadline": "none" if self.soft_deadline_s is None else f"{self.soft_deadline_s:g} s",
         }
         scaler = self.open_scaler
         if scaler is None:
@@ -120,7 +129,14 @@ def _check_peer_loss(arguments: Arguments) -> None:
                 f'min_ranks={arguments.min_ranks} is for on_peer_loss="continue"; with "raise" the first rank that is '
                 "lost ends the training"
             )
+        if arguments.soft_deadline is not None:
+            raise ValueError(
+                f'soft_deadline={arguments.soft_deadline} is for on_peer_loss="continue", whose messages come one by '
+                "one; leave it out"
+            )
         return
+    if arguments.soft_deadline_s is not None:
+        check_positive("soft_deadline", arguments.soft_deadline_s, "number of seconds, or timedelta")
     if arguments.transport != "distributed":
         raise ValueError(
             'on_peer_loss="continue" has a transport of its own, but transport is '
@@ -221,6 +237,33 @@ def prepare_algorithm(
                 f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
             )
     return algorithm.on(topology, compression.delivers)
+
+
+def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
+    """Refuse what cannot mix a message that comes late.
+
+    Raises
+    ------
+    ValueError
+        Says what to choose.
+    """
+    if not isinstance(compression, Uncompressed | Cast):
+        raise ValueError(
+            f"soft_deadline: what compression {compression.describe()} sends can be read in its own step only; choose "
+            "none, bf16 or fp16, or no soft_deadline"
+        )
+    mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
+    if not mixes_as_ever or algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None:
+        raise ValueError(
+            f"soft_deadline: algorithm {algorithm.describe()} makes more of a message than it mixes, when all of a "
+            'step have come; choose "adapt_while_communicating" or "adapt_then_combine", or no soft_deadline'
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f"soft_deadline: {type(optimizer).__name__} has a pre_average_hook, which wants all messages of a step "
+                "together; choose another optimizer, or no soft_deadline"
+            )
 
 
 def _refuse_readers_of_messages(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import queue
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from gossip.communication import daemon_threads
+from gossip.communication.survivors.late_messages import LateMessages
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.peer_connection import Key, Kind, Outgoing
-from gossip.communication.transport import Transport
+from gossip.communication.transport import LateDifference, Transport
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from topologies import Round, Topology
 
@@ -34,25 +36,47 @@ class EdgeTransport(Transport):
         Of the epoch; by default of the first one.
     follows_up : bool
         Whether exchanges have turns after their opening, which are made beside the training.
+    soft_deadline_s : float, optional
+        So long at most a step waits for a message that it mixes; what comes later is mixed in then. For messages that
+        are plain values.
     """
 
     def __init__(
-        self, world: LivingWorld, topology: Topology, *, members: Sequence[int] | None = None, follows_up: bool
+        self,
+        world: LivingWorld,
+        topology: Topology,
+        *,
+        members: Sequence[int] | None = None,
+        follows_up: bool,
+        soft_deadline_s: float | None = None,
     ) -> None:
         self._world = world
         self._members = tuple(range(topology.world_size) if members is None else members)
         self._place = self._members.index(world.member)
         self._finisher = Finisher(world.member, world.timeout) if follows_up else None
+        self._soft_deadline_s = soft_deadline_s
+        self._late = LateMessages(world)
 
     def describe(self) -> str:
         return f"connections of their own between {len(self._members)} ranks, which may be lost"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EdgeExchange:
-        sources = tuple(round_.neighbours(self._place))
-        exchange = EdgeExchange(self._world, self._members, conversation, sources, step, bucket)
+        patience = None if self._soft_deadline_s is None else Patience(self._soft_deadline_s, self._late)
+        sources = round_.neighbours(self._place)
+        exchange = EdgeExchange(self._world, self._members, conversation, sources, step, bucket, patience)
         if self._finisher is not None:
             self._finisher.submit(exchange)
         return exchange
+
+    def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        return self._late.arrived(bucket, waits=waits)
+
+
+class Patience(NamedTuple):
+    """How long an exchange waits, once it is waited for, and where what comes later is kept."""
+
+    seconds: float
+    late: LateMessages
 
 
 class EdgeExchange:
@@ -62,6 +86,8 @@ class EdgeExchange:
     ----------
     dropped : set of int
         Places in the epoch whose messages were left out, complete after :meth:`wait`.
+    delayed : set of int
+        Of these, those whose messages are mixed in later.
     """
 
     def __init__(
@@ -69,13 +95,16 @@ class EdgeExchange:
         world: LivingWorld,
         members: Sequence[int],
         conversation: Conversation,
-        sources: Sequence[int],
+        sources: Mapping[int, float],
         step: int,
         bucket: int,
+        patience: Patience | None = None,
     ) -> None:
         self.bytes_by_peer: dict[int, int] = {}
         self.arrived_at: dict[int, float] = {}
         self.dropped: set[int] = set()
+        self.delayed: set[int] = set()
+        self._patience = patience
         self._world = world
         self._members = members
         self._conversation = conversation
@@ -100,7 +129,8 @@ class EdgeExchange:
         ExchangeError
             This rank cannot go on.
         """
-        received = self._receive(self._opening, self._sources)
+        ends_at = None if self._patience is None else time.monotonic() + self._patience.seconds
+        received = self._receive(self._opening, tuple(self._sources), ends_at)
         for turn in self._conversation.proceed(Delivery(self._opening.sent, received)):
             self._send(turn)
             turn_received = self._receive(turn, tuple(turn.receive_buffers))
@@ -108,7 +138,7 @@ class EdgeExchange:
                 if place in turn_received:
                     buffer.copy_(turn_received[place])
             turn.lost = frozenset(self.dropped)
-        self._await_sent()
+        self._await_sent(ends_at)
 
     def run(self) -> None:
         """The same in the thread to which it was handed over; how it went is for :meth:`wait`."""
@@ -142,7 +172,7 @@ class EdgeExchange:
             self._outgoing.append((member, self._world.mesh.send(member, self._key(), message.detach().cpu())))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
 
-    def _receive(self, turn: Turn, sources: Sequence[int]) -> Messages:
+    def _receive(self, turn: Turn, sources: Sequence[int], ends_at: float | None = None) -> Messages:
         """The messages of a turn, in the memory in which they came, without those of members that are lost."""
         mesh, key = self._world.mesh, self._key()
         self._num_turns += 1
@@ -159,11 +189,26 @@ class EdgeExchange:
                 elif member in mesh.lost and member not in mesh.left:
                     self.dropped.add(place)
                     del missing[member]
+                elif ends_at is not None and time.monotonic() >= ends_at and self._puts_off(member, place, key):
+                    del missing[member]
             return not missing
 
-        self._world.wait_until(look, partial(list, missing), f"step {self._step}, bucket {self._bucket}")
+        where = f"step {self._step}, bucket {self._bucket}"
+        self._world.wait_until(look, partial(list, missing), where, looks_again_at=ends_at)
         self._payloads += found.values()
         return {place: self._as_expected(payload, turn, place) for place, payload in found.items()}
+
+    def _puts_off(self, member: int, place: int, key: Key) -> bool:
+        """Whether a message is mixed in later, when it comes."""
+        assert self._patience is not None
+        late = self._patience.late
+        if not late.may_be_late(self._bucket, member):
+            return False
+        own = next(iter(self._opening.sent.values()))
+        late.await_later(self._bucket, member, key, self._sources[place], own.clone())
+        self.dropped.add(place)
+        self.delayed.add(place)
+        return True
 
     def _as_expected(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
         like = next(iter(turn.sent.values()), None)
@@ -171,8 +216,17 @@ class EdgeExchange:
             like = turn.receive_buffers[place]
         return payload.view(like.dtype).view(like.shape).to(like.device)
 
-    def _await_sent(self) -> None:
+    def _await_sent(self, ends_at: float | None) -> None:
         """Until nothing of it is read any more: what it has sent from is written again for the next one."""
+        if ends_at is not None:
+            with self._world.mesh.changed:
+                self._world.mesh.changed.wait_for(
+                    lambda: all(frame.has_ended for _, frame in self._outgoing), max(0.0, ends_at - time.monotonic())
+                )
+            for _, frame in self._outgoing:
+                frame.copy()
+            self._outgoing = []
+            return
 
         def unsent() -> list[int]:
             return [member for member, frame in self._outgoing if not frame.has_ended]

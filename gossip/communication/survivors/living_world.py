@@ -391,10 +391,17 @@ class LivingWorld(World):
 
     # ------------------------------------------------------------------ waiting
 
-    def wait_until(self, look: Callable[[], bool], awaited: Callable[[], Sequence[int]], where: str) -> None:
+    def wait_until(
+        self,
+        look: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        where: str,
+        looks_again_at: float | None = None,
+    ) -> None:
         """Wait until ``look()``, which is called with what the mesh has locked. Ctrl-C gets through.
 
-        A member that is waited for longer than the time-out, and does not wait for anybody himself, is given up.
+        It is called whenever the mesh has something new, and at ``looks_again_at`` (``time.monotonic()``). A member
+        that is waited for longer than the time-out, and does not wait for anybody himself, is given up.
 
         Raises
         ------
@@ -410,7 +417,8 @@ class LivingWorld(World):
                 left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
                 if left:
                     self.agreement.miss(left)
-                self.mesh.changed.wait(beat_s)
+                ahead_s = 0.0 if looks_again_at is None else looks_again_at - time.monotonic()
+                self.mesh.changed.wait(min(beat_s, ahead_s) if ahead_s > 0 else beat_s)
                 now = time.monotonic()
                 if now - told_at >= beat_s:
                     self._tell(missing)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -81,6 +82,7 @@ class Outgoing:
         if payload is not None and nbytes:
             self._left.append(payload.detach().view(-1).view(torch.uint8).numpy().data)
         self.has_ended = False
+        self._lock = threading.Lock()
 
     @property
     def num_bytes_left(self) -> int:
@@ -89,17 +91,24 @@ class Outgoing:
 
     def send(self, connection: socket.socket) -> bool:
         """Send what the socket takes; whether that was all."""
-        while self._left:
-            num_bytes = connection.sendmsg(self._left)
-            while self._left and num_bytes >= len(self._left[0]):
-                num_bytes -= len(self._left.pop(0))
-            if self._left:
-                self._left[0] = self._left[0][num_bytes:]
+        with self._lock:
+            while self._left:
+                num_bytes = connection.sendmsg(self._left)
+                while self._left and num_bytes >= len(self._left[0]):
+                    num_bytes -= len(self._left.pop(0))
+                if self._left:
+                    self._left[0] = self._left[0][num_bytes:]
         return True
+
+    def copy(self) -> None:
+        """Send the rest from a copy: the payload need not stay as it is any longer."""
+        with self._lock:
+            self._left = [memoryview(bytes(part)) for part in self._left]
 
     def end(self) -> None:
         """It has been sent, or never will be: let go of the payload."""
-        self._left = []
+        with self._lock:
+            self._left = []
         self.has_ended = True
 
 

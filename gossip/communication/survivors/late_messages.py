@@ -1,0 +1,84 @@
+"""Messages that a step did not wait for any longer: they are mixed in when they come, so that the mean stays exact."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gossip.communication.survivors.living_world import LivingWorld
+from gossip.communication.survivors.peer_connection import Key
+from gossip.communication.transport import LateDifference
+
+MOST_LATE = 4
+"""Of a bucket's messages from one rank; with so many outstanding the next one is waited for."""
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """A message that is still to come, and what it will be compared with: this rank's own of that round."""
+
+    member: int
+    key: Key
+    weight: float
+    own: torch.Tensor
+
+
+class LateMessages:
+    """Those of one transport.
+
+    The other end has mixed this rank's message of the same round in time, or will as late as this one: what one adds
+    the other takes away, at whatever step.
+
+    Parameters
+    ----------
+    world : LivingWorld
+    """
+
+    def __init__(self, world: LivingWorld) -> None:
+        self._world = world
+        self._awaited: defaultdict[int, list[_Awaited]] = defaultdict(list)
+
+    def may_be_late(self, bucket: int, member: int) -> bool:
+        """Whether one more message of a member may be."""
+        return sum(late.member == member for late in self._awaited[bucket]) < MOST_LATE
+
+    def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor) -> None:
+        """Mix a message in when it comes, against ``own``, which is to stay as it is."""
+        self._awaited[bucket].append(_Awaited(member, key, weight, own))
+
+    def arrived(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        """Those of a bucket that have come, each once; with ``waits`` all that will.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on.
+        """
+        awaited = self._awaited[bucket]
+        if not awaited:
+            return
+        mesh = self._world.mesh
+        found: list[tuple[_Awaited, torch.Tensor]] = []
+
+        def look() -> bool:
+            for late in list(awaited):
+                payload = mesh.take(late.member, late.key)
+                if payload is not None:
+                    found.append((late, payload))
+                if payload is not None or (late.member in mesh.lost and late.member not in mesh.left):
+                    awaited.remove(late)
+            return not (awaited and waits)
+
+        def missing() -> Sequence[int]:
+            return sorted({late.member for late in awaited})
+
+        step = awaited[0].key.first
+        self._world.wait_until(look, missing, f"step {step}, bucket {bucket}: a message that is late")
+        for late, payload in found:
+            message = payload.view(late.own.dtype).to(late.own.device)
+            difference = message.double().sub_(late.own).mul_(late.weight)
+            mesh.give_back([payload])
+            yield LateDifference(late.key.first, difference)
