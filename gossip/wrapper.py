@@ -95,15 +95,18 @@ class GossipDataParallel(ModuleFace, Outermost):
         topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
         it is, so that nothing else may use it meanwhile.
     on_peer_loss : str
-        "raise": a rank that is lost ends the training of all. "continue": the others go on without it, see
-        docs/when_ranks_die.md; ``rank`` and ``world_size`` are then those among the ranks that are left.
+        "raise": a rank that is lost ends the training of all. "continue": the others go on, and ``rank`` and
+        ``world_size`` are those among the ranks that are left, see docs/when_ranks_die.md.
     min_ranks : int, optional
         With "continue": with fewer the training ends with an error; by default more than half of the ranks.
     fallback_topology : str
         With "continue": the family for a number of ranks that ``topology`` cannot serve.
     soft_deadline : timedelta or float, optional
-        With "continue": no longer than this (a number is seconds) a step waits for a peer's message; if that comes
-        later it is mixed in then, so that the mean is kept. By default a step waits for all of them.
+        With "continue": so long (a number is seconds) a step waits for a peer's message; what comes later is mixed in
+        then. By default it waits for all of them.
+    partition_timeout : timedelta or float, optional
+        With "continue": so long a rank that was frozen or cut off tries to join those that went on without it. By
+        default it raises at once.
 
     Attributes
     ----------
@@ -117,9 +120,8 @@ class GossipDataParallel(ModuleFace, Outermost):
         With one that has it, ``algorithm.gamma`` is the mixing factor and may be set between steps, on all ranks alike.
     compression : Compression
     topology : Topology
-    rank, world_size : int
+    rank, world_size, step : int
     world : World
-    step : int
     grad_norm : float or None
 
     Raises
@@ -180,6 +182,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         min_ranks: int | None = None,
         fallback_topology: str = "base",
         soft_deadline: timedelta | float | None = None,
+        partition_timeout: timedelta | float | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -200,6 +203,7 @@ class GossipDataParallel(ModuleFace, Outermost):
             min_ranks=min_ranks,
             fallback_topology=fallback_topology,
             soft_deadline=soft_deadline,
+            partition_timeout=partition_timeout,
         )
         world = make_world(arguments, timeout, process_group)
         try:

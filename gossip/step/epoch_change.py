@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from gossip.communication.survivors.mesh import in_words
 from gossip.communication.survivors.newcomer import Newcomer
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
+from gossip.errors import ExchangeError, NothingToJoinError
 from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
 from gossip.step.construction import Parts
@@ -26,6 +28,8 @@ from gossip.step.preemption import Preemption
 from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
 from topologies import Topology
+
+_PAUSE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +117,11 @@ class EpochChange:
         if self._world.is_joint:  # a checkpoint is being loaded: whoever does something together is in an epoch
             self._world.agreement.note_loaded(step)
             return
-        epoch = self._world.agreement.enter_step(step)
+        try:
+            epoch = self._world.agreement.enter_step(step)
+        except ExchangeError as lost:
+            self._come_back(lost)
+            epoch = self._world.agreement.enter_step(self._parts.engine.step)
         if self._world.member not in epoch.members:
             return  # it leaves: this was its last step
         current = self._world.epoch
@@ -174,6 +182,36 @@ class EpochChange:
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
         )
+
+    def _come_back(self, lost: ExchangeError) -> None:
+        """Join the ranks that went on without this one, as soon as they can be reached.
+
+        Raises
+        ------
+        ExchangeError
+            ``lost``, if it is not to; or it could not in time.
+        """
+        limit_s, engine, world = self._arguments.partition_timeout_s, self._parts.engine, self._world
+        if limit_s is None:
+            raise lost
+        logger.warning("{}; it tries to join them again, without training, for {:g} s at most", lost, limit_s)
+        deadline = time.monotonic() + limit_s
+        world.mesh.cut_all("this rank is about to join again")
+        engine.drop_in_flight()
+        engine.on_step_end = None
+        while True:
+            try:
+                world.come_back()
+                self._join()
+                break
+            except (ExchangeError, RuntimeError) as error:  # the latter of a store that cannot be reached
+                has_ended = isinstance(error, NothingToJoinError)
+                if has_ended or time.monotonic() > deadline:
+                    within = "" if has_ended else f" within partition_timeout={limit_s:g} s"
+                    raise ExchangeError(f"{lost}; it could not join them again{within}: {error}") from error
+            time.sleep(_PAUSE_S)
+        engine.on_step_end = self.begin_step
+        engine.rank = world.member
 
     def _state(self) -> dict[str, Any]:
         """What one that joins takes over: nothing that belongs to edges, or that this rank's own data have made."""

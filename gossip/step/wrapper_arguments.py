@@ -44,6 +44,7 @@ class Arguments:
     min_ranks: int | None = None
     fallback_topology: str = "base"
     soft_deadline: timedelta | float | None = None
+    partition_timeout: timedelta | float | None = None
 
     @property
     def continues(self) -> bool:
@@ -53,8 +54,12 @@ class Arguments:
     @property
     def soft_deadline_s(self) -> float | None:
         """In seconds."""
-        given = self.soft_deadline
-        return given.total_seconds() if isinstance(given, timedelta) else given
+        return _in_seconds(self.soft_deadline)
+
+    @property
+    def partition_timeout_s(self) -> float | None:
+        """In seconds."""
+        return _in_seconds(self.partition_timeout)
 
     @property
     def open_scaler(self) -> GradScaler | None:
@@ -92,6 +97,10 @@ class Arguments:
         return described | {"scaler": ", ".join(f"{name}={state[name]:g}" for name in constants)}
 
 
+def _in_seconds(given: timedelta | float | None) -> float | None:
+    return given.total_seconds() if isinstance(given, timedelta) else given
+
+
 def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     """Refuse values that are out of range, and combinations that cannot work.
 
@@ -124,19 +133,24 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
 def _check_peer_loss(arguments: Arguments) -> None:
     check_choice("on_peer_loss", arguments.on_peer_loss, ("raise", "continue"))
     if not arguments.continues:
-        if arguments.min_ranks is not None:
-            raise ValueError(
-                f'min_ranks={arguments.min_ranks} is for on_peer_loss="continue"; with "raise" the first rank that is '
-                "lost ends the training"
-            )
-        if arguments.soft_deadline is not None:
-            raise ValueError(
-                f'soft_deadline={arguments.soft_deadline} is for on_peer_loss="continue", whose messages come one by '
-                "one; leave it out"
-            )
+        for name in ("min_ranks", "soft_deadline", "partition_timeout"):
+            if (value := getattr(arguments, name)) is not None:
+                raise ValueError(
+                    f'{name}={value} is for on_peer_loss="continue"; with "raise" all ranks wait for each other, and '
+                    "the first that is lost ends the training; leave it out"
+                )
         return
-    if arguments.soft_deadline_s is not None:
-        check_positive("soft_deadline", arguments.soft_deadline_s, "number of seconds, or timedelta")
+    for name, seconds in (
+        ("soft_deadline", arguments.soft_deadline_s),
+        ("partition_timeout", arguments.partition_timeout_s),
+    ):
+        if seconds is not None:
+            check_positive(name, seconds, "number of seconds, or timedelta")
+    if arguments.partition_timeout is not None and arguments.open_scaler is not None:
+        raise ValueError(
+            "partition_timeout: a rank that joins the others again would have to know their loss scale while it "
+            "changes; train in bfloat16 or float32, or leave it out"
+        )
     if arguments.transport != "distributed":
         raise ValueError(
             'on_peer_loss="continue" has a transport of its own, but transport is '

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -209,10 +209,13 @@ class Agreement:
             self._check()
             return self._epochs[-1]
 
-    def give_up(self, member: int, reason: str) -> None:
-        """Go on without a member that has not been heard of for long."""
-        self._mesh.cut(member, reason)
-        self._on_lost(member, reason)
+    def give_up(self, reasons: Mapping[int, str]) -> None:
+        """Go on without members that have not been heard of for long, and why; without all of them, or none."""
+        with self._changed:
+            self._suspects = {**reasons, **self._suspects}
+            self._changed.notify_all()
+        for member, reason in reasons.items():
+            self._mesh.cut(member, reason)
 
     def ask_in(self, number: int) -> None:
         """Propose that this rank, which is connected to all members of epoch ``number``, joins them. Local.
@@ -372,8 +375,7 @@ class Agreement:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while missing := [other for other in newcomers if not self._mesh.has_met(other)]:
             if time.monotonic() > deadline or self._stop.is_set():
-                for other in missing:
-                    self.give_up(other, "it did not connect")
+                self.give_up(dict.fromkeys(missing, "it did not connect"))
                 return
             time.sleep(_PAUSE_S)
 
@@ -399,8 +401,7 @@ class Agreement:
                 decision = self._set_once(key, [max(position for position, _ in found), yeses])
                 return decision
             if time.monotonic() > deadline:
-                for other in missing:
-                    self.give_up(other, "it did not answer when the others agreed on who is left")
+                self.give_up(dict.fromkeys(missing, "it did not answer when the others agreed on who is left"))
             if member in asked and not self._suspects.keys().isdisjoint(missing):
                 decision = self._set_once(key, None)
                 return decision

@@ -23,6 +23,7 @@ from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement, Epoch
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
+from gossip.communication.survivors.patient_waits import PatientWaits
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.survivors.store_host import is_kept_here
 from gossip.communication.world import World
@@ -33,14 +34,12 @@ _PRIMITIVES = 2**24  # of one operation
 _STEPS = 2**40
 _ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
-_BEAT_S = 0.5
-_NUM_BEATS_MISSED = 4
 
 _Result = TypeVar("_Result")
 _num_trainings = itertools.count()  # of this process
 
 
-class LivingWorld(World):
+class LivingWorld(PatientWaits, World):
     """All ranks of one wrapped model that are left.
 
     ``rank`` and ``world_size`` are those among the ranks that are left: they change when somebody is lost. What all
@@ -79,6 +78,8 @@ class LivingWorld(World):
         self._min_ranks = min_ranks
         self._epoch = Epoch(0, (0,))
         self._keys: Any = None
+        self._token = b""
+        self._num_initial = 1
         self.is_joint = False
         self._num_primitives = 0
         super().__init__(timeout, process_group)
@@ -106,10 +107,11 @@ class LivingWorld(World):
         _least(self._min_ranks, self.world_size)
         if is_kept_here(self._store):
             store.set("kept_by_a_rank", str(self.member))
-        token = bytes(store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2)))
-        self._keys = dist.PrefixStore(_keys_of(token), innermost(store))
+        self._token = bytes(store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2)))
+        self._num_initial = self.world_size
+        self._keys = dist.PrefixStore(_keys_of(self._token), innermost(store))
         with resending_soon(self.timeout):
-            self._listen(token)
+            self._listen()
             self.mesh.connect(self._addresses(range(self.world_size)), self._is_gone)
         if store.check(["kept_by_a_rank"]):
             raise ValueError(
@@ -119,20 +121,20 @@ class LivingWorld(World):
                 "store=torch.distributed.FileStore(...)"
             )
         if not self.membership.is_given:
-            announced = json.dumps({"token": token.decode(), "num_ranks": self.world_size})
+            announced = json.dumps({"token": self._token.decode(), "num_ranks": self.world_size})
             innermost(store).set(f"{_ANNOUNCED}/{next(_num_trainings)}", announced)
         self.agree()
 
-    def _listen(self, token: bytes) -> None:
+    def _listen(self) -> None:
         host = own_address(self._keys)[1] or "127.0.0.1"
-        self.mesh = Mesh(self.member, token, host, self.timeout)
+        self.mesh = Mesh(self.member, self._token, host, self.timeout)
         self._keys.set(f"address{self.member}", json.dumps(self.mesh.address))
         self.giver = StateGiver(self.mesh)
 
     def agree(self) -> None:
         """Begin to agree with the others on who trains. Local."""
-        self._epoch = Epoch(0, tuple(range(self.world_size)))
-        least = _least(self._min_ranks, self.world_size)
+        self._epoch = Epoch(0, tuple(range(self._num_initial)))
+        least = _least(self._min_ranks, self._num_initial)
         self.agreement = Agreement(self._keys, self.mesh, self._epoch.members, min_ranks=least, timeout=self.timeout)
 
     # ------------------------------------------------------------------ joining
@@ -151,11 +153,28 @@ class LivingWorld(World):
                 )
             time.sleep(_PAUSE_S)
         announced = json.loads(store.get(where))
-        token = announced["token"].encode()
-        self.world_size = announced["num_ranks"]
-        self._keys = dist.PrefixStore(_keys_of(token), store)
-        self._member = self.world_size + self._keys.add("num_newcomers", 1) - 1
-        self._listen(token)
+        self._token = announced["token"].encode()
+        self._num_initial = self.world_size = announced["num_ranks"]
+        self._keys = dist.PrefixStore(_keys_of(self._token), store)
+        self._take_number()
+
+    def come_back(self) -> None:
+        """Let go of all connections, and be a rank that is about to join, whose number nobody has had. Local.
+
+        Raises
+        ------
+        RuntimeError
+            The key-value store cannot be reached.
+        """
+        self.agreement.close()
+        self.mesh.close()
+        with resending_soon(self.timeout):
+            self._keys = own_connection(self._keys)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        self._member = self._num_initial + self._keys.add("num_newcomers", 1) - 1
+        self._listen()
 
     def keys(self, name: str) -> dist.Store | None:
         if self.is_alone:
@@ -349,10 +368,6 @@ class LivingWorld(World):
         self.jointly(add_up, lambda: tensor.copy_(before))
 
     @property
-    def _others(self) -> list[int]:
-        return [member for member in self._epoch.members if member != self.member]
-
-    @property
     def _first(self) -> Sequence[int]:
         return self._epoch.members[:1]
 
@@ -388,63 +403,6 @@ class LivingWorld(World):
     def has_moved_on(self) -> bool:
         """Whether there is a later epoch than that of what is done together."""
         return self.agreement.latest.number != self._epoch.number
-
-    # ------------------------------------------------------------------ waiting
-
-    def wait_until(
-        self,
-        look: Callable[[], bool],
-        awaited: Callable[[], Sequence[int]],
-        where: str,
-        looks_again_at: float | None = None,
-    ) -> None:
-        """Wait until ``look()``, which is called with what the mesh has locked. Ctrl-C gets through.
-
-        It is called whenever the mesh has something new, and at ``looks_again_at`` (``time.monotonic()``). A member
-        that is waited for longer than the time-out, and does not wait for anybody himself, is given up.
-
-        Raises
-        ------
-        EpochEndedError
-            ``look`` has found that it never will be.
-        """
-        began = told_at = time.monotonic()
-        timeout_s = self.timeout.total_seconds()
-        beat_s = min(_BEAT_S, timeout_s / 10)
-        with self.mesh.changed:
-            while not look():
-                missing = awaited()
-                left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
-                if left:
-                    self.agreement.miss(left)
-                ahead_s = 0.0 if looks_again_at is None else looks_again_at - time.monotonic()
-                self.mesh.changed.wait(min(beat_s, ahead_s) if ahead_s > 0 else beat_s)
-                now = time.monotonic()
-                if now - told_at >= beat_s:
-                    self._tell(missing)
-                    told_at = now
-                waited_s = now - began
-                if waited_s > timeout_s:
-                    for member in self._idle_among(missing, beat_s, waited_s):
-                        self.agreement.give_up(
-                            member, f"{where}: rank {self.member} waited {waited_s:.3g} s for it in vain"
-                        )
-
-    def _tell(self, missing: Sequence[int]) -> None:
-        """Tell the others for whom this rank waits, so that nobody gives this one up for their sake."""
-        ranks = torch.tensor(sorted(missing), dtype=torch.int64)
-        for member in self._others:
-            self.mesh.send(member, Key(Kind.WAITING), ranks.clone())
-
-    def _idle_among(self, members: Sequence[int], beat_s: float, waited_s: float) -> list[int]:
-        """Those that have not said for some time that they wait for somebody; after twice the time-out all."""
-        recent = time.monotonic() - _NUM_BEATS_MISSED * beat_s
-        return [
-            member
-            for member in members
-            if waited_s > 2 * self.timeout.total_seconds()
-            or self.mesh.waiting.get(member, (0.0, frozenset()))[0] < recent
-        ]
 
     # ------------------------------------------------------------------ the end
 

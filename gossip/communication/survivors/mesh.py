@@ -25,6 +25,7 @@ _BACKLOG = 4096
 _KEPT_BUFFERS = 4  # of a size
 _PATIENCE_S = 0.05  # with a connection that takes nothing
 _TICK_S = 0.05
+_BEAT_S = 0.5
 
 Lost = Callable[[int, str], None]
 """Told of a member whose connection is lost, and how; in the thread that serves the connections."""
@@ -56,8 +57,12 @@ class Mesh:
         Members that are connected no more, and why.
     left : set of int
         Of these, those that said goodbye.
+    ended : set of int
+        Of these, those whose hosts say that nobody listens there any more.
     changed : Condition
         Notified of every frame, of what has been sent and of losses; holds what is read here.
+    beat_s : float
+        So often every member hears something of this one, whatever it computes.
     waiting : dict of int to (float, frozenset of int)
         When a member said last that it waits (``time.monotonic()``), and for whom.
     """
@@ -68,6 +73,7 @@ class Mesh:
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
+        self.ended: set[int] = set()
         self.waiting: dict[int, tuple[float, frozenset[int]]] = {}
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_alarm: Callable[[int], None] = lambda _number: None
@@ -89,6 +95,8 @@ class Mesh:
         for end in (self._wake, self._bell):
             end.setblocking(False)
         self._is_awake = False
+        self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
+        self._beats_at = 0.0
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._stop = threading.Event()
@@ -140,12 +148,22 @@ class Mesh:
         with self.changed:
             return member in self._connections or member in self.lost
 
+    def silent_s(self, member: int) -> float:
+        """For how long nothing has come from a member that is connected."""
+        with self.changed:
+            connection = self._connections.get(member)
+            if connection is None or self._backlog[member] > _MOST_BACKLOG_BYTES:  # what it sends is not read
+                return 0.0
+            return time.monotonic() - connection.heard_at
+
     def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
             connected = socket.create_connection(address, max(_TICK_S, deadline - time.monotonic()))
             connection = PeerConnection(connected, self.timeout, self._buffer)
         except OSError as error:
             with self.changed:
+                if isinstance(error, ConnectionRefusedError):
+                    self.ended.add(member)
                 self.lost[member] = f"no connection to {address[0]}:{address[1]}: {error.strerror or error}"
             self.on_lost(member, self.lost[member])
             return
@@ -211,6 +229,12 @@ class Mesh:
             self.changed.notify_all()
         self._ring()
 
+    def cut_all(self, reason: str) -> None:
+        """End the connections with all members. Waits for nothing."""
+        with self.changed:
+            for member in list(self._connections):
+                self.cut(member, reason)
+
     def _buffer(self, nbytes: int) -> torch.Tensor:
         with self.changed:
             kept = self._buffers[nbytes]
@@ -238,10 +262,20 @@ class Mesh:
             member, reason = self._to_cut.popleft()
             if member in self._connections:
                 self._lose(self._connections[member], reason)
+        self._beat()
         sends = self._that_send()
         for member, connection in self._connections.items():
             reads = self._backlog[member] <= _MOST_BACKLOG_BYTES
             self._watch(connection, selectors.EVENT_READ * reads | selectors.EVENT_WRITE * (connection in sends))
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now >= self._beats_at:
+            self._beats_at = now + self.beat_s
+            with self.changed:
+                for connection in self._connections.values():
+                    if not connection.outgoing:
+                        connection.outgoing.append(Outgoing(Key(Kind.BEAT)))
 
     def _that_send(self) -> list[PeerConnection]:
         """The connections whose turn it is: what was begun first goes first, as long as only so much is under way.
@@ -294,6 +328,8 @@ class Mesh:
             self._know(connection)
         elif kind == Kind.ALARM:
             self.on_alarm(frame.key.first)
+        elif kind == Kind.BEAT:
+            pass  # that it came is all
         elif kind == Kind.ASK:
             self.on_ask(member, frame.key.first)
         else:

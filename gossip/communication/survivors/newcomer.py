@@ -34,9 +34,9 @@ class Newcomer:
         Raises
         ------
         NothingToJoinError
-            Nobody can be reached.
+            The training has ended.
         ExchangeError
-            Nobody gives it.
+            Nobody can be reached, or gives it.
         """
         self._agreement.look_up()
         members = self._reach(self._agreement.latest)
@@ -77,9 +77,10 @@ class Newcomer:
         with mesh.changed:
             mesh.changed.wait_for(lambda: all(map(mesh.has_met, members)), timeout=self._world.timeout.total_seconds())
             found = [other for other in members if other not in mesh.lost]
+            have_ended = mesh.ended.issuperset(members)
         if not found:
-            raise NothingToJoinError(
-                f"rank {self._world.member}: joining: {in_words(members)} cannot be reached: the training has ended, "
-                f"or this machine has no way to where they are ({mesh.lost[members[0]]})"
-            )
+            whom = f"rank {self._world.member}: joining: {in_words(members)} cannot be reached"
+            if have_ended:
+                raise NothingToJoinError(f"{whom}: the training has ended ({mesh.lost[members[0]]})")
+            raise ExchangeError(f"{whom}: this machine has no way to where they are ({mesh.lost[members[0]]})")
         return found

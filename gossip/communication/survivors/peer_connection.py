@@ -37,6 +37,7 @@ class Kind(IntEnum):
     ASK = 7
     STATE = 8
     WORD = 9
+    BEAT = 10
 
 
 class Key(NamedTuple):
@@ -136,6 +137,8 @@ class PeerConnection:
         The events of its socket that somebody is told of.
     sent_at : float
         When it took something last: ``time.monotonic()``.
+    heard_at : float
+        When something came last.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class PeerConnection:
         self.outgoing: deque[Outgoing] = deque()
         self.watched = 0
         self.sent_at = 0.0
+        self.heard_at = time.monotonic()
         self._make_buffer = make_buffer
         self._header = bytearray(_HEADER.size)
         self._num_read = 0
@@ -196,6 +200,7 @@ class PeerConnection:
                 return
             if num_bytes == 0:
                 raise ConnectionLost("the connection was closed")
+            self.heard_at = time.monotonic()
             self._num_read += num_bytes
             if self._num_read == len(target):
                 self._take_in(take)

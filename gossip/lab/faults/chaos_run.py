@@ -80,6 +80,7 @@ def examine(folder: Path, ended: list[dict[str, Any]]) -> dict[str, Any]:
         "steps": ended[0]["steps"] if ended else 0,
         "faults": dict(Counter(_name(content) for _, _, content in faults)),
         "num_joined": len([member for member in members if member >= _num_at_beginning(changes)]),
+        "num_came_back": sum(kind == "comes back" for lines in events.values() for _, kind, _ in lines),
         "gone_after_s": _spread(gone_after_s),
         "step_s": _spread(times),
         "num_messages_mixed": torn[0],
@@ -101,7 +102,8 @@ def in_words(report: dict[str, Any]) -> str:
         f"- {report['steps']} steps; at the end {len(report['members_at_the_end'])} ranks trained, with accuracies "
         f"{report['accuracies']} of the averaged model.",
         f"- Faults: {', '.join(f'{count} {kind}' for kind, count in sorted(report['faults'].items())) or 'none'}. "
-        f"{report['num_joined']} ranks joined.",
+        f"{report['num_joined']} ranks joined, {report['num_came_back']} of them in the process in which they had been "
+        "frozen or cut off.",
         f"- From a kill to the first step without that rank: {_spread_in_words(report['gone_after_s'])}.",
         f"- A step: {_spread_in_words(report['step_s'])}.",
         f"- {report['num_messages_mixed']} messages were mixed; {report['num_messages_torn']} were not what was sent.",

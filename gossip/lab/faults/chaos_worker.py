@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ _FAULTS_OF_A_LIFE = 6  # as long as they do not end it
 _BATCH_SIZE = 16
 _LEARNING_RATE = 0.1
 _WIDTH = 64
+_PARTITION_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,20 @@ class CountingSGD(torch.optim.SGD):
 
 
 class Notes:
-    """Lines of JSON that are in the file as soon as they are written: what a process that is killed told stays."""
+    """Lines of JSON that are in the files as soon as they are written: what a process that is killed told stays.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+    Those of a kind are in one file for every number that the rank has: ``events3.jsonl``.
+    """
 
-    def write(self, *content: Any) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[tuple[str, int], BufferedIOBase | RawIOBase] = {}
+
+    def write(self, kind: str, member: int, *content: Any) -> None:
         """One line."""
-        self._file.write(json.dumps(content).encode() + b"\n")
+        if (kind, member) not in self._files:
+            self._files[kind, member] = (self._folder / f"{kind}{member}.jsonl").open("ab", buffering=0)
+        self._files[kind, member].write(json.dumps(content).encode() + b"\n")
 
 
 def random_fault(random: np.random.Generator, first_step: int, chaos: Chaos) -> Fault:
@@ -102,9 +110,9 @@ def random_fault(random: np.random.Generator, first_step: int, chaos: Chaos) -> 
         return Fault("kill", "sending", step, bucket, num_bytes)
     if kind == "leave":
         return Fault("leave", "sending", step, bucket)
-    if kind in ("cut", "delay"):
-        return Fault(kind, step=step, duration_s=float(random.uniform(0.1, 2.0)))
     too_long = 1.5 * chaos.timeout_s
+    if kind in ("cut", "delay"):
+        return Fault(kind, step=step, duration_s=float(random.uniform(0.1, too_long if kind == "cut" else 2.0)))
     duration_s = float(random.uniform(0.05, 1.0)) if kind == "freeze" else too_long
     return Fault("freeze", "sending", step, bucket, num_bytes, duration_s)
 
@@ -127,11 +135,15 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
         timeout=timedelta(seconds=chaos.timeout_s),
         on_peer_loss="continue",
         min_ranks=chaos.min_ranks,
+        partition_timeout=_PARTITION_TIMEOUT_S,
     )
+    notes = Notes(Path(folder))
+
+    def tell(what: str, content: Mapping[str, Any]) -> None:
+        notes.write("events", model.world.member, time.time(), what, content)
+
+    tell("begins", {"step": model.step, "pid": os.getpid()})
     member = model.world.member
-    events = Notes(Path(folder) / f"events{member}.jsonl")
-    steps = Notes(Path(folder) / f"steps{member}.jsonl")
-    events.write(time.time(), "begins", {"step": model.step, "pid": os.getpid()})
     random = np.random.default_rng((chaos.seed, member))
     faults = [random_fault(random, model.step, chaos)]
     while len(faults) < _FAULTS_OF_A_LIFE:
@@ -140,30 +152,34 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
     def may_happen(fault: Fault) -> bool:
         """Not where too few would be left, should another one be struck at the same time."""
         happens = len(model.members) > chaos.min_ranks + 2
-        events.write(time.time(), "fault" if happens else "no fault", asdict(fault))
+        tell("fault" if happens else "no fault", asdict(fault))
         return happens
 
     members: tuple[int, ...] = ()
     inputs, targets = data.train_inputs.double(), data.train_targets
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_messages_noted(Path(folder), member))
+        stack.enter_context(_messages_noted(notes))
         stack.enter_context(injected(faults, may_happen))
         while True:
+            if model.world.member != member:
+                tell("comes back", {"from": member})
+                member = model.world.member
             if model.members != members:
                 members = model.members
-                events.write(time.time(), "members", {"step": model.step, "members": members})
+                tell("members", {"step": model.step, "members": members})
             total, change = _sum(module), _changes[0]
             started_at = time.perf_counter()
             chosen = torch.from_numpy(random.integers(0, len(inputs), _BATCH_SIZE))
             nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
             took_s = time.perf_counter() - started_at
-            steps.write(model.step - 1, members, total, _changes[0] - change, took_s)
+            if model.world.member == member:  # its values are others' now, if it has come back
+                notes.write("steps", member, model.step - 1, members, total, _changes[0] - change, took_s)
             if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and _is_over(model, began_at + chaos.seconds):
                 break
         model.global_avg()
     found = evaluate_together(module, data.test_inputs.double(), data.test_targets, model.world)
     ended = {"accuracy": found.accuracy, "members": list(model.members), "steps": model.step}
-    events.write(time.time(), "ends", ended)
+    tell("ends", ended)
     model.close()
     return ended
 
@@ -178,21 +194,20 @@ def _is_over(model: GossipDataParallel, deadline: float) -> bool:
 
 
 @contextlib.contextmanager
-def _messages_noted(folder: Path, member: int) -> Iterator[None]:
+def _messages_noted(notes: Notes) -> Iterator[None]:
     """Within the block the digest of each message that is sent, and that is mixed, is noted."""
-    sent, mixed = Notes(folder / f"sent{member}.jsonl"), Notes(folder / f"mixed{member}.jsonl")
     send, receive = EdgeExchange._send, EdgeExchange._receive
 
     def note_and_send(self: EdgeExchange, turn: Any) -> None:
         for place, message in turn.sent.items():
-            sent.write(*self._key()[1:], self._members[place], _digest(message))
+            notes.write("sent", self._world.member, *self._key()[1:], self._members[place], _digest(message))
         send(self, turn)
 
-    def receive_and_note(self: EdgeExchange, turn: Any, sources: Any) -> Any:
+    def receive_and_note(self: EdgeExchange, *args: Any) -> Any:
         key = self._key()[1:]
-        found = receive(self, turn, sources)
+        found = receive(self, *args)
         for place, message in found.items():
-            mixed.write(*key, self._members[place], _digest(message))
+            notes.write("mixed", self._world.member, *key, self._members[place], _digest(message))
         return found
 
     with (

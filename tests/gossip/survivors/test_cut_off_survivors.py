@@ -23,16 +23,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.xdist_group("cut_o
 
 TIMEOUT = timedelta(seconds=3)
 VICTIM = 1
+OUTAGE_S = 12  # longer than it takes to give up
 
 
 def train_until_one_is_lost(how: str) -> tuple[tuple[int, ...], torch.Tensor] | str:
     rank = torch.distributed.get_rank()
-    model = make_model(64, {"topology": "ring", "timeout": TIMEOUT})
-    for step in range(30):
-        if rank == VICTIM and step == 5:
+    waits = 60 if how == "cut off for a while" else None
+    model = make_model(64, {"topology": "ring", "timeout": TIMEOUT, "partition_timeout": waits})
+    num_steps = 30 if waits is None else None
+    while num_steps is None or model.step < num_steps:
+        if num_steps is None and 4 in model.members:  # the victim, under a new number
+            num_steps = model.step + 30
+        if rank == VICTIM and model.step == 5:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             subprocess.run(["ip", "link", "set", Lab.interface, "down"], check=True)
+            if waits is not None:
+                subprocess.Popen(["sh", "-c", f"sleep {OUTAGE_S}; ip link set {Lab.interface} up"])
         try:
             model(targets(rank, 64)).backward()
         except ExchangeError as error:
@@ -48,7 +55,7 @@ def found() -> dict[str, list[Any]]:
         pytest.skip(missing)
     with contextlib.ExitStack() as stack:
         worlds = {}
-        for how in ("killed", "cut off"):
+        for how in ("killed", "cut off", "cut off for a while"):
             hosts = stack.enter_context(contextlib.closing(Lab(4)))
             worlds[how] = stack.enter_context(
                 unsupervised.started(train_until_one_is_lost, how, world_size=4, hosts=hosts)
@@ -61,6 +68,12 @@ def test_the_others_go_on(found: dict[str, list[Any]], how: str) -> None:
     left = [found[how][rank] for rank in (0, 2, 3)]
     assert [members for members, _ in left] == [(0, 2, 3)] * 3
     assert all(torch.equal(values, left[0][1]) for _, values in left)
+
+
+def test_who_is_cut_off_for_a_while_comes_back(found: dict[str, list[Any]]) -> None:
+    results = found["cut off for a while"]
+    assert [members for members, _ in results] == [(0, 2, 3, 4)] * 4
+    assert all(torch.equal(values, results[0][1]) for _, values in results)
 
 
 def test_who_is_cut_off_trains_no_further_and_says_so(found: dict[str, list[Any]]) -> None:

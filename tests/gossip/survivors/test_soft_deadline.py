@@ -249,7 +249,7 @@ def test_a_rank_that_is_late_may_die() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"on_peer_loss": "raise"}, 'soft_deadline=0.1 is for on_peer_loss="continue"'),
+        ({"on_peer_loss": "raise"}, 'soft_deadline=0.1 is for on_peer_loss="continue"; with "raise" all ranks wait'),
         ({"soft_deadline": 0.0}, "soft_deadline must be a positive number of seconds, or timedelta, got 0.0"),
         ({"compression": "int8"}, "soft_deadline: what compression int8.* sends can be read in its own step only"),
         ({"algorithm": "gradient_tracking"}, "soft_deadline: algorithm .* makes more of a message than it mixes"),
