@@ -58,22 +58,20 @@ class GossipDataParallel(ModuleFace, Outermost):
         A name of :func:`topologies.available`, or a topology of as many ranks as there are. Doubly stochastic, unless
         the algorithm takes another.
     algorithm : str or Algorithm
-        "adapt_while_communicating" (the default; or "awc"), "adapt_then_combine" ("atc"), "exact_diffusion",
-        "gradient_tracking", "momentum_exchange", "push_sum", or one of the classes with its constants.
+        "adapt_while_communicating" (or "awc"), "adapt_then_combine" ("atc"), "integral_correction" and others, see
+        ``gossip.ALGORITHMS``, or one of the classes with its constants.
     compression : str or Compression, optional
         What goes on the wire in place of the parameters' values: "bf16", "fp16", "int8", "int4", "choco" (sparse
-        increments) and "powergossip" (low rank), both for static topologies, or an object with its constants. By
-        default the values themselves.
+        increments) and "powergossip" (low rank), both for static topologies, or an object with its constants.
     step_in_backward : bool
         False: ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, ``zero_grad()``,
-        clipping, ``GradScaler`` and all; gradients are kept as usual. ``step(closure)`` evaluates the closure first,
-        but where the optimizer's ``step()`` requires one (LBFGS) leaves it to the optimizer, at the mixed parameters.
+        clipping, ``GradScaler`` and all. ``step(closure)`` evaluates the closure first, or, where the optimizer's
+        ``step()`` requires one (LBFGS), leaves it to the optimizer, at the mixed parameters.
     clip_grad_norm : float, optional
         Gradients are scaled down to this Euclidean norm before the update; ``math.inf`` clips nothing.
     clip : str
-        "global": the norm of all gradients of this rank; updates then wait for the end of the backward pass, exchanges
-        still have the next iteration. "bucket": the norm of each bucket by itself, as soon as it is complete; what is
-        clipped then depends on ``bucket_cap_mb``.
+        "global": the norm of all gradients of this rank; updates then wait for the end of the backward pass. "bucket":
+        the norm of each bucket by itself, as soon as it is complete; it then depends on ``bucket_cap_mb``.
     scaler : torch.amp.GradScaler, optional
         The one that scales the loss. Updates wait for the end of the backward pass; a rank that overflows skips its
         update, but exchanges; the scale changes one step later, on all ranks alike. With ``step_in_backward`` there is
@@ -91,14 +89,13 @@ class GossipDataParallel(ModuleFace, Outermost):
         named, slowly: :class:`gossip.DebugTransport`. Or another name in ``gossip.TRANSPORTS``; or a function
         ``(world, topology) -> Transport``, such as a class that extends :class:`gossip.Transport`.
     process_group : ProcessGroup, optional
-        The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. ``rank`` and the
-        topology's ranks are those inside it. gloo gets communicators of our own; a group of another backend is used as
-        it is, so that nothing else may use it meanwhile.
+        The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. The topology's ranks
+        are those inside it. A group of a backend other than gloo is used as it is: nothing else may use it meanwhile.
     on_peer_loss : str
         "raise": a rank that is lost ends the training of all. "continue": the others go on, and ``rank`` and
         ``world_size`` are those among the ranks that are left, see docs/when_ranks_die.md.
     min_ranks : int, optional
-        With "continue": with fewer the training ends with an error; by default more than half of the ranks.
+        With "continue": with fewer the training ends; by default more than half of the ranks.
     fallback_topology : str
         With "continue": the family for a number of ranks that ``topology`` cannot serve.
     soft_deadline : timedelta or float, optional
