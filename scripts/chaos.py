@@ -2,22 +2,35 @@
 
     python scripts/chaos.py outputs/chaos
     python scripts/chaos.py outputs/an_hour --seconds 3600 --ranks 8 --compression int8
+    python scripts/chaos.py outputs/planned --seconds 10 --restarts 1 --faults kill:1@200 kill:4@400 kill:6@600
 
-Faults follow from the seed. The folder gets the notes of all ranks, ``report.md`` and ``report.json``. The exit status
+Faults follow from the seed, or are given by kind (kill, freeze, leave, cut, delay), number of the rank (those that come
+back have new ones) and step. The folder gets the notes of all ranks, ``report.md``, ``report.json`` and ``course.svg``.
+The exit status
 is 1 if a message was mixed that nobody had sent, or if nobody trained to the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
+from typing import cast, get_args
 
 from loguru import logger
 
 from gossip import COMPRESSIONS
 from gossip.lab.faults.chaos_run import in_words, run
 from gossip.lab.faults.chaos_worker import Chaos
+from gossip.lab.faults.fault import Kind
+
+
+def _planned(text: str) -> tuple[Kind, int, int]:
+    found = re.fullmatch(rf"({'|'.join(get_args(Kind))}):(\d+)@(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND:RANK@STEP, with a kind of {', '.join(get_args(Kind))}")
+    return cast("Kind", found[1]), int(found[2]), int(found[3])
 
 
 def main() -> int:
@@ -34,7 +47,10 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=5.0, help="of the model, in seconds (%(default)g)")
     parser.add_argument("--topology", default="one_peer_exponential")
     parser.add_argument("--compression", choices=COMPRESSIONS.available())
+    parser.add_argument("--restarts", type=int, default=10_000, help="of a worker that fails (%(default)d)")
+    parser.add_argument("--faults", type=_planned, nargs="+", default=(), dest="plan", metavar="KIND:RANK@STEP")
     arguments = vars(parser.parse_args())
+    arguments["plan"] = tuple(arguments["plan"])
     folder: Path = arguments.pop("folder")
     if folder.exists():
         parser.error(f"{folder} is there already; name a new folder")

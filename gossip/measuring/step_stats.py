@@ -44,6 +44,8 @@ class StepStats:
         Buckets that were not updated because their gradients were not finite.
     num_late : int
         Messages of earlier steps that were mixed in now, as ``soft_deadline`` had not let these wait for them.
+    epoch : int
+        Grows whenever the ranks that train change, with ``on_peer_loss="continue"``.
     """
 
     step: int
@@ -60,6 +62,7 @@ class StepStats:
     num_refused: int = 0
     num_skipped: int = 0
     num_late: int = 0
+    epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a record."""
@@ -94,7 +97,7 @@ class Meter:
     def __init__(self) -> None:
         self.forward_s = self.backward_s = self.update_s = 0.0
         self.exposed_wait_s = self.overlapped_s = 0.0
-        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = 0
+        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.epoch = 0
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
         self.gradient_norms: list[torch.Tensor | float] = []
@@ -132,4 +135,5 @@ class Meter:
             num_refused=self.num_refused,
             num_skipped=self.num_skipped,
             num_late=self.num_late,
+            epoch=self.epoch,
         )

@@ -67,6 +67,8 @@ class StepEngine(Liveness, ABC):
         Names of the parameters that got buckets since the model was wrapped, those of one step together.
     step : int
         Number of steps made; also the index of the next round.
+    epoch : int
+        The number of the epoch of those who train.
     synchronise : bool
         Whether a backward pass makes a step, or accumulates gradients only.
     is_averaged : bool
@@ -101,7 +103,7 @@ class StepEngine(Liveness, ABC):
         self._order = StepOrder(exchanges)
         self.updater = updater
         self.rank = rank
-        self.step = 0
+        self.step = self.epoch = 0
         self.synchronise = True
         self.is_averaged = False
         self.on_forward: Callable[[], None] | None = None
@@ -277,6 +279,7 @@ class StepEngine(Liveness, ABC):
 
     def _finish_step(self) -> None:
         progress = self._progress
+        progress.meter.epoch = self.epoch
         self._last_meter = progress.meter
         self.step += 1
         self._progress = StepProgress(self.buckets)

@@ -241,6 +241,7 @@ class EpochChange:
             )
         self._parts.engine.move(schedule, transport, plan.algorithm, epoch.members.index(self._world.member))
         before, self.epoch = self.epoch, epoch
+        self._parts.engine.epoch = epoch.number
         self._tell(before, plan.topology)
         self.on_change(plan.topology, plan.algorithm)
 

@@ -142,9 +142,10 @@ def _run_in_folder(
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
             if config["figures"]:
-                newest = max((max(change["members"]) for change in summary["changes_of_ranks"]), default=0)
+                changes = summary["changes_of_ranks"]
+                newest = max((max(change["members"]) for change in changes), default=0)
                 num_ranks = max(summary["world_size"], newest + 1)
-                run_folder.draw_figures(folder, num_ranks, topology=experiment.topology)
+                run_folder.draw_figures(folder, num_ranks, experiment.topology, changes)
             run_folder.write_summary(folder, summary)
     except BaseException as error:
         is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)

@@ -29,7 +29,7 @@ class LivingShards:
     Attributes
     ----------
     changes : list of dict
-        From which "step" on which "members" train, by their ranks at the beginning; the beginning is left out.
+        From which "step" on which "members" train, by their numbers, and who "before".
     """
 
     def __init__(self, experiment: Experiment, world: World) -> None:
@@ -55,9 +55,9 @@ class LivingShards:
             yield data.train_inputs[places], data.train_targets[places]
 
     def _deal(self, step: int) -> None:
-        settings, num_before = self._experiment.settings, len(self._members)
+        settings, before = self._experiment.settings, self._members
         self._members = self._world.members
-        self.changes.append({"step": step, "members": list(self._members)})
+        self.changes.append({"step": step, "before": list(before), "members": list(self._members)})
         if settings.on_loss == "redistribute":
             indices = self._experiment.divide(len(self._members), settings.seed + len(self.changes))
             self._dealt = Shards(indices, settings.batch_size, settings.seed + len(self.changes), repeats=True)
@@ -66,7 +66,7 @@ class LivingShards:
                 "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",
                 step,
                 len(self._members),
-                num_before,
+                len(before),
                 settings.on_loss,
                 "all samples are dealt again among them" if self._dealt is not None else self._left_out(),
             )

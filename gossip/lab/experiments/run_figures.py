@@ -19,30 +19,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Changes = Sequence[Mapping[str, Any]]
+"""From which "step" on which "members" train, and who "before"."""
 Records = Sequence[Sequence[Mapping[str, Any]]]
 """For each rank its records, as :func:`gossip.lab.experiments.records.read_jsonl` reads them."""
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
-_GREY = "#555555"
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+GREY = "#555555"
 _MAX_POINTS = 120
+_BEFORE_AND_AFTER = (("before", "members"), ("members", "before"))
 _WIDTH_INCHES = 7.2
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": _GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E6E6E6",
     "grid.linewidth": 0.8,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "lines.linewidth": 1.6,
@@ -63,7 +66,7 @@ class _Curve:
     window: int  # records of a rank that were averaged into one point
 
 
-def training_figure(records: Records, path: str | Path) -> Path:
+def training_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
     """Loss and accuracy over steps: lines are means over the ranks, bands reach from the lowest to the highest rank.
 
     With more than 120 recorded steps, each rank's curve is first averaged over windows of records; the figure says so.
@@ -75,6 +78,8 @@ def training_figure(records: Records, path: str | Path) -> Path:
         (not finite) on all ranks is a gap.
     path : str or Path
         Of the file to write; missing folders are made.
+    changes : sequence of mapping
+        Of the ranks that train, each marked where it was: ``changes_of_ranks`` of the summary.
 
     Returns
     -------
@@ -92,15 +97,15 @@ def training_figure(records: Records, path: str | Path) -> Path:
     if loss is None:
         raise ValueError(f"records hold no number under 'loss', so {path} would be empty; pass each rank's records")
     accuracies = (
-        (_curve(records, "accuracy"), _BLUE, "training batch", ""),
-        (_curve(records, "test_accuracy"), _ORANGE, "test, each replica", "o"),
-        (_curve(records, "averaged_test_accuracy"), _GREEN, "test, averaged model", "s"),
+        (_curve(records, "accuracy"), BLUE, "training batch", ""),
+        (_curve(records, "test_accuracy"), ORANGE, "test, each replica", "o"),
+        (_curve(records, "averaged_test_accuracy"), GREEN, "test, averaged model", "s"),
     )
     shown = [(curve, color, label, marker) for curve, color, label, marker in accuracies if curve is not None]
-    matplotlib = _import_matplotlib()
-    with matplotlib.rc_context(_STYLE):
+    matplotlib = import_matplotlib()
+    with matplotlib.rc_context(STYLE):
         figure, axes = _panels(2 if shown else 1)
-        _draw(axes[0], loss, _BLUE, "training batch")
+        _draw(axes[0], loss, BLUE, "training batch")
         _label(axes[0], "Training loss", _spread(records), loss.window)
         for curve, color, label, marker in shown:
             averaged = f" (windows of {curve.window})" if curve.window > 1 else ""
@@ -109,10 +114,12 @@ def training_figure(records: Records, path: str | Path) -> Path:
             _label(axes[1], "Accuracy", _spread(records))
             axes[1].yaxis.set_major_formatter("{x:.0%}")
             axes[1].legend(loc="lower right")
-        return _save(figure, path)
+        for panel in axes:
+            _mark(panel, changes)
+        return save(figure, path)
 
 
-def consensus_figure(records: Records, path: str | Path) -> Path:
+def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
     """The consensus distance over steps, on a logarithmic scale; a distance of 0 (equal replicas) is a gap there.
 
     Parameters
@@ -121,6 +128,8 @@ def consensus_figure(records: Records, path: str | Path) -> Path:
         Reads ``consensus_distance`` of the records that hold it; the ranks agree on it.
     path : str or Path
         Of the file to write; missing folders are made.
+    changes : sequence of mapping
+        As in :func:`training_figure`.
 
     Returns
     -------
@@ -140,17 +149,18 @@ def consensus_figure(records: Records, path: str | Path) -> Path:
             f"records hold no number under 'consensus_distance', so {path} would be empty; measure it at some steps of "
             "the run, or leave this figure out"
         )
-    matplotlib = _import_matplotlib()
-    with matplotlib.rc_context(_STYLE):
+    matplotlib = import_matplotlib()
+    with matplotlib.rc_context(STYLE):
         figure, (axes,) = _panels(1)
         if (curve.mean > 0).any():
             axes.set_yscale("log", nonpositive="mask")
             axes.grid(which="minor", axis="y", linewidth=0.5)
         marker = "o" if len(curve.steps) <= 40 else ""
-        _draw(axes, curve, _BLUE, "consensus distance", marker)
+        _draw(axes, curve, BLUE, "consensus distance", marker)
         _label(axes, "Consensus distance", _count(records), curve.window)
         axes.set_ylabel(r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$")
-        return _save(figure, path)
+        _mark(axes, changes)
+        return save(figure, path)
 
 
 def _curve(records: Records, key: str) -> _Curve | None:
@@ -201,9 +211,28 @@ def _draw(axes: Axes, curve: _Curve, color: str, label: str, marker: str = "") -
     axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
 
 
+def _mark(axes: Axes, changes: Changes) -> None:
+    """Where ranks were lost or left, and where some joined."""
+    for change in changes:
+        gone, joined = (sorted(set(change[one]) - set(change[other])) for one, other in _BEFORE_AND_AFTER)
+        axes.axvline(change["step"], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        words = {"without": gone, "with": joined}
+        axes.annotate(
+            "; ".join(f"{word} {', '.join(map(str, members))}" for word, members in words.items() if members),
+            (change["step"], 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, -2),
+            textcoords="offset points",
+            rotation=90,
+            va="top",
+            fontsize=7,
+            color=GREY,
+        )
+
+
 def _label(axes: Axes, title: str, note: str, window: int = 1) -> None:
     axes.set_title(title)
-    axes.set_title(note, loc="right", fontsize=8.5, fontweight="normal", color=_GREY)
+    axes.set_title(note, loc="right", fontsize=8.5, fontweight="normal", color=GREY)
     axes.set_xlabel("Step" if window == 1 else f"Step (means over windows of {window} records)")
     axes.locator_params(axis="x", integer=True)
     axes.margins(x=0.02)
@@ -217,7 +246,8 @@ def _spread(records: Records) -> str:
     return _count(records) if len(records) == 1 else f"mean and range of {_count(records)}"
 
 
-def _save(figure: Figure, path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure without a date; missing folders are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
@@ -225,7 +255,7 @@ def _save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def _import_matplotlib() -> Any:
+def import_matplotlib() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:

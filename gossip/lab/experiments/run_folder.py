@@ -210,16 +210,18 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
     return True
 
 
-def draw_figures(folder: Path, num_ranks: int, topology: Topology | None) -> None:
+def draw_figures(
+    folder: Path, num_ranks: int, topology: Topology | None, changes: Sequence[Mapping[str, Any]] = ()
+) -> None:
     """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG.
 
-    ``num_ranks`` counts those too that joined.
+    ``num_ranks`` counts those too that joined; ``changes`` are the summary's.
     """
     files = records.record_files(folder, num_ranks)
     by_rank = [records.read_jsonl(path) for path in files if path.exists()]  # who ended at once has written nothing
     for draw, name in ((run_figures.training_figure, "training.svg"), (run_figures.consensus_figure, "consensus.svg")):
         try:
-            draw(by_rank, folder / name)
+            draw(by_rank, folder / name, changes)
         except ValueError as error:  # a run that diverged has no numbers to draw, but has a result
             logger.warning("{} is left out: {}", name, error)
     if topology is not None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import gossip
+from gossip.lab.faults.chaos_figure import draw
 from gossip.lab.faults.chaos_worker import Chaos, train
 
-_RESTARTS = 10_000
 _PRELOAD = ("gossip.lab.faults.chaos_worker", "sklearn.datasets", "sklearn.model_selection")
 
 
@@ -46,12 +46,13 @@ def run(chaos: Chaos, folder: Path) -> dict[str, Any]:
         world_size=chaos.ranks,
         preload=_PRELOAD,
         on_peer_loss="continue",
-        restart=_RESTARTS,
+        restart=chaos.restarts,
     )
     ended = [result for result in results if result is not None]
     report = {"chaos": asdict(chaos), "took_s": time.time() - began_at, **examine(folder, ended)}
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(in_words(report), encoding="utf-8")
+    draw(_by_member(folder, "events"), _by_member(folder, "steps"), folder / "course.svg")
     return report
 
 
@@ -70,8 +71,8 @@ def examine(folder: Path, ended: list[dict[str, Any]]) -> dict[str, Any]:
     )
     gone_after_s = [found for fault in faults if (found := _gone_after(fault, changes)) is not None]
     torn = _torn(folder)
-    drift, num_steps_with_drift = _drift(folder, steps)
-    times = [took_s for lines in steps.values() for *_, took_s in lines]
+    drift, num_steps_with_drift = _drift(steps)
+    times = [took_s for lines in steps.values() for _, _, _, _, took_s, *_ in lines]
     members = {member for _, _, epoch in changes for member in epoch}
     return {
         "num_ended": len(ended),
@@ -158,15 +159,14 @@ def _torn(folder: Path) -> tuple[int, int]:
     return len(mixed), sum(message not in sent for message in mixed)
 
 
-def _drift(folder: Path, steps: dict[int, list[Any]]) -> tuple[float, int]:
+def _drift(steps: dict[int, list[Any]]) -> tuple[float, int]:
     """By how much a step changes the sum over ranks beside their updates, and in how many steps it could be told.
 
     Where everybody who trains in a step and the next two has told, and those are the same ranks.
     """
-    del folder
     by_step: dict[int, dict[int, tuple[tuple[int, ...], float, float]]] = defaultdict(dict)
     for member, lines in steps.items():
-        for step, members, total, change, _ in lines:
+        for step, members, total, change, *_ in lines:
             by_step[step][member] = tuple(members), total, change
     largest, num_compared = 0.0, 0
     for step, told in by_step.items():

@@ -24,7 +24,7 @@ from gossip import GossipDataParallel
 from gossip.communication.survivors.edge_transport import EdgeExchange
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate_together
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.fault import Fault, Kind
 from gossip.lab.faults.injection import injected
 
 _STEPS_BETWEEN_QUESTIONS = 100
@@ -53,6 +53,10 @@ class Chaos:
         Of the model.
     topology : str
     compression : str or None
+    restarts : int
+        Of a worker.
+    plan : tuple of (str, int, int)
+        Kind, rank and step of faults, in the place of random ones.
     """
 
     seconds: float
@@ -63,6 +67,23 @@ class Chaos:
     timeout_s: float = 5.0
     topology: str = "one_peer_exponential"
     compression: str | None = None
+    restarts: int = 10_000
+    plan: tuple[tuple[Kind, int, int], ...] = ()
+
+    def faults_of(self, member: int, first_step: int) -> list[Fault]:
+        """What is to happen to a rank, by its number."""
+        if self.plan:
+            duration_s = 1.5 * self.timeout_s
+            return [
+                Fault(kind, step=step, duration_s=duration_s if kind in ("freeze", "cut", "delay") else None)
+                for kind, struck, step in self.plan
+                if struck == member
+            ]
+        random = np.random.default_rng((self.seed, member))
+        faults = [random_fault(random, first_step, self)]
+        while len(faults) < _FAULTS_OF_A_LIFE:
+            faults.append(random_fault(random, faults[-1].step, self))
+        return faults
 
 
 _changes = [0.0]  # of the sum of all parameters, by updates
@@ -144,14 +165,11 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
 
     tell("begins", {"step": model.step, "pid": os.getpid()})
     member = model.world.member
-    random = np.random.default_rng((chaos.seed, member))
-    faults = [random_fault(random, model.step, chaos)]
-    while len(faults) < _FAULTS_OF_A_LIFE:
-        faults.append(random_fault(random, faults[-1].step, chaos))
+    random = np.random.default_rng((chaos.seed, member, 1))
 
     def may_happen(fault: Fault) -> bool:
         """Not where too few would be left, should another one be struck at the same time."""
-        happens = len(model.members) > chaos.min_ranks + 2
+        happens = bool(chaos.plan) or len(model.members) > chaos.min_ranks + 2
         tell("fault" if happens else "no fault", asdict(fault))
         return happens
 
@@ -159,7 +177,7 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
     inputs, targets = data.train_inputs.double(), data.train_targets
     with contextlib.ExitStack() as stack:
         stack.enter_context(_messages_noted(notes))
-        stack.enter_context(injected(faults, may_happen))
+        stack.enter_context(injected(chaos.faults_of(member, model.step), may_happen))
         while True:
             if model.world.member != member:
                 tell("comes back", {"from": member})
@@ -170,10 +188,12 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
             total, change = _sum(module), _changes[0]
             started_at = time.perf_counter()
             chosen = torch.from_numpy(random.integers(0, len(inputs), _BATCH_SIZE))
-            nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
+            loss = nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen])
+            loss.backward()
             took_s = time.perf_counter() - started_at
             if model.world.member == member:  # its values are others' now, if it has come back
-                notes.write("steps", member, model.step - 1, members, total, _changes[0] - change, took_s)
+                update = _changes[0] - change
+                notes.write("steps", member, model.step - 1, members, total, update, took_s, time.time(), loss.item())
             if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and _is_over(model, began_at + chaos.seconds):
                 break
         model.global_avg()

@@ -84,6 +84,19 @@ def test_training_figure_null_is_a_gap(tmp_path: Path, drawn: list[Figure]) -> N
     np.testing.assert_allclose(line_of(drawn[0].axes[0], "training batch"), [[0, 2], [1, 5], [2, np.nan], [3, 2]])
 
 
+@pytest.mark.parametrize("draw", [training_figure, consensus_figure])
+def test_changes_of_ranks_are_marked(tmp_path: Path, drawn: list[Figure], draw: Any) -> None:
+    changes = [
+        {"step": 7, "before": [0, 1, 2], "members": [0, 2]},
+        {"step": 20, "before": [0, 2], "members": [2, 3, 4]},
+    ]
+    draw(make_records(), tmp_path / "figure.svg", changes)
+    for axes in drawn[0].axes:
+        assert [text.get_text() for text in axes.texts] == ["without 1", "without 0; with 3, 4"]
+        marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+        assert marks == [7, 20]
+
+
 def test_consensus_figure_is_logarithmic(tmp_path: Path, drawn: list[Figure]) -> None:
     consensus_figure(make_records(), tmp_path / "consensus.svg")
     (axes,) = drawn[0].axes
