@@ -56,43 +56,34 @@ class Row(NamedTuple):
     nbytes: int
 
 
-class Arena:
-    """All buffers of one process: a file without a name, which lives as long as any process holds it.
+class SharedFile:
+    """Memory of one process that others map too: a file without a name, which lives as long as any process holds it.
 
-    Whoever knows of it holds it from the beginning: what a process has published is there after its end too. At its
-    start are a secret and rows, which are added and never changed; then come the buffers. What has not been written
-    takes no memory.
+    At its start is a secret. What has not been written takes no memory.
 
     Parameters
     ----------
     fd : int
         Of the file; closed with this.
-    world_size : int
     """
 
-    def __init__(self, fd: int, world_size: int) -> None:
+    def __init__(self, fd: int) -> None:
         self._pid, self._fd = os.getpid(), fd
-        self._world_size = world_size
-        rows_bytes = _MAX_ROWS * 8 * len(Row._fields)
-        self._end = _whole_pages(_SECRET_BYTES + rows_bytes)
-        if os.fstat(fd).st_size < self._end:
-            os.ftruncate(fd, self._end)
-        self._numbers = memoryview(mmap.mmap(fd, self._end))[_SECRET_BYTES:][:rows_bytes].cast("q")
-        self._num_rows = 0
+        self._end = _whole_pages(_SECRET_BYTES)
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:  # in a forked child the number may stand for something else by now
             os.close(self._fd)
 
     @classmethod
-    def make(cls, world_size: int) -> tuple[Arena, Address]:
+    def make(cls) -> tuple[SharedFile, Address]:
         """That of this process."""
         fd, secret = os.memfd_create("gossip"), secrets.token_hex(_SECRET_BYTES // 2)
         os.write(fd, secret.encode())
-        return cls(fd, world_size), Address(os.getpid(), fd, secret)
+        return cls(fd), Address(os.getpid(), fd, secret)
 
     @classmethod
-    def at(cls, address: Address, world_size: int) -> Arena | None:
+    def at(cls, address: Address) -> SharedFile | None:
         """That of another process, if this one can read and write it."""
         try:
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
@@ -103,7 +94,51 @@ class Arena:
             if os.read(fd, _SECRET_BYTES) != address.secret.encode():
                 return None
             stack.pop_all()
-        return cls(fd, world_size)
+        return cls(fd)
+
+    def grow(self, nbytes: int) -> int:
+        """Add so much memory, at least, and return where it begins: a whole number of pages. By the owner."""
+        start = self._end
+        self._end += _whole_pages(nbytes)
+        if os.fstat(self._fd).st_size < self._end:
+            os.ftruncate(self._fd, self._end)
+        return start
+
+    def map(self, start: int, nbytes: int) -> memoryview:
+        """A part of it, from a page's beginning on."""
+        return memoryview(mmap.mmap(self._fd, nbytes, offset=start))
+
+
+class Arena:
+    """All buffers of one process.
+
+    Whoever knows of it holds it from the beginning: what a process has published is there after its end too. First come
+    rows, which are added and never changed; then the buffers.
+
+    Parameters
+    ----------
+    file : SharedFile
+    world_size : int
+    """
+
+    def __init__(self, file: SharedFile, world_size: int) -> None:
+        self._file = file
+        self._world_size = world_size
+        rows_bytes = _MAX_ROWS * 8 * len(Row._fields)
+        self._numbers = file.map(file.grow(rows_bytes), rows_bytes).cast("q")
+        self._num_rows = 0
+
+    @classmethod
+    def make(cls, world_size: int) -> tuple[Arena, Address]:
+        """That of this process."""
+        file, address = SharedFile.make()
+        return cls(file, world_size), address
+
+    @classmethod
+    def at(cls, address: Address, world_size: int) -> Arena | None:
+        """That of another process, if this one can read and write it."""
+        file = SharedFile.at(address)
+        return None if file is None else cls(file, world_size)
 
     def add(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
         """Make buffers for messages of ``nbytes``: by the owner.
@@ -118,9 +153,7 @@ class Arena:
                 f"messages of {_MAX_ROWS} different sizes went to ranks on this machine, which is as many as fit; a "
                 "codec whose messages change their size in every step is to send them filled up to a few sizes"
             )
-        row = Row(bucket + 1, self._end, nbytes)
-        self._end += _whole_pages(BUFFERS_PER_ROW * self._stride(nbytes))
-        os.ftruncate(self._fd, self._end)
+        row = Row(bucket + 1, self._file.grow(BUFFERS_PER_ROW * self._stride(nbytes)), nbytes)
         buffers = self._buffers(row)
         start = self._num_rows * len(row)
         for number in reversed(range(len(row))):  # a row is there once its first number is
@@ -141,7 +174,7 @@ class Arena:
     def _buffers(self, row: Row) -> Sequence[Buffer]:
         stride = self._stride(row.nbytes)
         # One mapping for all: each takes a descriptor.
-        memory = memoryview(mmap.mmap(self._fd, BUFFERS_PER_ROW * stride, offset=row.start))
+        memory = self._file.map(row.start, BUFFERS_PER_ROW * stride)
         starts = range(0, BUFFERS_PER_ROW * stride, stride)
         return [Buffer(memory[start : start + stride], self._world_size, row.nbytes) for start in starts]
 

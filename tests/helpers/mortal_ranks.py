@@ -95,15 +95,23 @@ class Pair(nn.Module):
 def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Fault], options: Mapping[str, Any]) -> Course:
     """Every rank's loss is half its squared distance from its own target.
 
-    Whose messages rank r does not mix in is in ``folder/r``, for :func:`read_dropped`.
+    With ``shares_memory=False`` among the options all messages go over sockets. Whose messages rank r does not mix in
+    is in ``folder/r``, for :func:`read_dropped`.
     """
+    from gossip.communication.survivors import living_world
     from gossip.lab.faults.injection import injected  # it loads what a test shows not to be loaded otherwise
 
     rank = torch.distributed.get_rank()
     target = targets(rank, numel)
     values: list[torch.Tensor] = []
     longest_s = 0.0
-    with injected([deaths[rank]] if rank in deaths else []), recorded(Path(folder) / str(rank)):
+    options = dict(options)
+    shares_memory = options.pop("shares_memory", True)
+    with (
+        mock.patch.object(living_world, "can_share", return_value=shares_memory),
+        injected([deaths[rank]] if rank in deaths else []),
+        recorded(Path(folder) / str(rank)),
+    ):
         model = make_model(numel, options)
         epochs: list[tuple[int, tuple[int, ...]]] = []
 

@@ -107,7 +107,7 @@ class Agreement:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         mesh.on_lost = self._on_lost
-        mesh.on_alarm = self._on_alarm
+        mesh.handlers[Kind.ALARM] = lambda _member, frame: self._on_alarm(frame.key.first)
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
             self._follow()

@@ -16,9 +16,12 @@ from gossip.communication import daemon_threads
 from gossip.communication.survivors.late_messages import LateMessages
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.peer_connection import Key, Kind, Outgoing
+from gossip.communication.survivors.shared_payloads import SharedPayloads
 from gossip.communication.transport import LateDifference, Transport
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from topologies import Round, Topology
+
+_MIN_SHARED_BYTES = 2**16  # below, a frame is as fast
 
 
 class EdgeTransport(Transport):
@@ -63,10 +66,23 @@ class EdgeTransport(Transport):
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EdgeExchange:
         patience = None if self._soft_deadline_s is None else Patience(self._soft_deadline_s, self._late)
         sources = round_.neighbours(self._place)
-        exchange = EdgeExchange(self._world, self._members, conversation, sources, step, bucket, patience)
+        exchange = EdgeExchange(
+            self._world, self._members, conversation, sources, step, bucket, patience=patience, shared=self._shared
+        )
         if self._finisher is not None:
             self._finisher.submit(exchange)
         return exchange
+
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        shared = self._shared
+        if shared is None or not message.is_cpu or message.nbytes < _MIN_SHARED_BYTES:
+            return message
+        return shared.take((bucket, "alike"), message, f"step {step}, bucket {bucket}")
+
+    @property
+    def _shared(self) -> SharedPayloads | None:
+        """Not where a step waits for nobody for long: it must not wait until others have read, either."""
+        return self._world.shared if self._soft_deadline_s is None else None
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         return self._late.arrived(bucket, waits=waits)
@@ -98,18 +114,21 @@ class EdgeExchange:
         sources: Mapping[int, float],
         step: int,
         bucket: int,
-        patience: Patience | None = None,
+        *,
+        patience: Patience | None,
+        shared: SharedPayloads | None,
     ) -> None:
         self.bytes_by_peer: dict[int, int] = {}
         self.arrived_at: dict[int, float] = {}
         self.dropped: set[int] = set()
         self.delayed: set[int] = set()
-        self._patience = patience
+        self._patience, self._shared = patience, shared
         self._world = world
         self._members = members
         self._conversation = conversation
         self._sources = sources
         self._step, self._bucket = step, bucket
+        self._where = f"step {step}, bucket {bucket}"
         self._num_turns = 0
         self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []
@@ -167,9 +186,16 @@ class EdgeExchange:
         return Key(Kind.MESSAGE, self._step, self._bucket, self._num_turns)
 
     def _send(self, turn: Turn) -> None:
+        copies: dict[int, torch.Tensor] = {}
         for place, message in turn.sent.items():
-            member = self._members[place]
-            self._outgoing.append((member, self._world.mesh.send(member, self._key(), message.detach().cpu())))
+            member, shared = self._members[place], self._shared
+            if shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.can_read(member):
+                if not shared.holds(message) and id(message) not in copies:
+                    purpose = self._bucket, self._num_turns, len(copies)
+                    copies[id(message)] = shared.take(purpose, message, self._where).copy_(message)
+                shared.send(member, self._key(), copies.get(id(message), message))
+            else:
+                self._outgoing.append((member, self._world.mesh.send(member, self._key(), message.detach().cpu())))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
 
     def _receive(self, turn: Turn, sources: Sequence[int], ends_at: float | None = None) -> Messages:
@@ -193,10 +219,8 @@ class EdgeExchange:
                     del missing[member]
             return not missing
 
-        where = f"step {self._step}, bucket {self._bucket}"
-        self._world.wait_until(look, partial(list, missing), where, looks_again_at=ends_at)
-        self._payloads += found.values()
-        return {place: self._as_expected(payload, turn, place) for place, payload in found.items()}
+        self._world.wait_until(look, partial(list, missing), self._where, looks_again_at=ends_at)
+        return {place: self._kept(payload, turn, place) for place, payload in found.items()}
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Whether a message is mixed in later, when it comes."""
@@ -209,6 +233,17 @@ class EdgeExchange:
         self.dropped.add(place)
         self.delayed.add(place)
         return True
+
+    def _kept(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
+        """A message where it came, if that is this rank's own memory or it is only read; else a copy."""
+        message, shared = self._as_expected(payload, turn, place), self._shared
+        reads_only = shared is None or any(map(shared.holds, turn.sent.values()))  # the codec's are plain values
+        if not reads_only and shared is not None and shared.is_lent(payload):
+            message = turn.receive_buffers[place].copy_(message)
+            self._world.mesh.give_back([payload])
+        else:
+            self._payloads.append(payload)
+        return message
 
     def _as_expected(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
         like = next(iter(turn.sent.values()), None)
@@ -231,8 +266,7 @@ class EdgeExchange:
         def unsent() -> list[int]:
             return [member for member, frame in self._outgoing if not frame.has_ended]
 
-        where = f"step {self._step}, bucket {self._bucket}: sending"
-        self._world.wait_until(lambda: not unsent(), unsent, where)
+        self._world.wait_until(lambda: not unsent(), unsent, f"{self._where}: sending")
         self._outgoing = []
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 
 _MOST_WORDS = 1024  # of a member; ranks that exchange are never so many steps apart
 _STEPS = 2**40
@@ -31,7 +31,7 @@ class FlagBoard:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._words: dict[int, OrderedDict[tuple[int, Position], bool]] = {}
-        mesh.on_word = self._note
+        mesh.handlers[Kind.WORD] = self._note
 
     def tell(self, members: Iterable[int], question: int, position: Position, yes: bool) -> None:
         """Say yes or no to other members. Waits for nothing."""
@@ -56,11 +56,15 @@ class FlagBoard:
             for member, question, (num_loaded, step, num_ended) in yeses:
                 self._put(member, question, (num_loaded, step, num_ended), True)
 
-    def _note(self, member: int, key: Key) -> None:
-        """In the mesh's thread, with ``changed`` held."""
-        num_loaded, step = divmod(key.second, _STEPS)
-        num_ended, yes = divmod(key.third, 2)
-        self._put(member, key.first, (num_loaded, step, num_ended), bool(yes))
+    def _note(self, member: int, frame: Frame) -> None:
+        """In the mesh's thread."""
+        _, question, second, third = frame.key
+        num_loaded, step = divmod(second, _STEPS)
+        num_ended, yes = divmod(third, 2)
+        with self._mesh.changed:
+            if member not in self._mesh.lost:
+                self._put(member, question, (num_loaded, step, num_ended), bool(yes))
+                self._mesh.changed.notify_all()
 
     def _put(self, member: int, question: int, position: Position, yes: bool) -> None:
         words = self._words.setdefault(member, OrderedDict())

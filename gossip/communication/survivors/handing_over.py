@@ -34,7 +34,7 @@ class StateGiver:
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
         self._taken: dict[int, torch.Tensor] = {}  # by newcomer, the values of a state
-        mesh.on_ask = self._on_ask
+        mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key.first)
 
     @property
     def is_asked(self) -> bool:

@@ -25,6 +25,7 @@ from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.patient_waits import PatientWaits
 from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.survivors.shared_payloads import SharedPayloads, can_share
 from gossip.communication.survivors.store_host import is_kept_here
 from gossip.communication.world import World
 from gossip.errors import EpochEndedError, ExchangeError
@@ -58,6 +59,8 @@ class LivingWorld(PatientWaits, World):
     mesh : Mesh
     giver : StateGiver
         Gives this rank's state to those who join.
+    shared : SharedPayloads or None
+        Carries messages to ranks on this machine.
     agreement : Agreement
     is_joint : bool
         Whether something is being done together.
@@ -69,6 +72,7 @@ class LivingWorld(PatientWaits, World):
 
     mesh: Mesh
     giver: StateGiver
+    shared: SharedPayloads | None
     agreement: Agreement
 
     def __init__(
@@ -128,8 +132,9 @@ class LivingWorld(PatientWaits, World):
     def _listen(self) -> None:
         host = own_address(self._keys)[1] or "127.0.0.1"
         self.mesh = Mesh(self.member, self._token, host, self.timeout)
-        self._keys.set(f"address{self.member}", json.dumps(self.mesh.address))
         self.giver = StateGiver(self.mesh)
+        self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
+        self._keys.set(f"address{self.member}", json.dumps(self.mesh.address))
 
     def agree(self) -> None:
         """Begin to agree with the others on who trains. Local."""

@@ -30,6 +30,9 @@ _BEAT_S = 0.5
 Lost = Callable[[int, str], None]
 """Told of a member whose connection is lost, and how; in the thread that serves the connections."""
 
+Handler = Callable[[int, Frame], None]
+"""Told of a member's frame; in the same thread. Frames of kinds without one are kept until they are taken."""
+
 
 class Mesh:
     """A connection to every other member, over which frames come and go; members may come and go too.
@@ -63,6 +66,11 @@ class Mesh:
         Notified of every frame, of what has been sent and of losses; holds what is read here.
     beat_s : float
         So often every member hears something of this one, whatever it computes.
+    handlers : dict of Kind to callable
+        What becomes of frames that nobody takes.
+    on_lost, on_met, on_given_back : callable
+        Told of members that are lost and connected, in the thread that serves the connections; and of memory that is
+        given back, which they may take care of.
     waiting : dict of int to (float, frozenset of int)
         When a member said last that it waits (``time.monotonic()``), and for whom.
     """
@@ -76,12 +84,12 @@ class Mesh:
         self.ended: set[int] = set()
         self.waiting: dict[int, tuple[float, frozenset[int]]] = {}
         self.on_lost: Lost = lambda _member, _reason: None
-        self.on_alarm: Callable[[int], None] = lambda _number: None
-        self.on_ask: Callable[[int, int], None] = lambda _member, _piece: None
-        self.on_word: Callable[[int, Key], None] = lambda _member, _key: None
+        self.on_met: Callable[[int], None] = lambda _member: None
+        self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
+        self.handlers: dict[Kind, Handler] = {}
         self._token = token
         self._connections: dict[int, PeerConnection] = {}
-        self._inbox: dict[tuple[int, Key], torch.Tensor] = {}
+        self._inbox: dict[tuple[int, Key], tuple[torch.Tensor, int]] = {}
         self._backlog: collections.Counter[int] = collections.Counter()
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
         self._to_add: collections.deque[PeerConnection] = collections.deque()
@@ -198,18 +206,27 @@ class Mesh:
 
     def take(self, member: int, key: Key) -> torch.Tensor | None:
         """A frame's payload, if it is there, which is the caller's until :meth:`give_back`; with ``changed`` held."""
-        payload = self._inbox.pop((member, key), None)
-        if payload is not None:
+        payload, num_bytes = self._inbox.pop((member, key), (None, 0))
+        if num_bytes:
             was_paused = self._backlog[member] > _MOST_BACKLOG_BYTES
-            self._backlog[member] -= payload.nbytes
+            self._backlog[member] -= num_bytes
             if was_paused and self._backlog[member] <= _MOST_BACKLOG_BYTES:
                 self._ring()
         return payload
+
+    def put(self, member: int, key: Key, payload: torch.Tensor, num_bytes: int) -> None:
+        """Let it be taken, as if it had come in a frame; ``num_bytes`` of this process's memory are in it."""
+        with self.changed:
+            self._inbox[member, key] = payload, num_bytes
+            self._backlog[member] += num_bytes
+            self.changed.notify_all()
 
     def give_back(self, payloads: Iterable[torch.Tensor]) -> None:
         """Memory of payloads that are needed no more, for others of their sizes."""
         with self.changed:
             for payload in payloads:
+                if self.on_given_back(payload):
+                    continue
                 if payload.nbytes and len(self._buffers[payload.nbytes]) < _KEPT_BUFFERS:
                     self._buffers[payload.nbytes].append(payload)
 
@@ -326,26 +343,16 @@ class Mesh:
                 raise ConnectionError("a stranger called")
             connection.member = frame.key.first
             self._know(connection)
-        elif kind == Kind.ALARM:
-            self.on_alarm(frame.key.first)
-        elif kind == Kind.BEAT:
-            pass  # that it came is all
-        elif kind == Kind.ASK:
-            self.on_ask(member, frame.key.first)
-        else:
+        elif kind in self.handlers:
+            self.handlers[kind](member, frame)
+        elif kind == Kind.GOODBYE:
             with self.changed:
-                if kind == Kind.GOODBYE:
-                    self.left.add(member)
-                elif kind == Kind.WAITING:
-                    ranks = frozenset(frame.payload.view(torch.int64).tolist())
-                    self.waiting[member] = time.monotonic(), ranks
-                elif kind == Kind.WORD:
-                    if member not in self.lost:
-                        self.on_word(member, frame.key)
-                else:
-                    self._inbox[member, frame.key] = frame.payload
-                    self._backlog[member] += frame.payload.nbytes
+                self.left.add(member)
                 self.changed.notify_all()
+        elif kind == Kind.WAITING:
+            self.waiting[member] = time.monotonic(), frozenset(frame.payload.view(torch.int64).tolist())
+        elif kind != Kind.BEAT:  # that one came is all
+            self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 
     def _know(self, connection: PeerConnection) -> None:
         assert connection.member is not None
@@ -354,6 +361,7 @@ class Mesh:
                 raise ConnectionError("it is lost, or connected already")
             self._connections[connection.member] = connection
             self.changed.notify_all()
+        self.on_met(connection.member)
 
     def _answer(self) -> None:
         with contextlib.suppress(OSError):

@@ -38,6 +38,10 @@ class Kind(IntEnum):
     STATE = 8
     WORD = 9
     BEAT = 10
+    MEMORY = 11
+    READER = 12
+    LENT = 13
+    READ = 14
 
 
 class Key(NamedTuple):

@@ -39,7 +39,7 @@ class Fault:
         when it has been.
     step, bucket : int
     num_bytes : int or None
-        That have been sent of the message's frame; None: before the messages are handed over.
+        That have been sent of the message's frame, but not all of it; None: before the messages are handed over.
     duration_s : float or None
     peers : tuple of int
         Members; none: all of them.

@@ -30,6 +30,7 @@ from gossip.communication.survivors.peer_connection import Kind, Outgoing
 from gossip.lab.faults.fault import Fault
 
 _SENDING_PATIENCE = timedelta(seconds=20)
+_MESSAGES = (Kind.MESSAGE, Kind.LENT)
 _THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(int(sys.argv[2]), signal.SIGCONT)"
 
 
@@ -99,7 +100,7 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
         return not fault.peers or member in fault.peers
 
     def send_and_begin(self: Mesh, member: int, key: Any, payload: torch.Tensor | None = None) -> Outgoing:
-        if not began and key.kind == Kind.MESSAGE and key.first >= fault.step:
+        if not began and key.kind in _MESSAGES and key.first >= fault.step:
             began.append(time.monotonic() if happen() else float("-inf"))
         return send(self, member, key, payload)
 
@@ -129,12 +130,13 @@ def _sending(start: Any, fault: Fault, happen: Callable[[], None]) -> Any:
 
 def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def send_and_happen(self: Any, connection: socket.socket) -> bool:
-        if self.key.kind == Kind.MESSAGE and self.key[1:3] >= (fault.step, fault.bucket):
+        if self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket):
             connection.settimeout(_SENDING_PATIENCE.total_seconds())
             content = b"".join(self._left)
-            connection.sendall(content[: fault.num_bytes])
+            num_bytes = min(fault.num_bytes or 0, len(content) - 1)
+            connection.sendall(content[:num_bytes])
             happen()
-            self._left = [memoryview(content[fault.num_bytes :])]  # it goes on, if it was not the end
+            self._left = [memoryview(content[num_bytes:])]  # it goes on, if it was not the end
             connection.setblocking(False)
         sent: bool = send(self, connection)
         return sent

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from gossip import ExchangeError
 from gossip.communication.survivors.agreement import Agreement, Epoch
+from gossip.communication.survivors.peer_connection import Frame, Kind
 
 TIMEOUT = timedelta(seconds=5)
 SIZE = 5
@@ -30,7 +32,7 @@ class Wires:
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.on_lost: Callable[[int, str], None] = lambda *_: None
-        self.on_alarm: Callable[[int], None] = lambda _: None
+        self.handlers: dict[Kind, Callable[[int, Frame], None]] = {}
         self._all = all_wires
 
     def has_met(self, _: int) -> bool:
@@ -38,7 +40,7 @@ class Wires:
 
     def send(self, member: int, key: Any, _: Any = None) -> None:
         if member not in self.lost:
-            self._all[member].on_alarm(key.first)
+            self._all[member].handlers[key.kind](self.member, Frame(key, torch.empty(0)))
 
     def cut(self, member: int, reason: str) -> None:
         if member not in self.lost:

@@ -207,11 +207,38 @@ def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
     )
 
 
+@pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_ranks_end_anywhere(seed: int) -> None:
+def test_ranks_end_anywhere(seed: int, shares_memory: bool) -> None:
     world_size, topology, deaths = random_deaths(seed)
-    outcome = run(deaths, world_size, numel=2**16, num_steps=16, topology=topology, min_ranks=2)
+    options = {"topology": topology, "min_ranks": 2, "shares_memory": shares_memory}
+    outcome = run(deaths, world_size, numel=2**16, num_steps=16, **options)
     assert_follow_the_recursion(outcome, topology, 16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topology": "ring"},
+        {"topology": "one_peer_exponential", "algorithm": "adapt_then_combine"},
+        {"topology": "ring", "compression": "bf16"},
+        {"topology": "ring", "compression": "int8"},
+        {"topology": "one_peer_exponential", "compression": "int4"},
+        {"topology": "ring", "compression": "choco"},
+        {"topology": "ring", "compression": "powergossip"},
+        {"topology": "ring", "algorithm": "gradient_tracking"},
+        {"topology": "one_peer_exponential", "algorithm": "push_sum"},
+        {"topology": "ring", "step_in_backward": False},
+    ],
+    ids=str,
+)
+def test_what_lies_in_shared_memory_is_what_comes_over_sockets(options: dict[str, Any]) -> None:
+    numel = 2**17  # also in 4 bits enough to be shared
+    shared, sent = (
+        run({}, 4, numel, 6, shares_memory=shares_memory, **options).left for shares_memory in (True, False)
+    )
+    for one, other in zip(shared, sent, strict=True):
+        assert all(torch.equal(*values) for values in zip(one.values, other.values, strict=True))
 
 
 def train_until_too_few_are_left(folder: str, deaths: dict[int, Fault]) -> str:

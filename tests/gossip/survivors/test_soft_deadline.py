@@ -192,7 +192,7 @@ def mean_and_updates(faults: dict[int, Fault], options: dict[str, Any]) -> tuple
         model = make_model(NUMEL, chosen)
         for index, parameter in enumerate(model.parameters()):
             parameter.register_hook(functools.partial(note, index))
-        for _ in range(12):
+        for _ in range(24):
             model(targets(rank, NUMEL)).backward()
             total -= RATE * torch.stack([gradients[0], gradients[1]])
             if not chosen.get("step_in_backward", True):
