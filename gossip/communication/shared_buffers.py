@@ -157,7 +157,7 @@ class Arena:
         buffers = self._buffers(row)
         start = self._num_rows * len(row)
         for number in reversed(range(len(row))):  # a row is there once its first number is
-            _keep_order()
+            keep_order()
             self._numbers[start + number] = row[number]
         self._num_rows += 1
         return buffers
@@ -165,7 +165,7 @@ class Arena:
     def new_buffers(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
         """Buckets, and buffers for them that were added since the last call: by a reader."""
         while self._num_rows < _MAX_ROWS and self._numbers[start := self._num_rows * len(Row._fields)]:
-            _keep_order()
+            keep_order()
             row = Row(*self._numbers[start : start + len(Row._fields)])
             buffers = self._buffers(row)
             self._num_rows += 1
@@ -213,19 +213,19 @@ class Buffer:
     def publish(self, numbers: Mapping[int, int]) -> None:
         """Let ranks read it, as their messages of these numbers: by the owner."""
         self._time[0] = time.perf_counter_ns()
-        _keep_order()
+        keep_order()
         for rank, number in numbers.items():
             self._given[rank] = number
 
     def holds(self, number: int, rank: int) -> bool:
         """Whether it is the message of this number to that rank."""
         is_it = self._given[rank] == number
-        _keep_order()
+        keep_order()
         return is_it
 
     def done(self, rank: int) -> None:
         """That rank has read it."""
-        _keep_order()
+        keep_order()
         self._read[rank] = self._given[rank]
 
     def is_read_by(self, rank: int) -> bool:
@@ -240,7 +240,7 @@ class Buffer:
         return [rank for rank in range(len(self._given)) if not self.is_read_by(rank)]
 
 
-def _keep_order() -> None:
+def keep_order() -> None:
     """What was written before is seen before what is written after, and likewise what is read.
 
     Some processors (ARM) change the order, but not across a lock that is given back and taken.

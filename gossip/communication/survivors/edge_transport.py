@@ -188,12 +188,15 @@ class EdgeExchange:
     def _send(self, turn: Turn) -> None:
         copies: dict[int, torch.Tensor] = {}
         for place, message in turn.sent.items():
-            member, shared = self._members[place], self._shared
-            if shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.can_read(member):
-                if not shared.holds(message) and id(message) not in copies:
+            member, shared, lying = self._members[place], self._shared, message
+            is_near = shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.reaches(member)
+            if shared is not None and is_near and not shared.holds(message):
+                if id(message) not in copies:
                     purpose = self._bucket, self._num_turns, len(copies)
                     copies[id(message)] = shared.take(purpose, message, self._where).copy_(message)
-                shared.send(member, self._key(), copies.get(id(message), message))
+                lying = copies[id(message)]
+            if shared is not None and shared.can_send(member, lying):
+                shared.send(member, self._key(), lying)
             else:
                 self._outgoing.append((member, self._world.mesh.send(member, self._key(), message.detach().cpu())))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes

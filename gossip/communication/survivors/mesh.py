@@ -195,9 +195,8 @@ class Mesh:
             connection = self._connections.get(member)
             if connection is None:
                 frame.end()
-            else:
-                connection.outgoing.append(frame)
-        self._ring()
+            elif connection.enqueue(frame):
+                self._ring()
         return frame
 
     def has(self, member: int, key: Key) -> bool:

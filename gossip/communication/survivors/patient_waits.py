@@ -52,12 +52,15 @@ class PatientWaits:
         look: Callable[[], bool],
         awaited: Callable[[], Sequence[int]],
         where: str,
+        *,
         looks_again_at: float | None = None,
+        looks_every_s: float | None = None,
     ) -> None:
         """Wait until ``look()``, which is called with what the mesh has locked. Ctrl-C gets through.
 
-        It is called whenever the mesh has something new, and at ``looks_again_at`` (``time.monotonic()``). A member
-        that is waited for longer than the time-out, and does not wait for anybody himself, is given up.
+        It is called whenever the mesh has something new, at ``looks_again_at`` (``time.monotonic()``), and every
+        ``looks_every_s``. A member that is waited for longer than the time-out, and does not wait for anybody himself,
+        is given up.
 
         Raises
         ------
@@ -74,7 +77,7 @@ class PatientWaits:
                 if left:
                     self.agreement.miss(left)
                 ahead_s = 0.0 if looks_again_at is None else looks_again_at - time.monotonic()
-                self.mesh.changed.wait(min(beat_s, ahead_s) if ahead_s > 0 else beat_s)
+                self.mesh.changed.wait(min(looks_every_s or beat_s, ahead_s if ahead_s > 0 else beat_s))
                 now = time.monotonic()
                 if now - told_at >= beat_s:
                     self._tell(missing)

@@ -22,6 +22,7 @@ _MOST_HELLO_BYTES = 64
 _MOST_READS = 16  # from one connection before the others are looked at
 _TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; older versions of Python do not know it
 _MOST_UNSENT_BYTES = 2**17  # in the kernel, of a connection: what else has to go elsewhere does not wait behind more
+_MOST_BYTES_AT_ONCE = 2**10  # in the thread that wants them sent: it need not wake another one
 _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
@@ -41,7 +42,6 @@ class Kind(IntEnum):
     MEMORY = 11
     READER = 12
     LENT = 13
-    READ = 14
 
 
 class Key(NamedTuple):
@@ -122,7 +122,7 @@ class ConnectionLost(OSError):
 
 
 class PeerConnection:
-    """Frames over one TCP connection. Used by one thread, but for :attr:`outgoing`, which others append to.
+    """Frames over one TCP connection. Used by one thread, but for :meth:`enqueue`.
 
     Parameters
     ----------
@@ -162,12 +162,25 @@ class PeerConnection:
         self.watched = 0
         self.sent_at = 0.0
         self.heard_at = time.monotonic()
+        self._sending = threading.Lock()
         self._make_buffer = make_buffer
         self._header = bytearray(_HEADER.size)
         self._num_read = 0
         self._key: Key | None = None
         self._payload = _NO_PAYLOAD
         self._memory = memoryview(b"")
+
+    def enqueue(self, frame: Outgoing) -> bool:
+        """Send a frame at once, if it is small and none waits before it; whether it is left to :meth:`send`."""
+        with self._sending:
+            if not self.outgoing and frame.num_bytes_left <= _MOST_BYTES_AT_ONCE:
+                with contextlib.suppress(OSError):  # of a lost connection whoever serves it is told
+                    self.sent_at = time.monotonic()
+                    frame.send(self.socket)
+                    frame.end()
+                    return False
+            self.outgoing.append(frame)
+            return True
 
     def send(self) -> bool:
         """Send what the socket takes; whether all has been sent.
@@ -177,16 +190,17 @@ class PeerConnection:
         OSError
             The connection is lost.
         """
-        while self.outgoing:
-            frame = self.outgoing[0]
-            self.sent_at = time.monotonic()
-            try:
-                frame.send(self.socket)
-            except (BlockingIOError, InterruptedError):
-                return False
-            self.outgoing.popleft()
-            frame.end()
-        return True
+        with self._sending:
+            while self.outgoing:
+                frame = self.outgoing[0]
+                self.sent_at = time.monotonic()
+                try:
+                    frame.send(self.socket)
+                except (BlockingIOError, InterruptedError):
+                    return False
+                self.outgoing.popleft()
+                frame.end()
+            return True
 
     def receive(self, take: Callable[[Frame], None]) -> None:
         """Read what is there, and hand every frame on that is complete.

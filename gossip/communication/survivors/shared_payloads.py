@@ -7,28 +7,59 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, SharedFile
+from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, SharedFile, keep_order
 from gossip.communication.shared_memory import machine
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 
-_PLACE = struct.Struct("<qqqq")  # the piece of the file, its size, where in it the message begins, and its size
+_PLACE = struct.Struct("<qqqqq")  # the piece of the file, its size, where the slot is, its message's size, the reader
+_MOST_READERS = 64  # of a message; others get it in frames
+_HEADER_BYTES = 8 * _MOST_READERS
 _ALIGNMENT_BYTES = 64
+_PAUSE_S = 0.0005
 
-Wait = Callable[[Callable[[], bool], Callable[[], Sequence[int]], str], None]
-"""Of :meth:`gossip.communication.survivors.patient_waits.PatientWaits.wait_until`."""
+
+class Wait(Protocol):
+    """:meth:`gossip.communication.survivors.patient_waits.PatientWaits.wait_until`."""
+
+    def __call__(
+        self, look: Callable[[], bool], awaited: Callable[[], Sequence[int]], where: str, *, looks_every_s: float
+    ) -> None: ...
 
 
 class _Slot:
-    """Memory for one message, and who has not read it yet."""
+    """Memory for one message, and who has not read it yet: marks of the readers come before the message."""
 
-    def __init__(self, memory: torch.Tensor, place: bytes) -> None:
-        self.memory = memory
-        self.place = place
-        self.readers: set[int] = set()
+    def __init__(self, memory: torch.Tensor, place: tuple[int, int, int, int]) -> None:
+        self.marks = memory[:_HEADER_BYTES].view(torch.int64)
+        self.message = memory[_HEADER_BYTES:]
+        self._place = place
+        self._readers: list[int] = []
+
+    @property
+    def unread(self) -> list[int]:
+        """Who reads it still."""
+        return [member for member, mark in zip(self._readers, self.marks.tolist(), strict=False) if not mark]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody else can be let read it."""
+        return len(self._readers) == _MOST_READERS
+
+    def clear(self) -> None:
+        """Use it for another message."""
+        self._readers = []
+
+    def lend(self, member: int) -> bytes:
+        """Let a member read it; where it finds it."""
+        number = len(self._readers)
+        self.marks[number] = 0
+        self._readers.append(member)
+        return _PLACE.pack(*self._place, number)
 
 
 class SharedPayloads:
@@ -52,22 +83,20 @@ class SharedPayloads:
         self._readers: set[int] = set()
         self._slots: defaultdict[tuple[object, int], list[_Slot]] = defaultdict(list)
         self._by_memory: dict[int, _Slot] = {}
-        self._by_place: dict[bytes, _Slot] = {}
         self._files: dict[int, SharedFile] = {}
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self._lent: dict[int, tuple[int, bytes]] = {}  # by where they lie: whose messages this rank reads
+        self._lent: dict[int, torch.Tensor] = {}  # by where a message lies: the mark of this reader
         mesh.handlers |= {
             Kind.MEMORY: self._on_memory,
             Kind.READER: self._on_reader,
             Kind.LENT: self._on_lent,
-            Kind.READ: self._on_read,
         }
         mesh.on_given_back = self._give_back
         mesh.on_met = self._introduce
 
     # ------------------------------------------------------------------ the one who sends
 
-    def can_read(self, member: int) -> bool:
+    def reaches(self, member: int) -> bool:
         """Whether a member reads this rank's memory."""
         return member in self._readers
 
@@ -90,45 +119,50 @@ class SharedPayloads:
             This rank cannot go on.
         """
         slots = self._slots[place, like.nbytes]
+        if not slots:
+            self._add_slots(slots, like.nbytes)
         found: list[_Slot] = []
 
         def look() -> bool:
             found.extend(slot for slot in slots if not self._unread(slot))
             return bool(found)
 
-        with self._mesh.changed:
-            is_free = look()
-        if not is_free and not slots:
-            self._add_slots(slots, like.nbytes)
-            found = slots[:1]
-        elif not is_free:
-            self._wait(look, lambda: sorted({reader for slot in slots for reader in self._unread(slot)}), where)
-        return found[0].memory.view(like.dtype).view(like.shape)
+        if not look():
+            self._wait(
+                look,
+                lambda: sorted({reader for slot in slots for reader in self._unread(slot)}),
+                where,
+                looks_every_s=_PAUSE_S,
+            )
+        found[0].clear()
+        return found[0].message.view(like.dtype).view(like.shape)
+
+    def can_send(self, member: int, message: torch.Tensor) -> bool:
+        """Whether a message lies in memory that was taken, and a member can read it there."""
+        slot = self._by_memory.get(message.data_ptr())
+        return self.reaches(member) and slot is not None and not slot.is_full
 
     def send(self, member: int, key: Key, message: torch.Tensor) -> None:
         """Let a member that can read it have a message in memory that was taken."""
-        slot = self._by_memory[message.data_ptr()]
-        with self._mesh.changed:
-            slot.readers.add(member)
-        place = torch.frombuffer(bytearray(slot.place), dtype=torch.uint8)
-        self._mesh.send(member, Key(Kind.LENT, *key[1:]), place)
+        place = self._by_memory[message.data_ptr()].lend(member)
+        self._mesh.send(member, Key(Kind.LENT, *key[1:]), torch.frombuffer(bytearray(place), dtype=torch.uint8))
 
     def holds(self, message: torch.Tensor) -> bool:
         """Whether a message lies in memory that was taken."""
         return message.data_ptr() in self._by_memory
 
-    def _unread(self, slot: _Slot) -> set[int]:
-        return {member for member in slot.readers if member not in self._mesh.lost}
+    def _unread(self, slot: _Slot) -> list[int]:
+        return [member for member in slot.unread if member not in self._mesh.lost]
 
     def _add_slots(self, slots: list[_Slot], nbytes: int) -> None:
-        stride = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        stride = -(-(_HEADER_BYTES + nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         size = BUFFERS_PER_ROW * stride
         start = self._file.grow(size)
         piece = torch.frombuffer(self._file.map(start, size), dtype=torch.uint8)
         for offset in range(0, size, stride):
-            slot = _Slot(piece[offset : offset + nbytes], _PLACE.pack(start, size, offset, nbytes))
+            slot = _Slot(piece[offset : offset + _HEADER_BYTES + nbytes], (start, size, offset, nbytes))
             slots.append(slot)
-            self._by_memory[slot.memory.data_ptr()] = self._by_place[slot.place] = slot
+            self._by_memory[slot.message.data_ptr()] = slot
 
     # ------------------------------------------------------------------ in the mesh's thread
 
@@ -147,18 +181,13 @@ class SharedPayloads:
         self._readers.add(member)
 
     def _on_lent(self, member: int, frame: Frame) -> None:
-        place = frame.payload.numpy().tobytes()
-        start, size, offset, nbytes = _PLACE.unpack(place)
+        start, size, offset, nbytes, number = _PLACE.unpack(frame.payload.numpy().tobytes())
         if (member, start) not in self._pieces:
             self._pieces[member, start] = torch.frombuffer(self._files[member].map(start, size), dtype=torch.uint8)
-        message = self._pieces[member, start][offset : offset + nbytes]
-        self._lent[message.data_ptr()] = member, place
-        self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), message, num_bytes=0)
-
-    def _on_read(self, member: int, frame: Frame) -> None:
-        with self._mesh.changed:
-            self._by_place[frame.payload.numpy().tobytes()].readers.discard(member)
-            self._mesh.changed.notify_all()
+        memory = self._pieces[member, start][offset : offset + _HEADER_BYTES + nbytes]
+        slot = _Slot(memory, (start, size, offset, nbytes))
+        self._lent[slot.message.data_ptr()] = slot.marks[number : number + 1]
+        self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), slot.message, num_bytes=0)
 
     def is_lent(self, payload: torch.Tensor) -> bool:
         """Whether it is another rank's memory."""
@@ -168,8 +197,8 @@ class SharedPayloads:
         """Whether it was another rank's memory; in whatever thread."""
         if not self.is_lent(payload):
             return False
-        member, place = self._lent[payload.data_ptr()]
-        self._mesh.send(member, Key(Kind.READ), torch.frombuffer(bytearray(place), dtype=torch.uint8))
+        keep_order()
+        self._lent[payload.data_ptr()].fill_(1)
         return True
 
 

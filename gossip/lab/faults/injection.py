@@ -26,7 +26,7 @@ from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.newcomer import Newcomer
-from gossip.communication.survivors.peer_connection import Kind, Outgoing
+from gossip.communication.survivors.peer_connection import Kind, Outgoing, PeerConnection
 from gossip.lab.faults.fault import Fault
 
 _SENDING_PATIENCE = timedelta(seconds=20)
@@ -89,7 +89,7 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
 @contextlib.contextmanager
 def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
     """Nothing, or nothing at once, goes to some members, from a step on for some time."""
-    take_up, send = Mesh._take_up_changes, Mesh.send
+    take_up, send, enqueue = Mesh._take_up_changes, Mesh.send, PeerConnection.enqueue
     began: list[float] = []
     duration_s = fault.duration_s or 0.0
 
@@ -112,7 +112,17 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
                     reads = selectors.EVENT_READ if fault.kind == "delay" else 0
                     self._watch(connection, connection.watched & reads)
 
-    with mock.patch.object(Mesh, "send", send_and_begin), mock.patch.object(Mesh, "_take_up_changes", leave_out):
+    def queue(self: PeerConnection, frame: Outgoing) -> bool:
+        if is_on() and concerns(self.member):
+            self.outgoing.append(frame)
+            return True
+        return enqueue(self, frame)
+
+    with (
+        mock.patch.object(Mesh, "send", send_and_begin),
+        mock.patch.object(Mesh, "_take_up_changes", leave_out),
+        mock.patch.object(PeerConnection, "enqueue", queue),
+    ):
         yield
 
 
