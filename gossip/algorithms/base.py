@@ -254,6 +254,13 @@ class Algorithm:
         """What is sent, by channel: tensors like the values, which are encoded before anything else happens."""
         return {VALUES: bucket.values}
 
+    def follow(self, before: Algorithm) -> None:
+        """Take over what was set on an algorithm of the same class, in whose place this one comes; by default nothing.
+
+        The ranks are others, and with them the topology: what depends on it stays.
+        """
+        del before
+
     def describe(self) -> str:
         """Name and constants, to be compared between ranks."""
         return type(self).__name__

@@ -38,6 +38,10 @@ class WithMixingFactor(Algorithm):
         _check_gamma(gamma)
         add_(values, difference, gamma)
 
+    def follow(self, before: Algorithm) -> None:
+        assert isinstance(before, WithMixingFactor)
+        self.gamma = before.gamma
+
     def describe(self) -> str:
         gamma = "a schedule" if callable(self.gamma) else f"{self.gamma:g}"
         return f"{type(self).__name__}(gamma={gamma})"

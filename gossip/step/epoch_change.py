@@ -228,6 +228,7 @@ class EpochChange:
         if epoch.number <= self.epoch.number:
             return
         plan = self._plan(len(epoch.members))
+        plan.algorithm.follow(self._parts.engine.exchanges.algorithm)
         schedule = plan.algorithm.schedule(plan.topology)
         transport = None
         if len(epoch.members) > 1:

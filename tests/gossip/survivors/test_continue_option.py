@@ -102,6 +102,24 @@ def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
         return model.members
 
 
+def gammas_around_a_death() -> list[float]:
+    rank = dist.get_rank()
+    with make_model(16, {"topology": "ring"}) as model:
+        found = []
+        for step in range(10):
+            model.algorithm.gamma = 1.0 - step / 16 if step < 4 else model.algorithm.gamma  # type: ignore[attr-defined]
+            if rank == 1 and step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(targets(rank, 16)).backward()
+            found.append(model.algorithm.gamma)  # type: ignore[attr-defined]
+        return found
+
+
+def test_a_mixing_factor_that_was_set_stays() -> None:
+    expected = [1.0, 15 / 16, 14 / 16] + [13 / 16] * 7
+    assert launch(gammas_around_a_death, world_size=3, on_peer_loss="continue") == [expected, None, expected]
+
+
 def test_launch_lets_the_others_go_on() -> None:
     assert launch(train_and_die, 5, (1,), world_size=3, on_peer_loss="continue") == [(0, 2), None, (0, 2)]
 
