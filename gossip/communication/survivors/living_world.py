@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +37,7 @@ _PRIMITIVES = 2**24  # of one operation
 _STEPS = 2**40
 _ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
+_OWN_HOST = "127.0.0.1"
 
 _Result = TypeVar("_Result")
 _num_trainings = itertools.count()  # of this process
@@ -130,11 +133,11 @@ class LivingWorld(PatientWaits, World):
         self.agree()
 
     def _listen(self) -> None:
-        host = own_address(self._keys)[1] or "127.0.0.1"
+        host = own_address(self._keys)[1] or _OWN_HOST
         self.mesh = Mesh(self.member, self._token, host, self.timeout)
         self.giver = StateGiver(self.mesh)
         self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
-        self._keys.set(f"address{self.member}", json.dumps(self.mesh.address))
+        self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, _network()]))
 
     def agree(self) -> None:
         """Begin to agree with the others on who trains. Local."""
@@ -227,8 +230,20 @@ class LivingWorld(PatientWaits, World):
         return found
 
     def address_of(self, member: int) -> tuple[str, int]:
-        """Where a member listens. Local."""
-        host, port = json.loads(self._keys.get(f"address{member}"))
+        """Where a member listens. Local.
+
+        Raises
+        ------
+        ValueError
+            That is its machine alone, and this is another one.
+        """
+        host, port, network = json.loads(self._keys.get(f"address{member}"))
+        if host == _OWN_HOST and network != _network():
+            raise ValueError(
+                f'on_peer_loss="continue": rank {member} is on another machine than rank {self.member}, but listens on '
+                f"{_OWN_HOST}, as its key-value store, {type(innermost(self._keys)).__name__}, has no host at which it "
+                "could be reached; pass init_process_group a torch.distributed.TCPStore"
+            )
         return host, port
 
     def _is_gone(self, rank: int) -> bool:
@@ -417,6 +432,15 @@ class LivingWorld(PatientWaits, World):
         if hasattr(self, "mesh"):
             self.mesh.leave(CLOSING_PATIENCE)
         super().close()
+
+
+def _network() -> list[str | int]:
+    """Equal in two processes whose own host is the same one; empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, os.stat("/proc/self/ns/net").st_ino]
+    except OSError:
+        return []
 
 
 def _keys_of(token: bytes) -> str:

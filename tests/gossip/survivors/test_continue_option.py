@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,26 +69,30 @@ def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> Non
     try:
         make_model(4, {"topology": "ring"})
     except ValueError as error:
-        print(error)
+        print(error, flush=True)
     os._exit(0)
 
 
-def test_a_store_that_dies_with_a_rank_is_refused() -> None:
-    code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def outputs_of_two(code: str, *arguments: str) -> list[str]:
+    """Of two processes, ranks 0 and 1; the rank is the first argument."""
     folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2] / "helpers")))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), "2", str(port)],
+            [sys.executable, "-c", code, str(rank), *arguments],
             env={**os.environ, "PYTHONPATH": folders},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    for process in processes:
-        text, _ = process.communicate(timeout=60)
+    return [process.communicate(timeout=60)[0] for process in processes]
+
+
+def test_a_store_that_dies_with_a_rank_is_refused() -> None:
+    code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for text in outputs_of_two(code, "2", str(port)):
         assert "but it is kept by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 
@@ -100,6 +105,25 @@ def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
             model(targets(rank, 16)).backward()
         model.global_avg()
         return model.members
+
+
+def error_on_two_machines(rank: int, path: str) -> None:
+    from gossip.communication.survivors import living_world  # another test shows that it is not loaded by default
+
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    with mock.patch.object(living_world, "_network", return_value=["a machine", rank]):
+        try:
+            make_model(4, {"topology": "ring"})
+        except ValueError as error:
+            print(error, flush=True)
+    os._exit(0)
+
+
+def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
+    code = "import test_continue_option as module, sys; module.error_on_two_machines(int(sys.argv[1]), sys.argv[2])"
+    for text in outputs_of_two(code, str(tmp_path / "store")):
+        assert "is on another machine than rank" in text
+        assert "as its key-value store, FileStore, has no host" in text
 
 
 def gammas_around_a_death() -> list[float]:
