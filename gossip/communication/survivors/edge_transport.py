@@ -129,6 +129,8 @@ class EdgeExchange:
         self._sources = sources
         self._step, self._bucket = step, bucket
         self._where = f"step {step}, bucket {bucket}"
+        num_loaded, _, _ = world.agreement.position
+        self._is_sent_at = num_loaded, step + 1, 0
         self._num_turns = 0
         self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []
@@ -222,7 +224,9 @@ class EdgeExchange:
                     del missing[member]
             return not missing
 
-        self._world.wait_until(look, partial(list, missing), self._where, looks_again_at=ends_at)
+        self._world.wait_until(
+            look, partial(list, missing), self._where, is_sent_at=self._is_sent_at, looks_again_at=ends_at
+        )
         return {place: self._kept(payload, turn, place) for place, payload in found.items()}
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:

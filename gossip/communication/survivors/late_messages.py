@@ -76,7 +76,9 @@ class LateMessages:
             return sorted({late.member for late in awaited})
 
         step = awaited[0].key.first
-        self._world.wait_until(look, missing, f"step {step}, bucket {bucket}: a message that is late")
+        num_loaded, _, _ = self._world.agreement.position
+        where = f"step {step}, bucket {bucket}: a message that is late"
+        self._world.wait_until(look, missing, where, is_sent_at=(num_loaded, step + 1, 0))
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)

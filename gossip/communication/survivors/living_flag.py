@@ -61,7 +61,9 @@ class LivingFlag:
                     missing.discard(member)
             return not missing
 
-        self._world.wait_until(look, lambda: sorted(missing), f"step {position[1]}: {self._what}")
+        num_loaded, step, _ = position
+        where = f"step {step}: {self._what}"
+        self._world.wait_until(look, lambda: sorted(missing), where, is_sent_at=(num_loaded, step + 1, 0))
         self._pending, self._answer = None, answer
         return answer
 

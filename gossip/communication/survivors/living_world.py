@@ -416,7 +416,7 @@ class LivingWorld(PatientWaits, World):
                 raise EpochEndedError(what)
             return not unfinished()
 
-        self.wait_until(look, unfinished, what)
+        self.wait_until(look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1))
         return found
 
     @property

@@ -71,8 +71,8 @@ class Mesh:
     on_lost, on_met, on_given_back : callable
         Told of members that are lost and connected, in the thread that serves the connections; and of memory that is
         given back, which they may take care of.
-    waiting : dict of int to (float, frozenset of int)
-        When a member said last that it waits (``time.monotonic()``), and for whom.
+    waiting : dict of int to (float, tuple of int)
+        When a member said last that it waits (``time.monotonic()``), and where it was.
     """
 
     def __init__(self, member: int, token: bytes, host: str, timeout: timedelta) -> None:
@@ -82,7 +82,7 @@ class Mesh:
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.ended: set[int] = set()
-        self.waiting: dict[int, tuple[float, frozenset[int]]] = {}
+        self.waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
@@ -349,7 +349,8 @@ class Mesh:
                 self.left.add(member)
                 self.changed.notify_all()
         elif kind == Kind.WAITING:
-            self.waiting[member] = time.monotonic(), frozenset(frame.payload.view(torch.int64).tolist())
+            num_loaded, step, num_ended = frame.payload.view(torch.int64).tolist()
+            self.waiting[member] = time.monotonic(), (num_loaded, step, num_ended)
         elif kind != Kind.BEAT:  # that one came is all
             self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 

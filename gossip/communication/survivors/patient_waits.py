@@ -10,12 +10,15 @@ import torch
 from loguru import logger
 
 from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
 
 _NUM_BEATS_MISSED = 4
 _SUSPECTED = 0.25  # of the time-out
 _SILENT = 0.9
+_TIMEOUTS_OF_A_LOST_MESSAGE = 2
+_MOST_TIMEOUTS = 5
 
 
 class PatientWaits:
@@ -53,6 +56,7 @@ class PatientWaits:
         awaited: Callable[[], Sequence[int]],
         where: str,
         *,
+        is_sent_at: Position | None = None,
         looks_again_at: float | None = None,
         looks_every_s: float | None = None,
     ) -> None:
@@ -60,7 +64,8 @@ class PatientWaits:
 
         It is called whenever the mesh has something new, at ``looks_again_at`` (``time.monotonic()``), and every
         ``looks_every_s``. A member that is waited for longer than the time-out, and does not wait for anybody himself,
-        is given up.
+        is given up. So is one, after twice the time-out, that is at ``is_sent_at`` by its own account, or later: what
+        is waited for was sent before that, and is lost. After five times the time-out everybody is.
 
         Raises
         ------
@@ -80,15 +85,16 @@ class PatientWaits:
                 self.mesh.changed.wait(min(looks_every_s or beat_s, ahead_s if ahead_s > 0 else beat_s))
                 now = time.monotonic()
                 if now - told_at >= beat_s:
-                    self._tell(missing)
+                    self._tell()
                     told_at = now
                 waited_s = now - began
-                idle = self._idle_among(missing, waited_s) if waited_s > timeout_s * _SUSPECTED else []
-                if idle and not is_warned:
-                    is_warned = True
-                    self._suspect(idle, where, waited_s)
-                if idle and waited_s > timeout_s:
-                    self._give_up(idle, where, waited_s)
+                if waited_s > timeout_s * _SUSPECTED:
+                    suspects = [member for member in missing if self._is_suspect(member, waited_s, is_sent_at)]
+                    if suspects and not is_warned:
+                        is_warned = True
+                        self._suspect(suspects, where, waited_s)
+                    if suspects and waited_s > timeout_s:
+                        self._give_up(suspects, where, waited_s)
 
     def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
         heard = (f"rank {member} (last heard of {self.mesh.silent_s(member):.3g} s ago)" for member in members)
@@ -110,18 +116,17 @@ class PatientWaits:
             | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it in vain")
         )
 
-    def _tell(self, missing: Sequence[int]) -> None:
-        """Tell the others for whom this rank waits, so that nobody gives this one up for their sake."""
-        ranks = torch.tensor(sorted(missing), dtype=torch.int64)
+    def _tell(self) -> None:
+        """Tell the others that this rank waits, and where, so that nobody gives it up for another one's sake."""
+        place = torch.tensor(self.agreement.position, dtype=torch.int64)
         for member in self._others:
-            self.mesh.send(member, Key(Kind.WAITING), ranks.clone())
+            self.mesh.send(member, Key(Kind.WAITING), place.clone())
 
-    def _idle_among(self, members: Sequence[int], waited_s: float) -> list[int]:
-        """Those that have not said for some time that they wait for somebody; after twice the time-out all."""
-        recent = time.monotonic() - _NUM_BEATS_MISSED * self.mesh.beat_s
-        return [
-            member
-            for member in members
-            if waited_s > 2 * self.timeout.total_seconds()
-            or self.mesh.waiting.get(member, (0.0, frozenset()))[0] < recent
-        ]
+    def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
+        """Whether it is a member's own fault that it is waited for: it does not say that it waits itself."""
+        told_at, position = self.mesh.waiting.get(member, (0.0, (0, 0, 0)))
+        if told_at < time.monotonic() - _NUM_BEATS_MISSED * self.mesh.beat_s:
+            return True
+        num_timeouts = waited_s / self.timeout.total_seconds()
+        is_lost = is_sent_at is not None and position >= is_sent_at
+        return num_timeouts > (_TIMEOUTS_OF_A_LOST_MESSAGE if is_lost else _MOST_TIMEOUTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["kill", "freeze", "leave", "cut", "delay"]
+Kind = Literal["kill", "freeze", "leave", "cut", "delay", "lose", "full disk"]
 Place = Literal[
     "sending",
     "agreeing",
@@ -13,6 +13,7 @@ Place = Literal[
     "telling",
     "listening",
     "calling",
+    "saving",
     "giving",
     "taking",
     "asking",
@@ -29,14 +30,15 @@ class Fault:
     kind : str
         "kill": SIGKILL. "freeze": SIGSTOP, and SIGCONT after ``duration_s``, if that is not None. "leave": SIGTERM.
         "cut": for ``duration_s`` nothing goes to ``peers`` and nothing is read from them. "delay": for ``duration_s``
-        everything that goes to ``peers`` is held back so long.
+        everything that goes to ``peers`` is held back so long. "lose": the messages of the step to ``peers`` are never
+        sent. "full disk": while it writes its part of a checkpoint there is no space left.
     place : str
         "sending": when it hands over a bucket's messages of a step, or has sent ``num_bytes`` of one. "agreeing": when
         it has proposed who trains. "together": in the n-th exchange of what all ranks do together, ``step`` being n.
-        "telling": when one of the others has been told a yes or no of the step, and the rest have not. "listening",
-        "calling": before it says where it listens, and before it connects. "giving": before the first piece of a state
-        that it gives; "taking": when it has the first piece of one; "asking": before it asks to be let in; "entering":
-        when it has been.
+        "telling": when one of the others has been told a yes or no of the step, and the rest have not. "saving": when
+        it writes its part of a checkpoint. "listening", "calling": before it says where it listens, and before it
+        connects. "giving": before the first piece of a state that it gives; "taking": when it has the first piece of
+        one; "asking": before it asks to be let in; "entering": when it has been.
     step, bucket : int
     num_bytes : int or None
         That have been sent of the message's frame, but not all of it; None: before the messages are handed over.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import selectors
@@ -14,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 
+from gossip.checkpoints import saving
 from gossip.communication.survivors import handing_over
 from gossip.communication.survivors.agreement import Agreement
 from gossip.communication.survivors.edge_transport import EdgeTransport
@@ -62,6 +64,8 @@ def _happen(fault: Fault, may_happen: Callable[[Fault], bool]) -> bool:
         if fault.duration_s is not None:
             subprocess.Popen([sys.executable, "-c", _THAW, str(fault.duration_s), str(os.getpid())])
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "full disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return True
 
 
@@ -69,6 +73,10 @@ def _happen(fault: Fault, may_happen: Callable[[Fault], bool]) -> bool:
 def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
     if fault.kind in ("cut", "delay"):
         with _disturbed(fault, happen):
+            yield
+        return
+    if fault.kind == "lose":
+        with mock.patch.object(Mesh, "send", _losing(Mesh.send, fault, happen)):
             yield
         return
     name = "sending a part" if fault.place == "sending" and fault.num_bytes is not None else fault.place
@@ -84,6 +92,20 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
 
     with mock.patch.object(target, attribute, make(getattr(target, attribute), fault, once)):
         yield
+
+
+def _losing(send: Any, fault: Fault, happen: Callable[[], bool]) -> Any:
+    """The messages of one step, and of one bucket."""
+
+    def send_or_lose(self: Mesh, member: int, key: Any, payload: torch.Tensor | None = None) -> Outgoing:
+        is_lost = key.kind in _MESSAGES and key[1:3] == (fault.step, fault.bucket)
+        if is_lost and (not fault.peers or member in fault.peers) and happen():
+            frame = Outgoing(key)
+            frame.end()
+            return frame
+        return cast("Outgoing", send(self, member, key, payload))
+
+    return send_or_lose
 
 
 @contextlib.contextmanager
@@ -210,6 +232,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], An
     "agreeing": (Agreement, "_set_once", _after),
     "together": (LivingWorld, "_exchange", _together),
     "telling": (Mesh, "send", _telling),
+    "saving": (saving, "write_tensors", _before),
     "listening": (LivingWorld, "_listen", _before),
     "calling": (Mesh, "connect", _before),
     "giving": (StateGiver, "_send", _giving),

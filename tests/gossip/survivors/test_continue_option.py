@@ -185,6 +185,30 @@ def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]
     return before, sorted(path.name for path in Path(folder).iterdir())
 
 
+def save_on_a_full_disk(folder: str) -> tuple[str, list[str], tuple[int, ...]]:
+    rank = dist.get_rank()
+    from gossip.lab.faults.injection import injected  # it loads what another test shows not to be loaded
+
+    with (
+        injected([Fault("full disk", "saving")] if rank == 1 else []),
+        make_model(16, {"topology": "ring"}) as model,
+    ):
+        for _ in range(3):
+            model(targets(rank, 16)).backward()
+        with pytest.raises(gossip.CheckpointError) as caught:
+            gossip.save(model, folder)
+        model(targets(rank, 16)).backward()
+        gossip.save(model, folder)
+        return str(caught.value), sorted(path.name for path in Path(folder).glob("step*")), model.members
+
+
+def test_a_full_disk_ends_nobody_s_training(tmp_path: Path) -> None:
+    for text, saved, members in launch(save_on_a_full_disk, str(tmp_path), world_size=3, on_peer_loss="continue"):
+        assert "No space left on device" in text
+        assert saved == ["step_0000000004"]
+        assert members == (0, 1, 2)
+
+
 def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
     with make_model(16, {"topology": "ring"}) as model:
         checkpoint = gossip.load(model, folder)

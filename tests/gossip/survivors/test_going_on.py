@@ -155,6 +155,26 @@ def test_a_rank_that_is_frozen_is_given_up_after_the_time_out() -> None:
     )
 
 
+def train_or_be_given_up(*arguments: Any) -> Course | str:
+    try:
+        return train(*arguments)
+    except ExchangeError as error:
+        return str(error)
+
+
+def test_a_message_that_is_lost_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    options = {"topology": "ring", "timeout": timedelta(seconds=1)}
+    faults = {1: Fault("lose", step=5, peers=(2,))}
+    arguments = str(tmp_path), NUMEL, NUM_STEPS, faults, options
+    with unsupervised.started(train_or_be_given_up, *arguments, world_size=4) as ranks:
+        results = ranks.results()
+    left = [course for course in results if isinstance(course, Course)]
+    assert len(left) == 3, "one of the two that cannot hear each other"
+    assert all("went on without this rank" in text for text in results if isinstance(text, str))
+    for course in left[1:]:
+        torch.testing.assert_close(course.values[-1], left[0].values[-1], rtol=0, atol=0)
+
+
 COMBINATIONS = [
     ({"compression": "int8"}, "ring"),
     ({"compression": "int4"}, "one_peer_exponential"),
