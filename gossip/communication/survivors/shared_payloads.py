@@ -79,7 +79,8 @@ class SharedPayloads:
     def __init__(self, mesh: Mesh, wait: Wait) -> None:
         self._mesh, self._wait = mesh, wait
         self._file, address = SharedFile.make()
-        self._address = json.dumps([machine(), address]).encode()
+        self._machine = machine()
+        self._address = json.dumps([self._machine, address]).encode()
         self._readers: set[int] = set()
         self._slots: defaultdict[tuple[object, int], list[_Slot]] = defaultdict(list)
         self._by_memory: dict[int, _Slot] = {}
@@ -119,18 +120,20 @@ class SharedPayloads:
             This rank cannot go on.
         """
         slots = self._slots[place, like.nbytes]
-        if not slots:
-            self._add_slots(slots, like.nbytes)
         found: list[_Slot] = []
 
         def look() -> bool:
-            found.extend(slot for slot in slots if not self._unread(slot))
+            # Who is lost may live and read all the same: what lies before him stays as it is, for good.
+            left_to_lost = [slot for slot in slots if slot.unread and not self._awaited(slot)]
+            if len(slots) - len(left_to_lost) < BUFFERS_PER_ROW:
+                self._add_slots(slots, like.nbytes)
+            found.extend(slot for slot in slots if not slot.unread)
             return bool(found)
 
         if not look():
             self._wait(
                 look,
-                lambda: sorted({reader for slot in slots for reader in self._unread(slot)}),
+                lambda: sorted({reader for slot in slots for reader in self._awaited(slot)}),
                 where,
                 looks_every_s=_PAUSE_S,
             )
@@ -151,7 +154,7 @@ class SharedPayloads:
         """Whether a message lies in memory that was taken."""
         return message.data_ptr() in self._by_memory
 
-    def _unread(self, slot: _Slot) -> list[int]:
+    def _awaited(self, slot: _Slot) -> list[int]:
         return [member for member in slot.unread if member not in self._mesh.lost]
 
     def _add_slots(self, slots: list[_Slot], nbytes: int) -> None:
@@ -172,7 +175,7 @@ class SharedPayloads:
 
     def _on_memory(self, member: int, frame: Frame) -> None:
         where, address = json.loads(frame.payload.numpy().tobytes())
-        file = SharedFile.at(Address(*address)) if where == machine() else None
+        file = SharedFile.at(Address(*address)) if where == self._machine else None
         if file is not None:
             self._files[member] = file
             self._mesh.send(member, Key(Kind.READER))
