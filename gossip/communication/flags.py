@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.device_paths import DevicePaths, Pending, Tensors
 from gossip.communication.worker_threads import Job, WorkerThreads, posted
-from gossip.communication.world import World
+
+if TYPE_CHECKING:
+    from gossip.communication.world import World
 
 
 class Flag(Protocol):
@@ -32,24 +34,6 @@ class Flag(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds. Local."""
-
-
-def agreed_flag(world: World, what: str) -> Flag:
-    """One of all ranks of a world, which may lose some of them. Collective.
-
-    Parameters
-    ----------
-    world : World
-    what : str
-        For errors: what is agreed on; the same text on all ranks.
-    """
-    if world.changes:
-        from gossip.communication.survivors.living_flag import LivingFlag  # nothing of it is loaded by default
-        from gossip.communication.survivors.living_world import LivingWorld
-
-        assert isinstance(world, LivingWorld)
-        return LivingFlag(world, what)
-    return AgreedFlag(world, what)
 
 
 class AgreedFlag:

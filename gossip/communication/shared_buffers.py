@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -238,6 +239,12 @@ class Buffer:
         if self._read == self._given:
             return []
         return [rank for rank in range(len(self._given)) if not self.is_read_by(rank)]
+
+
+def machine() -> list[str | int]:
+    """Equal in two processes that can have memory in common, and between which nobody has put a network."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [boot, os.getuid(), *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))]
 
 
 def keep_order() -> None:

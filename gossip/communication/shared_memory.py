@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from gossip.communication import forks
 from gossip.communication.process_states import GONE
-from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, Arena, Buffer
+from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, Arena, Buffer, machine
 from gossip.communication.sockets import with_resending
 from gossip.communication.world import World
 from gossip.errors import GossipError
@@ -325,9 +324,3 @@ class LocalMessages:
 def _gather(world: World, content: Any) -> list[Any]:
     """Every rank's, by rank. Collective."""
     return [json.loads(data) for data in world.gather_bytes(json.dumps(content).encode(), "finding neighbours")]
-
-
-def machine() -> list[str | int]:
-    """Equal in two processes that can have memory in common, and between which nobody has put a network."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [boot, os.getuid(), *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))]

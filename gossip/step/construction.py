@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import forks, training_store
 from gossip.communication.distributed_transport import DistributedTransport
-from gossip.communication.flags import agreed_flag
 from gossip.communication.transport import TransportFactory, make_transport
 from gossip.communication.transport_names import resolve_transport
 from gossip.communication.world import World
@@ -113,7 +112,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         list(module.parameters()),
         clip_grad_norm=arguments.clip_grad_norm,
         clip=arguments.clip,
-        scaler=None if scaler is None else SharedScaler(scaler, agreed_flag(world, "agreeing on the loss scale")),
+        scaler=None if scaler is None else SharedScaler(scaler, world.flag("agreeing on the loss scale")),
         rank=world.member,
     )
     place = world.rank if world.is_alone else world.member  # of those at the beginning, though some may be lost by now

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from gossip.communication.flags import agreed_flag
 from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
@@ -101,7 +100,7 @@ class JointWork:
         engine = self._engine
         engine.check_between_steps()
         with engine.fatal():
-            flag = agreed_flag(self._world, "waiting in join() for the ranks that still train")
+            flag = self._world.flag("waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
         try:
             yield

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 from gossip.communication.survivors.flag_board import Position
-from gossip.communication.survivors.living_world import LivingWorld
+
+if TYPE_CHECKING:
+    from gossip.communication.survivors.living_world import LivingWorld
 
 
 class LivingFlag:

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, SharedFile, keep_order
-from gossip.communication.shared_memory import machine
+from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, SharedFile, keep_order, machine
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 

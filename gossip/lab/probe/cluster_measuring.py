@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gossip import Cluster, SlowRank, Workload
 from gossip.communication.plain_gathering import gather_plain
-from gossip.communication.shared_memory import machine
+from gossip.communication.shared_buffers import machine
 from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
 from gossip.launching import DEFAULT_TIMEOUT
