@@ -106,3 +106,13 @@ def test_readme_names_files_that_exist() -> None:
     missing = [path for path in {*links, *paths} if not (ROOT / path).exists()]
     assert not missing
     assert os.listdir(ROOT / "docs")
+
+
+def test_the_example_of_ranks_that_die_runs(tmp_path: Path, without_extras: dict[str, str]) -> None:
+    text = (ROOT / "docs" / "when_ranks_die.md").read_text()
+    example = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
+    script = tmp_path / "example.py"
+    script.write_text(example.replace("model.close()", "print(model.members)\n    model.close()"))
+    run = subprocess.run([sys.executable, script], env=without_extras, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("(0, 1, 2, 3)\n") == 4

@@ -268,8 +268,9 @@ class EpochChange:
             return
         mesh = self._world.mesh
         gone = [member for member in before.members if member not in self.epoch.members]
-        lost = [f"rank {member}: {mesh.lost.get(member, 'given up')}" for member in gone if member not in mesh.left]
-        left = [f"rank {member}" for member in gone if member in mesh.left]
+        said = {*self.epoch.left, *mesh.left}
+        lost = [f"rank {member}: {mesh.lost.get(member, 'given up')}" for member in gone if member not in said]
+        left = [f"rank {member}" for member in gone if member in said]
         joined = [f"rank {member}" for member in self.epoch.members if member not in before.members]
         changes = {"lost": lost, "left": left, "joined": joined}
         logger.log(

@@ -52,6 +52,8 @@ class Epoch:
         That of the member who was the farthest then.
     has_first_steps : bool
         Whether members join or leave with its first step: nobody may enter it before.
+    left : tuple of int
+        Who left with its first step, and had said so.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Epoch:
     first_step: int = 0
     position: Position = (0, 0, 0)
     has_first_steps: bool = False
+    left: tuple[int, ...] = ()
 
 
 class Agreement:
@@ -435,8 +438,9 @@ class Agreement:
         newcomers = set(members) - set(before.members)
         self._first_steps |= dict.fromkeys(newcomers, first_step)
         has_first_steps = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
+        position = num_loaded, step, num_ended
         self._epochs.append(
-            Epoch(number, tuple(members), first_step, (num_loaded, step, num_ended), has_first_steps=has_first_steps)
+            Epoch(number, tuple(members), first_step, position, has_first_steps=has_first_steps, left=tuple(leaving))
         )
         if member in newcomers:
             self.position = num_loaded, first_step, 0

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
+from loguru import logger
 from mortal_ranks import Pair, flat, make_model, targets
 from torch import nn
 
@@ -142,6 +143,24 @@ def gammas_around_a_death() -> list[float]:
 def test_a_mixing_factor_that_was_set_stays() -> None:
     expected = [1.0, 15 / 16, 14 / 16] + [13 / 16] * 7
     assert launch(gammas_around_a_death, world_size=3, on_peer_loss="continue") == [expected, None, expected]
+
+
+def told_when_one_leaves() -> list[str]:
+    told: list[str] = []
+    logger.add(lambda message: told.append(message.record["message"]), level="INFO")
+    model = make_model(16, {"topology": "ring"})
+    for step in range(12):
+        if model.world.member == 1 and step == 4:
+            model.leave()
+            return []
+        model(targets(model.world.member, 16)).backward()
+    model.close()
+    return [text for text in told if "go on" in text]
+
+
+def test_who_leaves_is_not_said_to_be_lost() -> None:
+    first, *_ = launch(told_when_one_leaves, world_size=3, on_peer_loss="continue")
+    assert first == ["step 5: 2 ranks go on, ranks 0, 2, with topology ring; left: rank 1"]
 
 
 def test_launch_lets_the_others_go_on() -> None:
