@@ -177,7 +177,7 @@ class Mesh:
             return
         connection.member = member
         hello = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
-        connection.outgoing.append(Outgoing(Key(Kind.HELLO, self.member), hello))
+        connection.enqueue(Outgoing(Key(Kind.HELLO, self.member), hello))
         self._to_add.append(connection)
         self._ring()
 
@@ -290,8 +290,7 @@ class Mesh:
             self._beats_at = now + self.beat_s
             with self.changed:
                 for connection in self._connections.values():
-                    if not connection.outgoing:
-                        connection.outgoing.append(Outgoing(Key(Kind.BEAT)))
+                    connection.beat()
 
     def _that_send(self) -> list[PeerConnection]:
         """The connections whose turn it is: what was begun first goes first, as long as only so much is under way.

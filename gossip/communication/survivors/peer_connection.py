@@ -77,6 +77,8 @@ class Outgoing:
     key : Key
     number : int
         Counts all frames of this process.
+    has_begun : bool
+        Whether a part of it has been sent.
     """
 
     def __init__(self, key: Key, payload: torch.Tensor | None = None) -> None:
@@ -86,7 +88,7 @@ class Outgoing:
         self._left = [memoryview(_HEADER.pack(_MAGIC, *key, nbytes))]
         if payload is not None and nbytes:
             self._left.append(payload.detach().view(-1).view(torch.uint8).numpy().data)
-        self.has_ended = False
+        self.has_begun = self.has_ended = False
         self._lock = threading.Lock()
 
     @property
@@ -99,6 +101,7 @@ class Outgoing:
         with self._lock:
             while self._left:
                 num_bytes = connection.sendmsg(self._left)
+                self.has_begun = True
                 while self._left and num_bytes >= len(self._left[0]):
                     num_bytes -= len(self._left.pop(0))
                 if self._left:
@@ -181,6 +184,18 @@ class PeerConnection:
                     return False
             self.outgoing.append(frame)
             return True
+
+    def beat(self) -> None:
+        """Send a sign of life, before all that waits for its turn, unless a frame is on its way, which is one."""
+        with self._sending:
+            first = self.outgoing[0] if self.outgoing else None
+            if first is not None and (first.has_begun or first.key.kind == Kind.HELLO):
+                return
+            frame = Outgoing(Key(Kind.BEAT))
+            with contextlib.suppress(OSError):
+                frame.send(self.socket)
+            if frame.has_begun and frame.num_bytes_left:
+                self.outgoing.appendleft(frame)
 
     def send(self) -> bool:
         """Send what the socket takes; whether all has been sent.

@@ -111,7 +111,8 @@ def _losing(send: Any, fault: Fault, happen: Callable[[], bool]) -> Any:
 @contextlib.contextmanager
 def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
     """Nothing, or nothing at once, goes to some members, from a step on for some time."""
-    take_up, send, enqueue = Mesh._take_up_changes, Mesh.send, PeerConnection.enqueue
+    take_up, send = Mesh._take_up_changes, Mesh.send
+    enqueue, beat = PeerConnection.enqueue, PeerConnection.beat
     began: list[float] = []
     duration_s = fault.duration_s or 0.0
 
@@ -140,10 +141,15 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
             return True
         return enqueue(self, frame)
 
+    def stay_silent(self: PeerConnection) -> None:
+        if not (is_on() and concerns(self.member)):
+            beat(self)
+
     with (
         mock.patch.object(Mesh, "send", send_and_begin),
         mock.patch.object(Mesh, "_take_up_changes", leave_out),
         mock.patch.object(PeerConnection, "enqueue", queue),
+        mock.patch.object(PeerConnection, "beat", stay_silent),
     ):
         yield
 

@@ -1,0 +1,86 @@
+"""Frames over one connection: whole, in order, and signs of life between them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection
+
+LARGE = torch.arange(2**21, dtype=torch.float32)  # 8 MiB: more than the kernel takes at once
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[PeerConnection, PeerConnection]]:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        caller = stack.enter_context(socket.create_connection(listener.getsockname()))
+        answering = stack.enter_context(listener.accept()[0])
+        first, second = (
+            PeerConnection(end, timedelta(seconds=10), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+            for end in (caller, answering)
+        )
+        first.member, second.member = 1, 0
+        yield first, second
+
+
+def carried(sender: PeerConnection, receiver: PeerConnection, num_frames: int) -> list[Frame]:
+    found: list[Frame] = []
+    while len(found) < num_frames:
+        sender.send()
+        receiver.receive(found.append)
+    return found
+
+
+def kinds(frames: list[Frame]) -> list[Kind]:
+    return [frame.key.kind for frame in frames]
+
+
+def test_small_frames_go_at_once_and_large_ones_wait_for_their_turn(ends: tuple[PeerConnection, ...]) -> None:
+    sender, receiver = ends
+    assert not sender.enqueue(Outgoing(Key(Kind.ALARM, 3)))
+    large = Outgoing(Key(Kind.MESSAGE, 1), LARGE)
+    assert sender.enqueue(large)
+    assert sender.enqueue(Outgoing(Key(Kind.ALARM, 4))), "it must not overtake the large one"
+    assert not large.has_begun
+    frames = carried(sender, receiver, 3)
+    assert [frame.key.first for frame in frames] == [3, 1, 4]
+    assert torch.equal(frames[1].payload.view(torch.float32), LARGE)
+
+
+def test_a_sign_of_life_goes_before_what_waits(ends: tuple[PeerConnection, ...]) -> None:
+    sender, receiver = ends
+    sender.enqueue(Outgoing(Key(Kind.MESSAGE, 1), LARGE))
+    sender.beat()
+    frames = carried(sender, receiver, 2)
+    assert kinds(frames) == [Kind.BEAT, Kind.MESSAGE]
+    assert torch.equal(frames[1].payload.view(torch.float32), LARGE)
+
+
+def test_a_sign_of_life_is_not_sent_into_a_frame(ends: tuple[PeerConnection, ...]) -> None:
+    sender, receiver = ends
+    sender.enqueue(Outgoing(Key(Kind.MESSAGE, 1), LARGE))
+    assert not sender.send(), "the kernel does not take all of it"
+    sender.beat()
+    frames = carried(sender, receiver, 1)
+    assert kinds(frames) == [Kind.MESSAGE]
+    assert torch.equal(frames[0].payload.view(torch.float32), LARGE)
+    sender.beat()
+    assert kinds(carried(sender, receiver, 1)) == [Kind.BEAT]
+
+
+def test_a_frame_goes_on_from_a_copy(ends: tuple[PeerConnection, ...]) -> None:
+    sender, receiver = ends
+    values = LARGE.clone()
+    frame = Outgoing(Key(Kind.MESSAGE, 1), values)
+    sender.enqueue(frame)
+    assert not sender.send()
+    frame.copy()
+    values.zero_()
+    (received,) = carried(sender, receiver, 1)
+    assert torch.equal(received.payload.view(torch.float32), LARGE)
