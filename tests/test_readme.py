@@ -115,4 +115,4 @@ def test_the_example_of_ranks_that_die_runs(tmp_path: Path, without_extras: dict
     script.write_text(example.replace("model.close()", "print(model.members)\n    model.close()"))
     run = subprocess.run([sys.executable, script], env=without_extras, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("(0, 1, 2, 3)\n") == 4
+    assert run.stdout.count("(0, 1, 2, 3)") == 4

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.device_paths import DevicePaths, Pending, Tensors
 from gossip.communication.worker_threads import Job, WorkerThreads, posted
-
-if TYPE_CHECKING:
-    from gossip.communication.world import World
+from gossip.communication.world import World
 
 
 class Flag(Protocol):

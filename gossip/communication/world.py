@@ -17,7 +17,6 @@ import torch.distributed as dist
 from gossip.communication import forks
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.device_paths import DevicePaths, Tensors
-from gossip.communication.flags import AgreedFlag, Flag
 from gossip.communication.membership import (
     Group,
     Membership,
@@ -177,16 +176,6 @@ class World:
         """
         del undo
         return operation()
-
-    def flag(self, what: str) -> Flag:
-        """A yes or no that the ranks agree on while they train. Collective.
-
-        Parameters
-        ----------
-        what : str
-            For errors: what is agreed on; the same text on all ranks.
-        """
-        return AgreedFlag(self, what)
 
     def check_joint(self) -> None:
         """Raise GossipError if this rank has no part in what all ranks do together now. Local."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import forks, training_store
 from gossip.communication.distributed_transport import DistributedTransport
+from gossip.communication.flags import AgreedFlag, Flag
 from gossip.communication.transport import TransportFactory, make_transport
 from gossip.communication.transport_names import resolve_transport
 from gossip.communication.world import World
@@ -112,7 +113,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         list(module.parameters()),
         clip_grad_norm=arguments.clip_grad_norm,
         clip=arguments.clip,
-        scaler=None if scaler is None else SharedScaler(scaler, world.flag("agreeing on the loss scale")),
+        scaler=None if scaler is None else SharedScaler(scaler, make_flag(world, "agreeing on the loss scale")),
         rank=world.member,
     )
     place = world.rank if world.is_alone else world.member  # of those at the beginning, though some may be lost by now
@@ -152,6 +153,24 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
             'this process joins a training: pass on_peer_loss="continue", as the ranks that train do, got "raise"'
         )
     return World(timeout, process_group)
+
+
+def make_flag(world: World, what: str) -> Flag:
+    """A yes or no that the ranks of a world, which may lose some of them, agree on while they train. Collective.
+
+    Parameters
+    ----------
+    world : World
+    what : str
+        For errors: what is agreed on; the same text on all ranks.
+    """
+    if not world.changes:
+        return AgreedFlag(world, what)
+    from gossip.communication.survivors.living_flag import LivingFlag
+    from gossip.communication.survivors.living_world import LivingWorld
+
+    assert isinstance(world, LivingWorld)
+    return LivingFlag(world, what)
 
 
 def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:

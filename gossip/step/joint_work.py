@@ -11,6 +11,7 @@ from torch import nn
 from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
+from gossip.step.construction import make_flag
 from gossip.step.engine import StepEngine
 
 _Result = TypeVar("_Result")
@@ -100,7 +101,7 @@ class JointWork:
         engine = self._engine
         engine.check_between_steps()
         with engine.fatal():
-            flag = self._world.flag("waiting in join() for the ranks that still train")
+            flag = make_flag(self._world, "waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
         try:
             yield

@@ -61,12 +61,13 @@ ROOMS = (
 
 MAX_ENTRIES = 18
 INTERNALS_OF_LAB = {
+    "gossip.checkpoints": "where a checkpoint is written, for faults",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication": "the module of daemon threads",
     "gossip.communication.distributed_transport": "when a traced exchange has ended",
     "gossip.communication.plain_gathering": "what ranks have measured",
-    "gossip.communication.shared_memory": "which ranks share a machine",
+    "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.communication.survivors": "where a state is handed over, for faults",
     "gossip.communication.survivors.agreement": "where ranks agree, for faults",
     "gossip.communication.survivors.edge_transport": "where messages leave and arrive, for faults and notes of them",

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 from gossip.communication.survivors.flag_board import Position
-
-if TYPE_CHECKING:
-    from gossip.communication.survivors.living_world import LivingWorld
+from gossip.communication.survivors.living_world import LivingWorld
 
 
 class LivingFlag:

@@ -18,14 +18,12 @@ import torch.distributed as dist
 
 from gossip.communication import forks, training_store
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
-from gossip.communication.flags import Flag
 from gossip.communication.lifelines import own_address
 from gossip.communication.membership import innermost, own_connection
 from gossip.communication.process_states import GONE
 from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement, Epoch
 from gossip.communication.survivors.handing_over import StateGiver
-from gossip.communication.survivors.living_flag import LivingFlag
 from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.patient_waits import PatientWaits
 from gossip.communication.survivors.peer_connection import Key, Kind
@@ -332,9 +330,6 @@ class LivingWorld(PatientWaits, World):
         """Whether some rank has ended it: then all have what it gives, this one too."""
         epoch = self.agreement.wait_for_epoch_after(self._epoch.number)
         return epoch.position > self.agreement.position and self.agreement.commit(self._epoch)
-
-    def flag(self, what: str) -> Flag:
-        return LivingFlag(self, what) if self.changes else super().flag(what)
 
     def check_joint(self) -> None:
         if not self.is_alone:
