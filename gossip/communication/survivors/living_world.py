@@ -25,11 +25,10 @@ from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement, Epoch
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
-from gossip.communication.survivors.patient_waits import PatientWaits
+from gossip.communication.survivors.patient_waits import PatientWorld
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.survivors.shared_payloads import SharedPayloads, can_share
 from gossip.communication.survivors.store_host import is_kept_here
-from gossip.communication.world import World
 from gossip.errors import EpochEndedError, ExchangeError
 
 _TOKEN_BYTES = 32
@@ -43,7 +42,7 @@ _Result = TypeVar("_Result")
 _num_trainings = itertools.count()  # of this process
 
 
-class LivingWorld(PatientWaits, World):
+class LivingWorld(PatientWorld):
     """All ranks of one wrapped model that are left.
 
     ``rank`` and ``world_size`` are those among the ranks that are left: they change when somebody is lost. What all

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 from loguru import logger
@@ -13,6 +12,7 @@ from gossip.communication.survivors.agreement import Agreement
 from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.world import World
 
 _NUM_BEATS_MISSED = 4
 _SUSPECTED = 0.25  # of the time-out
@@ -21,30 +21,17 @@ _TIMEOUTS_OF_A_LOST_MESSAGE = 2
 _MOST_TIMEOUTS = 5
 
 
-class PatientWaits:
+class PatientWorld(World):
     """How a rank of :class:`gossip.communication.survivors.living_world.LivingWorld` waits for others.
 
     Attributes
     ----------
     mesh : Mesh
     agreement : Agreement
-    timeout : timedelta
-        Who is waited for so long, and waits for nobody himself, is given up.
     """
 
     mesh: Mesh
     agreement: Agreement
-    timeout: timedelta
-
-    @property
-    def member(self) -> int:
-        """This rank, by its number."""
-        raise NotImplementedError
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Who trains, by their numbers."""
-        raise NotImplementedError
 
     @property
     def _others(self) -> list[int]:

@@ -23,7 +23,7 @@ _PAUSE_S = 0.0005
 
 
 class Wait(Protocol):
-    """:meth:`gossip.communication.survivors.patient_waits.PatientWaits.wait_until`."""
+    """:meth:`gossip.communication.survivors.patient_waits.PatientWorld.wait_until`."""
 
     def __call__(
         self, look: Callable[[], bool], awaited: Callable[[], Sequence[int]], where: str, *, looks_every_s: float
