@@ -361,9 +361,9 @@ class StepEngine(Liveness, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Step and what is in flight, awaited but not applied; training goes on as if nobody had looked."""
         self.settle()
+        self.settle_late()
         with self.fatal():
             exchanges = self.exchanges.state_dict()
-            self.settle_late()
             return {
                 "step": self.step,
                 "overflow": None if self.updater.scaler is None else self.updater.scaler.flag.wait(),

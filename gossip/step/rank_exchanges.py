@@ -325,8 +325,14 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
 
-        Training goes on as if nobody had looked.
+        Training goes on as if nobody had looked. What came late of earlier rounds has been combined before; what is
+        late of those in flight is waited for and belongs to them: if they are dropped, it is, as at the other end.
         """
+        for index, in_flight in enumerate(self.in_flight):
+            if in_flight is not None and self._transport is not None:
+                (difference,) = in_flight.differences()[VALUES]
+                for late in self._transport.late(index, waits=True):
+                    difference.add_(late.difference)
         return {
             "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
             "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],

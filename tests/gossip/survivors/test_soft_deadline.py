@@ -77,10 +77,11 @@ def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> 
             num_late += stats.num_late if stats is not None else 0
         model.consensus_distance()
         values.append(flat(model.module))
+        before_average = delayed.copy(), mixed.copy()  # what is late in global_avg() is dropped with all in flight
         model.global_avg()
         mean = flat(model.module)
         model.close()
-    return Course(values, delayed, mixed, mean, num_late)
+    return Course(values, *before_average, mean, num_late)
 
 
 def run(num_steps: int, faults: dict[int, Fault], **options: Any) -> list[Course]:
@@ -121,20 +122,23 @@ def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) 
     return by_step
 
 
+@pytest.mark.parametrize("delayed_rank_and_step", [(1, 3), (0, 10)], ids=str)
 @pytest.mark.parametrize("topology", ["one_peer_exponential", "one_peer_hypercube"])
-def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(topology: str) -> None:
+def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
+    topology: str, delayed_rank_and_step: tuple[int, int]
+) -> None:
     num_steps = 12
-    delay = Fault("delay", step=3, duration_s=0.4)
-    courses = run(num_steps, {1: delay}, topology=topology, soft_deadline=0.05)
+    rank, step = delayed_rank_and_step
+    courses = run(num_steps, {rank: Fault("delay", step=step, duration_s=0.4)}, topology=topology, soft_deadline=0.05)
     assert any(course.delayed for course in courses)
     for course in courses:
         assert sorted((step, bucket) for step, bucket, _ in course.mixed) == sorted(course.delayed)
         assert course.num_late <= len(course.mixed), "what is mixed in after the last step belongs to none"
     expected = dense(courses, num_steps, topologies.build(topology, 4))
-    for step in range(num_steps + 1):
-        for rank, course in enumerate(courses):
+    for now in range(num_steps + 1):
+        for place, course in enumerate(courses):
             np.testing.assert_allclose(
-                course.values[step], expected[step][rank], atol=1e-12, err_msg=f"step {step}, rank {rank}"
+                course.values[now], expected[now][place], atol=1e-12, err_msg=f"step {now}, rank {place}"
             )
     mean = np.mean([course.values[-1].numpy() for course in courses], axis=0)
     updates = [
@@ -206,17 +210,21 @@ def mean_and_updates(faults: dict[int, Fault], options: dict[str, Any]) -> tuple
     return values, total, num_late
 
 
-def save_late(folder: str) -> tuple[int, torch.Tensor]:
-    rank = torch.distributed.get_rank()
-    with injected([Fault("delay", step=4, duration_s=0.4)] if rank == 1 else []):
+def save_late(step: int, folder: str, looks_alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean after saving, and the sum of its updates; on the way to it, each rank may look at its state alone."""
+    rank, total = torch.distributed.get_rank(), torch.zeros(2, NUMEL, dtype=torch.float64)
+    with injected([Fault("delay", step=step, duration_s=0.4)] if rank == 1 else []):
         model = make_model(NUMEL, {"topology": "ring", "soft_deadline": 0.02})
         for _ in range(6):
+            total -= RATE * (flat(model.module) - targets(rank, NUMEL))
             model(targets(rank, NUMEL)).backward()
+        if looks_alone:
+            model._engine.state_dict()  # type: ignore[union-attr]
         gossip.save(model, folder)
         model.global_avg()
         mean = flat(model.module)
         model.close()
-    return rank, mean
+    return mean, total
 
 
 def load_saved(folder: str) -> torch.Tensor:
@@ -226,14 +234,17 @@ def load_saved(folder: str) -> torch.Tensor:
         return flat(model.module)
 
 
-def test_a_checkpoint_holds_what_was_late(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("step", "looks_alone"), [(4, False), (5, False), (5, True)])
+def test_a_checkpoint_holds_what_was_late(step: int, looks_alone: bool, tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoints")
-    with unsupervised.started(save_late, folder, world_size=4) as ranks:
+    with unsupervised.started(save_late, step, folder, looks_alone, world_size=4) as ranks:
         saved = ranks.results()
     with unsupervised.started(load_saved, folder, world_size=4) as ranks:
         loaded = ranks.results()
-    for (_, mean), again in zip(saved, loaded, strict=True):
-        torch.testing.assert_close(again, mean, rtol=0, atol=1e-12)
+    expected = torch.stack([total for _, total in saved]).mean(0)
+    for (mean, _), again in zip(saved, loaded, strict=True):
+        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
 
 
 def test_a_rank_that_is_late_may_die() -> None:
