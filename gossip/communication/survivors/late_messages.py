@@ -82,5 +82,5 @@ class LateMessages:
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)
-            mesh.give_back([payload])
             yield LateDifference(late.key.first, difference)
+            mesh.give_back([payload])  # of float64 the difference has been made in it

@@ -15,7 +15,8 @@ from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
 import gossip
 import topologies
 from gossip import GossipDataParallel, GossipError
-from gossip.communication.survivors.late_messages import MOST_LATE
+from gossip.communication.survivors.late_messages import MOST_LATE, LateMessages
+from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.lab.faults.fault import Fault
 from gossip.lab.faults.injection import injected
 
@@ -270,3 +271,19 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
     chosen = {"on_peer_loss": "continue", "soft_deadline": 0.1, "timeout": TIMEOUT} | options
     with pytest.raises((ValueError, GossipError), match=text):
         GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), "ring", **chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_late_stays_as_it_is_until_it_has_been_mixed_in(dtype: torch.dtype) -> None:
+    """Its memory is used for the next message as soon as it is given back."""
+    key = Key(Kind.MESSAGE, 3)
+    payloads = {(1, key): torch.full((4,), 5.0, dtype=dtype).view(torch.uint8)}
+    world = mock.Mock()
+    world.agreement.position = (0, 4, 0)
+    world.wait_until = lambda look, *_, **__: look()
+    world.mesh.take = lambda member, asked: payloads.pop((member, asked), None)
+    world.mesh.give_back = lambda given: [payload.fill_(0) for payload in given]
+    late = LateMessages(world)
+    late.await_later(0, 1, key, 0.25, torch.ones(4, dtype=dtype))
+    differences = [found.difference.clone() for found in late.arrived(0, waits=True)]
+    torch.testing.assert_close(differences, [torch.ones(4, dtype=torch.float64)], rtol=0, atol=0)
