@@ -11,6 +11,8 @@ from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
 from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms import Algorithm as Algorithm
 from gossip.algorithms import Arrived as Arrived
+from gossip.algorithms import Asynchronous as Asynchronous
+from gossip.algorithms import Average as Average
 from gossip.algorithms import BucketView as BucketView
 from gossip.algorithms import DecentLaM as DecentLaM
 from gossip.algorithms import DiLoCo as DiLoCo
@@ -88,6 +90,8 @@ __all__ = [
     "Algorithm",
     "Arrival",
     "Arrived",
+    "Asynchronous",
+    "Average",
     "BucketShape",
     "BucketView",
     "Cast",

@@ -108,8 +108,9 @@ def test_readme_names_files_that_exist() -> None:
     assert os.listdir(ROOT / "docs")
 
 
-def test_the_example_of_ranks_that_die_runs(tmp_path: Path, without_extras: dict[str, str]) -> None:
-    text = (ROOT / "docs" / "when_ranks_die.md").read_text()
+@pytest.mark.parametrize("page", ["when_ranks_die", "uneven_ranks"])
+def test_the_example_of_a_page_runs(page: str, tmp_path: Path, without_extras: dict[str, str]) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     example = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
     script = tmp_path / "example.py"
     script.write_text(example.replace("model.close()", "print(model.members)\n    model.close()"))

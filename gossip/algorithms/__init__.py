@@ -5,6 +5,8 @@ from gossip.algorithms.adapt_then_combine import AdaptThenCombine as AdaptThenCo
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms.algorithm_names import ALGORITHMS as ALGORITHMS
 from gossip.algorithms.algorithm_names import resolve_algorithm as resolve_algorithm
+from gossip.algorithms.asynchronous import Asynchronous as Asynchronous
+from gossip.algorithms.asynchronous import Average as Average
 from gossip.algorithms.base import VALUES as VALUES
 from gossip.algorithms.base import Algorithm as Algorithm
 from gossip.algorithms.base import Requires as Requires
@@ -36,6 +38,8 @@ __all__ = [
     "AdaptWhileCommunicating",
     "Algorithm",
     "Arrived",
+    "Asynchronous",
+    "Average",
     "BucketView",
     "DecentLaM",
     "DiLoCo",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from gossip.algorithms.adam_tracking import AdamTracking
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine
 from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating
+from gossip.algorithms.asynchronous import Asynchronous
 from gossip.algorithms.base import Algorithm
 from gossip.algorithms.decentlam import DecentLaM
 from gossip.algorithms.diloco import DiLoCo
@@ -35,6 +36,7 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "awc": AdaptWhileCommunicating,
         "adapt_then_combine": AdaptThenCombine,
         "atc": AdaptThenCombine,
+        "asynchronous": Asynchronous,
         "decentlam": DecentLaM,
         "diloco": DiLoCo,
         "exact_diffusion": ExactDiffusion,

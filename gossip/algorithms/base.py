@@ -122,6 +122,8 @@ class Algorithm:
         By how many steps the messages of a step may be late where they are not needed before the forward pass: those of
         step t are combined when the same parameters are updated in step t + ``overlap``. A bucket's next exchange must
         not come before.
+    is_asynchronous : bool
+        Whether ranks do not make their steps together: see :class:`gossip.algorithms.Asynchronous`.
     steps_alone : bool
         Whether :meth:`arrive` is called, with differences of zero, at a rank too that has no peer in a round in which
         others have.
@@ -137,6 +139,7 @@ class Algorithm:
     keeps: ClassVar[Mapping[str, Resized]] = {}
     before_forward: bool = False
     overlap: int = 1
+    is_asynchronous: ClassVar[bool] = False
     steps_alone: ClassVar[bool] = False
     reads_sent: ClassVar[bool] = False
     directs: ClassVar[bool] = False

@@ -15,6 +15,7 @@ from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.rank_averages import averages_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.parameters.manifest import describe_topology
+from gossip.step.joint_work import settle
 from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.wrapper import GossipDataParallel
 
@@ -36,9 +37,12 @@ class RankReplica(Replicas):
         self.process = model.rank
         self._engine_state: dict[str, Any] = {}
 
-    @property
+    @functools.cached_property
     def step(self) -> int:
-        return self._model.step
+        """This model's; the farthest rank's where they do not make their steps together."""
+        if not self._model.algorithm.is_asynchronous:
+            return self._model.step
+        return max(map(int, self.gather(str(self._model.step).encode(), "comparing numbers of steps")))
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -81,6 +85,7 @@ class RankReplica(Replicas):
 
     def settle(self) -> None:
         self._engine.frozen.compare()
+        settle(self._engine, self._world)
         self._engine_state = self._engine.state_dict()
 
     def states(self) -> Iterator[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -55,7 +56,15 @@ class LateDifference(NamedTuple):
 
 
 class Transport(ABC):
-    """Carries messages; one per wrapped model, made by its :data:`TransportFactory`."""
+    """Carries messages; one per wrapped model, made by its :data:`TransportFactory`.
+
+    Attributes
+    ----------
+    publishes : bool
+        Whether exchanges are to be started too where this rank has no peer in a round.
+    """
+
+    publishes: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
@@ -90,6 +99,10 @@ class Transport(ABC):
         """
         del bucket, waits
         return iter(())
+
+    def drop(self, bucket: int) -> None:
+        """Wait for all that is still to come of earlier exchanges of a bucket, and forget it."""
+        collections.deque(self.late(bucket, waits=True), maxlen=0)
 
     def describe(self) -> str:
         """One line for the log. Local."""

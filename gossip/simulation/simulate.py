@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
 from gossip.simulation.cluster import Cluster
-from gossip.simulation.simulated_methods import AllReduceSteps, GossipSteps, LocalSteps, Steps
+from gossip.simulation.simulated_methods import AllReduceSteps, AsynchronousSteps, GossipSteps, LocalSteps, Steps
 from gossip.simulation.simulation_checks import check_amount
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Topology
@@ -65,7 +65,8 @@ def simulate_time(
     workload : Workload
     num_steps : int
     algorithm : str or Algorithm
-        Of gossip: how many messages it sends in which steps, and when they are needed.
+        Of gossip: how many messages it sends in which steps, and when they are needed. With "asynchronous" a rank that
+        is asked answers at once, and nobody waits for another one's step.
     compression_ratio : float
         How many times smaller than ``workload.bucket_bytes`` the messages are.
     seed : int
@@ -108,6 +109,8 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
                 f"method is a topology for {method.world_size} ranks, the cluster has {cluster.num_nodes} x "
                 f"{cluster.local_size} = {cluster.world_size}; build it for {cluster.world_size}"
             )
+        if isinstance(algorithm, Asynchronous):
+            return AsynchronousSteps(method, cluster, workload, ratio, algorithm)
         return GossipSteps(method, cluster, workload, ratio, algorithm)
     if method not in kinds:
         raise ValueError(

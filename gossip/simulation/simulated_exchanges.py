@@ -77,6 +77,11 @@ class ExchangePlan:
         sent_s = self.coupling.latest(posted_s, num_bytes) + pauses_s + self.seconds_per_byte * num_bytes
         return sent_s, sent_s + self.latency_s
 
+    def ask(self, posted_s: FloatArray, num_bytes: float) -> tuple[FloatArray, FloatArray]:
+        """Return the same where each rank's peer answers as soon as it is asked, whatever it does itself."""
+        one_way_s = self.seconds_per_byte * num_bytes
+        return posted_s + one_way_s, posted_s + 2 * (one_way_s + self.latency_s)
+
 
 class Groups:
     """Ranks that wait for all members of their group, and for nobody else: pairs, and groups that all-reduce.

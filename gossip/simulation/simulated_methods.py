@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gossip.algorithms import Algorithm
+from gossip.algorithms import Algorithm, Asynchronous
 from gossip.communication.distributed_transport import MIN_LARGE_BYTES, shared_groups
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.simulated_exchanges import ExchangePlan, Mask, plan_exchange
@@ -186,6 +186,48 @@ class GossipSteps:
             reads_memory=is_large and self._cluster.shares_memory and self._ratio == 1.0,
             present=present,
         )
+
+
+class AsynchronousSteps(GossipSteps):
+    """The wrapper where ranks do not make their steps together: each bucket asks a peer, which answers at once.
+
+    The answer is waited for where the algorithm's ``max_staleness`` steps have passed, and no other is asked before.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        cluster: Cluster,
+        workload: Workload,
+        compression_ratio: float,
+        algorithm: Asynchronous,
+    ) -> None:
+        super().__init__(topology, cluster, workload, compression_ratio, algorithm)
+        self._max_staleness = algorithm.max_staleness
+        self._asked_in = np.full(self._arrives_s.shape, -1)
+
+    def _combine(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
+        arrives_s, asked_in = self._arrives_s[bucket], self._asked_in[bucket]
+        is_due = (asked_in >= 0) & (step - asked_in >= self._max_staleness)
+        wait_s = np.where(is_due, np.maximum(arrives_s - clock, 0.0), 0.0)
+        waits_s += wait_s
+        has_come = (asked_in >= 0) & (arrives_s <= clock + wait_s)
+        asked_in[has_come] = -1
+        mix_s = self._workload.mix_s * self._shares[bucket] * draw.factor
+        return self._compute(np.where(has_come, mix_s, 0.0), clock + wait_s)
+
+    def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
+        num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
+        plan = self._plan(step, num_bytes, draw.present)
+        if plan is not None:
+            asks = plan.takes_part & (self._asked_in[bucket] < 0)
+            sent_s, arrives_s = plan.ask(np.maximum(clock, self._free_s), num_bytes)
+            self._free_s = np.where(asks, sent_s, self._free_s)
+            self._arrives_s[bucket] = np.where(asks, arrives_s, self._arrives_s[bucket])
+            self._asked_in[bucket][asks] = step
+
+    def _make_plan(self, step: int, is_large: bool, present: Mask | None) -> ExchangePlan | None:  # noqa: ARG002
+        return plan_exchange(self._topology.round(step), self._cluster, present=present)
 
 
 def _groups_on_wire(topology: Topology, cluster: Cluster, compression_ratio: float) -> Collection[tuple[int, ...]]:

@@ -40,6 +40,7 @@ from gossip.step.updating import Updater
 from gossip.step.wrapper_arguments import (
     Arguments,
     check_arguments,
+    check_asynchronous,
     check_follow_ups,
     check_soft_deadline,
     prepare_algorithm,
@@ -105,7 +106,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
     transport = None
     if schedule.world_size > 1 and not world.is_alone:
-        transport = make_transport(_transport_factory(arguments, algorithm.compression or compression), world, schedule)
+        transport = make_transport(_transport_factory(arguments, algorithm, compression), world, schedule)
     scaler = arguments.open_scaler
     updater = Updater(
         optimizers,
@@ -147,7 +148,9 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
     if arguments.continues:
         from gossip.communication.survivors.living_world import LivingWorld
 
-        return LivingWorld(timeout, process_group, min_ranks=arguments.min_ranks)
+        return LivingWorld(
+            timeout, process_group, min_ranks=arguments.min_ranks, is_in_step=not arguments.is_asynchronous
+        )
     if training_store.joined() is not None:
         raise ValueError(
             'this process joins a training: pass on_peer_loss="continue", as the ranks that train do, got "raise"'
@@ -199,7 +202,9 @@ def _check(
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
     averages_buffers = arguments.buffers == "average"
     algorithm = prepare_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
-    if arguments.soft_deadline_s is not None:
+    if algorithm.is_asynchronous:
+        check_asynchronous(arguments, algorithm, compression, optimizers)
+    elif arguments.soft_deadline_s is not None:
         check_soft_deadline(algorithm, compression, optimizers)
     settings = {
         "algorithm": algorithm.describe(),
@@ -210,14 +215,17 @@ def _check(
     return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings)
 
 
-def _transport_factory(arguments: Arguments, compression: Compression) -> TransportFactory:
+def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: Compression) -> TransportFactory:
     if arguments.continues:
-        from gossip.communication.survivors.edge_transport import EdgeTransport
+        from gossip.step.epoch_transport import make_epoch_transport
 
         return functools.partial(
-            EdgeTransport, follows_up=compression.follows_up, soft_deadline_s=arguments.soft_deadline_s
+            make_epoch_transport,
+            algorithm=algorithm,
+            compression=compression,
+            soft_deadline_s=arguments.soft_deadline_s,
         )
     factory = resolve_transport(arguments.transport)
     if factory is DistributedTransport:
-        return functools.partial(DistributedTransport, sums_on_wire=compression.adds_on_wire)
+        return functools.partial(DistributedTransport, sums_on_wire=(algorithm.compression or compression).adds_on_wire)
     return factory

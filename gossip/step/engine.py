@@ -219,10 +219,13 @@ class StepEngine(Liveness, ABC):
         names = self.frozen.unfrozen()
         if not names:
             return
-        if self.on_step_begin is not None:
+        is_in_join = self.on_step_begin is not None
+        if is_in_join or self.exchanges.algorithm.is_asynchronous:
+            where = "inside join()" if is_in_join else f"with algorithm {self.exchanges.algorithm.describe()}"
             raise GossipError(
-                f"rank {self.rank}: step {self.step}: parameter {names[0]!r} was unfrozen inside join(), where the "
-                "ranks are at different steps and cannot begin to exchange it together; unfreeze before the block"
+                f"rank {self.rank}: step {self.step}: parameter {names[0]!r} was unfrozen {where}, where the ranks are "
+                f"at different steps and cannot begin to exchange it together; unfreeze before "
+                f"{'the block' if is_in_join else 'the model is wrapped'}"
             )
         self.frozen.agree_to_unfreeze(names, self.step)
         self.unfreeze(names)
@@ -309,12 +312,17 @@ class StepEngine(Liveness, ABC):
         return {name: float(weight) for name, (weight,) in self.exchanges.weights().items()}
 
     def settle(self, *, closes: bool = False) -> None:
-        """Combine what is in flight if the algorithm wants it before the parameters are read again."""
+        """Combine what is in flight if the algorithm wants it before the parameters are read again.
+
+        With ``closes`` also what is late: it will not come any more.
+        """
         (self._places.restore if closes else self._places.check_all)()
         with self.fatal(), torch.no_grad():
             for bucket in self.buckets:
                 bucket.reclaim()
         self.combine_if_due()
+        if closes:
+            self.settle_late()
 
     def settle_late(self) -> None:
         """Wait for the messages that steps did not wait for, and combine them. On all ranks after the same step."""

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 import topologies
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication.survivors.agreement import Epoch
-from gossip.communication.survivors.edge_transport import EdgeTransport
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
 from gossip.communication.survivors.newcomer import Newcomer
@@ -24,6 +23,7 @@ from gossip.errors import ExchangeError, NothingToJoinError
 from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
 from gossip.step.construction import Parts
+from gossip.step.epoch_transport import make_epoch_transport
 from gossip.step.preemption import Preemption
 from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
@@ -113,7 +113,7 @@ class EpochChange:
         ExchangeError
             This rank cannot go on.
         """
-        step = self._parts.engine.step
+        step = self._step
         if self._world.is_joint:  # a checkpoint is being loaded: whoever does something together is in an epoch
             self._world.agreement.note_loaded(step)
             return
@@ -121,7 +121,7 @@ class EpochChange:
             epoch = self._world.agreement.enter_step(step)
         except ExchangeError as lost:
             self._come_back(lost)
-            epoch = self._world.agreement.enter_step(self._parts.engine.step)
+            epoch = self._world.agreement.enter_step(self._step)
         if self._world.member not in epoch.members:
             return  # it leaves: this was its last step
         current = self._world.epoch
@@ -131,10 +131,15 @@ class EpochChange:
         if self._world.giver.is_asked:
             self._world.giver.give(*flatten(self._state()))
 
+    @property
+    def _step(self) -> int:
+        """By which the ranks agree on epochs; always 0 where they do not make their steps together."""
+        return self._parts.engine.step if self._world.is_in_step else 0
+
     def catch_up(self) -> None:
         """Exchange along the topology of the epoch in which all ranks do things together, if it may begin. Local."""
         epoch = self._world.epoch
-        if not epoch.has_first_steps or self._parts.engine.step >= epoch.first_step:
+        if not epoch.has_first_steps or self._step >= epoch.first_step:
             self._follow(epoch)
 
     def leave(self) -> None:
@@ -163,6 +168,11 @@ class EpochChange:
             This rank has built something else than the others.
         """
         world, engine = self._world, self._parts.engine
+        if not world.is_in_step:
+            raise ValueError(
+                f"rank {world.member} joins a training whose ranks do not make their steps together: there is no step "
+                'at which it could; start again from a checkpoint, or train with algorithm="adapt_while_communicating"'
+            )
         if engine.updater.scaler is not None:
             raise ValueError(
                 f"scaler: rank {world.member} joins a training, whose loss scale it would have to know while it "
@@ -232,13 +242,14 @@ class EpochChange:
         schedule = plan.algorithm.schedule(plan.topology)
         transport = None
         if len(epoch.members) > 1:
-            compression = plan.algorithm.compression or self._parts.compression
-            transport = EdgeTransport(
+            transport = make_epoch_transport(
                 self._world,
                 schedule,
-                members=epoch.members,
-                follows_up=compression.follows_up,
+                algorithm=plan.algorithm,
+                compression=self._parts.compression,
                 soft_deadline_s=self._arguments.soft_deadline_s,
+                members=epoch.members,
+                before=self._parts.engine.exchanges.transport,
             )
         self._parts.engine.move(schedule, transport, plan.algorithm, epoch.members.index(self._world.member))
         before, self.epoch = self.epoch, epoch

@@ -100,6 +100,11 @@ class JointWork:
         """See :meth:`gossip.GossipDataParallel.join`."""
         engine = self._engine
         engine.check_between_steps()
+        if engine.exchanges.algorithm.is_asynchronous:
+            yield  # nobody waits for another one's steps; who has left averages with whoever asks it
+            with engine.fatal():
+                self.jointly(lambda: None)
+            return
         with engine.fatal():
             flag = make_flag(self._world, "waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
@@ -131,11 +136,20 @@ class JointWork:
     def _begin(self) -> None:
         self._engine.check_between_steps()
         self._world.check_joint()
-        self._engine.settle()
-        self._engine.settle_late()
+        settle(self._engine, self._world)
 
     def _average(self, *, is_put_back: bool = False) -> None:
         engine = self._engine
         average_module_(
             self._module, self.buckets, engine.frozen, self._world, engine.weights(), is_put_back=is_put_back
         )
+
+
+def settle(engine: StepEngine, world: World) -> None:
+    """Combine what came late, and what the algorithm wants combined, before the ranks do something together."""
+    engine.settle()
+    engine.settle_late()
+    if engine.exchanges.algorithm.is_asynchronous:
+        # Once all are here nobody asks for an average any more, and what was asked of this rank is there.
+        world.gather_bytes(b"", "waiting until all averages of two ranks are made")
+        engine.settle_late()

@@ -158,7 +158,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         rank: int,
     ) -> None:
         super().__init__(optimizers, topology, algorithm, compression)
-        self._transport = transport
+        self.transport = transport
         self._rank = rank
         self._optimizers = optimizers
         self._buckets: list[AnyBucket] = []
@@ -181,9 +181,9 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         self.codecs += self._make_codecs(buckets)
 
     def _make_codecs(self, buckets: Sequence[AnyBucket]) -> list[dict[str, Codec]]:
-        if self._transport is None:
+        if self.transport is None:
             return []
-        return [self._codecs_of(bucket, self._transport) for bucket in buckets]
+        return [self._codecs_of(bucket, self.transport) for bucket in buckets]
 
     def _codecs_of(self, bucket: AnyBucket, transport: Transport) -> dict[str, Codec]:
         index = bucket.index
@@ -203,7 +203,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
 
         With nothing in flight; codecs begin anew.
         """
-        self._topology, self._transport, self.algorithm, self._rank = topology, transport, algorithm, rank
+        self._topology, self.transport, self.algorithm, self._rank = topology, transport, algorithm, rank
         for view in self._views:
             view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
         self.codecs = self._make_codecs(self._buckets)
@@ -215,11 +215,10 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         self._combine_late(index, meter, waits=False)
 
     def drop(self) -> None:
-        self.combine_late(Meter())
         super().drop()
-        if self._transport is not None:
+        if self.transport is not None:
             for index in range(len(self._buckets)):
-                collections.deque(self._transport.late(index, waits=True), maxlen=0)
+                self.transport.drop(index)
 
     def combine_late(self, meter: Meter) -> None:
         """Wait for all messages that steps did not wait for, and combine them.
@@ -233,7 +232,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             self._combine_late(index, meter, waits=True)
 
     def _combine_late(self, index: int, meter: Meter, *, waits: bool) -> None:
-        for round_index, difference in self._transport.late(index, waits=waits) if self._transport is not None else ():
+        for round_index, difference in self.transport.late(index, waits=waits) if self.transport is not None else ():
             meter.num_late += 1
             if finite_on_host([difference]):
                 self.algorithm.combine_(self._views[index].values, difference, round_index)
@@ -256,19 +255,19 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return isinstance(self._buckets[index], Bucket)
 
     def _takes_part(self, round_: Round) -> bool:
-        return self._transport is not None and self._is_in(round_, self._rank)
+        return self.transport is not None and self._is_in(round_, self._rank)
 
     def _start(
         self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: Meter
     ) -> RankInFlight:
-        assert self._transport is not None
+        assert self.transport is not None
         in_flight = RankInFlight(round_, step)
         if self.algorithm.requires.stochastic != "doubly":
             in_flight.surplus = row_sum(round_, self._rank) - 1
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 edges = self._edges(index, channel, round_)
-                if not edges.peers(self._rank):
+                if not edges.peers(self._rank) and not self.transport.publishes:
                     nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
                     in_flight.exchanges[channel] = Known(nothing)
                     if self._keeps_sent:
@@ -278,7 +277,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
                 conversation = codec.begin(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
-                in_flight.exchanges[channel] = self._transport.start(
+                in_flight.exchanges[channel] = self.transport.start(
                     conversation, edges, step=step, bucket=index + CHANNEL_STRIDE * number
                 )
                 if codec.sent is not None:
@@ -329,9 +328,9 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         late of those in flight is waited for and belongs to them: if they are dropped, it is, as at the other end.
         """
         for index, in_flight in enumerate(self.in_flight):
-            if in_flight is not None and self._transport is not None:
+            if in_flight is not None and self.transport is not None:
                 (difference,) = in_flight.differences()[VALUES]
-                for late in self._transport.late(index, waits=True):
+                for late in self.transport.late(index, waits=True):
                     difference.add_(late.difference)
         return {
             "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 import topologies
-from gossip.algorithms import VALUES, Algorithm
+from gossip.algorithms import VALUES, Algorithm, resolve_algorithm
 from gossip.communication.membership import Membership
 from gossip.communication.transport import TransportFactory
 from gossip.communication.transport_names import name_of, resolve_transport
@@ -50,6 +51,13 @@ class Arguments:
     def continues(self) -> bool:
         """Whether the ranks go on without those that are lost."""
         return self.on_peer_loss == "continue"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the ranks do not make their steps together; False too if there is no such algorithm."""
+        with contextlib.suppress(ValueError, TypeError):
+            return resolve_algorithm(self.algorithm).is_asynchronous
+        return False
 
     @property
     def soft_deadline_s(self) -> float | None:
@@ -251,6 +259,43 @@ def prepare_algorithm(
                 f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
             )
     return algorithm.on(topology, compression.delivers)
+
+
+def check_asynchronous(
+    arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
+) -> None:
+    """Refuse what ranks cannot have that do not make their steps together.
+
+    Raises
+    ------
+    ValueError
+        Says what to choose.
+    """
+    what = f"algorithm {algorithm.describe()}"
+    if not arguments.continues:
+        raise ValueError(
+            f'{what} averages with whoever is ready, over the connections of on_peer_loss="continue"; pass that, got '
+            f'on_peer_loss="{arguments.on_peer_loss}"'
+        )
+    if not isinstance(compression, Uncompressed):
+        raise ValueError(
+            f"{what} sends values and differences as they are, got compression {compression.describe()}; leave it out"
+        )
+    if arguments.soft_deadline_s is not None:
+        raise ValueError(f"{what} waits max_staleness steps for a peer, got soft_deadline too; leave it out")
+    if arguments.partition_timeout_s is not None:
+        raise ValueError(f"{what} has no step at which a rank could come back, got partition_timeout; leave it out")
+    if arguments.open_scaler is not None:
+        raise ValueError(
+            f"{what}: a loss scale belongs to a step that all ranks make together, got a GradScaler; train in bfloat16 "
+            "or float32"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f"{what} has no round of which {type(optimizer).__name__}'s pre_average_hook could be told; choose "
+                "another optimizer, or another algorithm"
+            )
 
 
 def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:

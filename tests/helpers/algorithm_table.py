@@ -16,7 +16,8 @@ from quadratics import BUCKETS, MOMENTUM, Array, Problem, Sgd
 import topologies
 from gossip.algorithms import ALGORITHMS, Algorithm, IntegralCorrection, QuasiGlobalIntegral
 from gossip.algorithms.forms import Form
-from topologies import Topology
+from topologies import Round, Topology
+from topologies.graphs.edge_colouring import edge_colouring
 
 Dense = Callable[[Problem, Topology, Sgd, "float | None"], Array]
 """The values that forward passes read after all steps, [n, d]."""
@@ -29,6 +30,19 @@ def adapt_while_communicating(problem: Problem, topology: Topology, sgd: Sgd, ma
         x = topology.round(step - 1).matrix() @ x if step else x
         x = x + sgd(gradients, problem.is_updated(step), step)
     return x
+
+
+def asynchronous(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+    """With ranks that are equally fast: the edges of each round in pairs, one matching after the other."""
+    rounds = []
+    for t in range(topology.period or 0):
+        edges = np.argwhere(np.triu(topology.round(t).matrix(), 1) > 0)
+        for matching in edge_colouring(edges):
+            matrix = np.eye(problem.world_size)
+            for i, j in matching:
+                matrix[[[i], [j]], [i, j]] = 0.5
+            rounds.append(Round.from_matrix(matrix))
+    return adapt_while_communicating(problem, Topology.from_rounds(rounds), sgd, max_norm)
 
 
 def adapt_then_combine(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
@@ -391,7 +405,8 @@ class Row(NamedTuple):
     """What the contract knows of an algorithm.
 
     ``keeps_mean``: whether the average of the replicas follows the average of the updates. ``options``: its arguments.
-    ``momentum``: of SGD; None: the optimizer is Adam.
+    ``momentum``: of SGD; None: the optimizer is Adam. ``is_in_step``: whether real processes make their steps together;
+    what others compute is held to their own account of it elsewhere.
     """
 
     dense: Dense
@@ -399,6 +414,7 @@ class Row(NamedTuple):
     keeps_mean: bool = True
     options: Mapping[str, Any] = {}
     momentum: float | None = MOMENTUM
+    is_in_step: bool = True
 
 
 CHANGING = ("ring", "one_peer_exponential", "base")
@@ -415,6 +431,7 @@ AWC_AND_ATC: dict[str, tuple[Callable[..., Array], float | None]] = {
 ROWS: dict[str, Row] = {
     "adapt_while_communicating": Row(adapt_while_communicating, CHANGING),
     "adapt_then_combine": Row(adapt_then_combine, CHANGING),
+    "asynchronous": Row(asynchronous, ("ring", "base"), is_in_step=False),
     "decentlam": Row(decentlam, ("ring", "torus"), momentum=0.0),
     "diloco": Row(partial(diloco, form="atc"), ("complete",), keeps_mean=False, options={"period": 3}),
     "diloco(awc)": Row(diloco, ("complete",), keeps_mean=False, options={"period": 3, "form": "awc"}),

@@ -77,6 +77,8 @@ class Agreement:
     min_ranks : int
         With fewer the training ends.
     timeout : timedelta
+    is_in_step : bool
+        Whether the ranks make their steps together. Else all steps are step 0 here, and an epoch begins at once.
 
     Attributes
     ----------
@@ -87,7 +89,14 @@ class Agreement:
     """
 
     def __init__(
-        self, store: dist.Store, mesh: Mesh, members: Sequence[int], *, min_ranks: int, timeout: timedelta
+        self,
+        store: dist.Store,
+        mesh: Mesh,
+        members: Sequence[int],
+        *,
+        min_ranks: int,
+        timeout: timedelta,
+        is_in_step: bool = True,
     ) -> None:
         self.position: Position = (0, 0, 0)
         self.board = FlagBoard(mesh)
@@ -103,6 +112,7 @@ class Agreement:
         self._is_leaving = False
         self._leaves_at: int | None = None
         self._timeout = timeout
+        self._is_in_step = is_in_step
         self._error: ExchangeError | None = None
         self._holds = False
         self._num_attempts = 0  # that have been decided
@@ -143,7 +153,7 @@ class Agreement:
         """
         with self._changed:
             self._wait_until_free(f"step {step}")
-            if step != self.position[1]:
+            if self._is_in_step and step != self.position[1]:
                 self.position = self.position[0], step, 0
             # A checkpoint may take it back to an earlier step, but nobody back who is lost.
             found = (
@@ -194,7 +204,7 @@ class Agreement:
             if self._loaded_step is None:
                 self.position = num_loaded, step, num_ended + 1
             else:
-                self.position = num_loaded + 1, self._loaded_step, 0
+                self.position = num_loaded + 1, self._loaded_step if self._is_in_step else 0, 0
                 self._first_steps.clear()  # all of them have taken part
             return True
 
@@ -434,16 +444,17 @@ class Agreement:
         """Take over what has been decided."""
         before, member = self._epochs[-1], self._mesh.member
         (num_loaded, step, num_ended), _ = decision
-        first_step = step + 1
+        first_step = step + 1 if self._is_in_step else 0
         newcomers = set(members) - set(before.members)
-        self._first_steps |= dict.fromkeys(newcomers, first_step)
-        has_first_steps = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
+        self._first_steps |= dict.fromkeys(newcomers if self._is_in_step else (), first_step)
+        is_exact = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
+        has_first_steps = self._is_in_step and is_exact
         position = num_loaded, step, num_ended
         self._epochs.append(
             Epoch(number, tuple(members), first_step, position, has_first_steps=has_first_steps, left=tuple(leaving))
         )
         if member in newcomers:
-            self.position = num_loaded, first_step, 0
+            self.position = (num_loaded, first_step, 0) if self._is_in_step else position
         elif member in leaving:
             self._is_leaving, self._leaves_at = False, first_step
         elif member in before.members and member not in members:

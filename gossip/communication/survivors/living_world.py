@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import os
+import queue
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +28,7 @@ from gossip.communication.survivors.agreement import Agreement, Epoch
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.patient_waits import PatientWorld
-from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 from gossip.communication.survivors.shared_payloads import SharedPayloads, can_share
 from gossip.communication.survivors.store_host import is_kept_here
 from gossip.errors import EpochEndedError, ExchangeError
@@ -37,6 +39,9 @@ _STEPS = 2**40
 _ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
 _OWN_HOST = "127.0.0.1"
+
+Questions = queue.SimpleQueue[tuple[int, Frame] | None]
+"""Frames about averages of two ranks, and the members that they come from; None at the end."""
 
 _Result = TypeVar("_Result")
 _num_trainings = itertools.count()  # of this process
@@ -55,6 +60,8 @@ class LivingWorld(PatientWorld):
     process_group : ProcessGroup, optional
     min_ranks : int, optional
         With fewer the training ends with an error; by default more than half of those at the beginning.
+    is_in_step : bool
+        Whether the ranks make their steps together.
 
     Attributes
     ----------
@@ -64,6 +71,8 @@ class LivingWorld(PatientWorld):
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
     agreement : Agreement
+    questions : SimpleQueue
+        What ranks ask each other that do not make their steps together: whoever answers may come later.
     is_joint : bool
         Whether something is being done together.
 
@@ -78,8 +87,15 @@ class LivingWorld(PatientWorld):
     agreement: Agreement
 
     def __init__(
-        self, timeout: timedelta, process_group: dist.ProcessGroup | None = None, *, min_ranks: int | None = None
+        self,
+        timeout: timedelta,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        min_ranks: int | None = None,
+        is_in_step: bool = True,
     ) -> None:
+        self.is_in_step = is_in_step
+        self.questions: Questions = queue.SimpleQueue()
         self._member = 0
         self._min_ranks = min_ranks
         self._epoch = Epoch(0, (0,))
@@ -135,6 +151,8 @@ class LivingWorld(PatientWorld):
         host = own_address(self._keys)[1] or _OWN_HOST
         self.mesh = Mesh(self.member, self._token, host, self.timeout)
         self.giver = StateGiver(self.mesh)
+        for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
+            self.mesh.handlers[kind] = functools.partial(_put, self.questions)
         self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
         self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, _network()]))
 
@@ -142,7 +160,14 @@ class LivingWorld(PatientWorld):
         """Begin to agree with the others on who trains. Local."""
         self._epoch = Epoch(0, tuple(range(self._num_initial)))
         least = _least(self._min_ranks, self._num_initial)
-        self.agreement = Agreement(self._keys, self.mesh, self._epoch.members, min_ranks=least, timeout=self.timeout)
+        self.agreement = Agreement(
+            self._keys,
+            self.mesh,
+            self._epoch.members,
+            min_ranks=least,
+            timeout=self.timeout,
+            is_in_step=self.is_in_step,
+        )
 
     # ------------------------------------------------------------------ joining
 
@@ -415,7 +440,9 @@ class LivingWorld(PatientWorld):
                 raise EpochEndedError(what)
             return not unfinished()
 
-        self.wait_until(look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1))
+        self.wait_until(
+            look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
+        )
         return found
 
     @property
@@ -431,6 +458,10 @@ class LivingWorld(PatientWorld):
         if hasattr(self, "mesh"):
             self.mesh.leave(CLOSING_PATIENCE)
         super().close()
+
+
+def _put(questions: Questions, member: int, frame: Frame) -> None:
+    questions.put((member, frame))
 
 
 def _network() -> list[str | int]:

@@ -73,6 +73,8 @@ class Mesh:
         given back, which they may take care of.
     waiting : dict of int to (float, tuple of int)
         When a member said last that it waits (``time.monotonic()``), and where it was.
+    stepped_at : dict of int to float
+        When a member said last that it has made a step; of ranks that do not make their steps together.
     """
 
     def __init__(self, member: int, token: bytes, host: str, timeout: timedelta) -> None:
@@ -83,6 +85,7 @@ class Mesh:
         self.left: set[int] = set()
         self.ended: set[int] = set()
         self.waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}
+        self.stepped_at: dict[int, float] = {}
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
@@ -350,6 +353,8 @@ class Mesh:
         elif kind == Kind.WAITING:
             num_loaded, step, num_ended = frame.payload.view(torch.int64).tolist()
             self.waiting[member] = time.monotonic(), (num_loaded, step, num_ended)
+        elif kind == Kind.STEPPED:
+            self.stepped_at[member] = time.monotonic()
         elif kind != Kind.BEAT:  # that one came is all
             self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 

@@ -32,6 +32,7 @@ class PatientWorld(World):
 
     mesh: Mesh
     agreement: Agreement
+    _told_of_step_at = 0.0
 
     @property
     def _others(self) -> list[int]:
@@ -46,13 +47,15 @@ class PatientWorld(World):
         is_sent_at: Position | None = None,
         looks_again_at: float | None = None,
         looks_every_s: float | None = None,
+        lets_train: bool = False,
     ) -> None:
         """Wait until ``look()``, which is called with what the mesh has locked. Ctrl-C gets through.
 
         It is called whenever the mesh has something new, at ``looks_again_at`` (``time.monotonic()``), and every
         ``looks_every_s``. A member that is waited for longer than the time-out, and does not wait for anybody himself,
         is given up. So is one, after twice the time-out, that is at ``is_sent_at`` by its own account, or later: what
-        is waited for was sent before that, and is lost. After five times the time-out everybody is.
+        is waited for was sent before that, and is lost. After five times the time-out everybody is. With ``lets_train``
+        who has made a step within the time-out is waited for.
 
         Raises
         ------
@@ -76,12 +79,25 @@ class PatientWorld(World):
                     told_at = now
                 waited_s = now - began
                 if waited_s > timeout_s * _SUSPECTED:
-                    suspects = [member for member in missing if self._is_suspect(member, waited_s, is_sent_at)]
+                    suspects = [
+                        member
+                        for member in missing
+                        if self._is_suspect(member, waited_s, is_sent_at)
+                        and not (lets_train and now - self.mesh.stepped_at.get(member, began) <= timeout_s)
+                    ]
                     if suspects and not is_warned:
                         is_warned = True
                         self._suspect(suspects, where, waited_s)
                     if suspects and waited_s > timeout_s:
                         self._give_up(suspects, where, waited_s)
+
+    def tell_of_step(self) -> None:
+        """Tell the others now and then that this rank makes steps, which they do not make together. Local."""
+        now = time.monotonic()
+        if now >= self._told_of_step_at + self.mesh.beat_s:
+            self._told_of_step_at = now
+            for member in self._others:
+                self.mesh.send(member, Key(Kind.STEPPED))
 
     def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
         heard = (f"rank {member} (last heard of {self.mesh.silent_s(member):.3g} s ago)" for member in members)

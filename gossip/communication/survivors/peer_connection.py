@@ -42,6 +42,9 @@ class Kind(IntEnum):
     MEMORY = 11
     READER = 12
     LENT = 13
+    PAIR = 14
+    AVERAGE = 15
+    STEPPED = 16
 
 
 class Key(NamedTuple):

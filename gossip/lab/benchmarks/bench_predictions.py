@@ -22,6 +22,14 @@ _NUM_STEPS = 1000  # simulated: what chance does to the measured ones is not to 
 _ONE_SLOW_FACTOR = 2.0
 
 
+SIMULATED: Mapping[str, tuple[RandomDelays | SlowRank, ...]] = {
+    "none": (),
+    "exponential": (RandomDelays(stragglers.MEAN_S),),
+    "one_slow": (SlowRank(stragglers.SLOW_RANK, _ONE_SLOW_FACTOR),),
+}
+"""The kinds of stragglers that :func:`gossip.simulate_time` knows, in its terms."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One network and one kind of straggler.
@@ -31,7 +39,7 @@ class Case:
     rate : str
         Of every link, each way, in tc's words.
     straggler : str
-        Of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
+        Of :data:`SIMULATED`.
     cluster, workload : mapping
         Keyword arguments of the classes of these names, as probed; the stragglers of the benchmark are not among them.
     step_s : mapping of str to float
@@ -47,13 +55,12 @@ class Case:
     def predict(self, method: str) -> float:
         """Return the predicted mean of a step of one of the methods, in seconds."""
         cluster = Cluster(**self.cluster)
-        late: dict[str, tuple[RandomDelays | SlowRank, ...]] = {
-            "none": (),
-            "exponential": (RandomDelays(stragglers.MEAN_S),),
-            "one_slow": (SlowRank(stragglers.SLOW_RANK, _ONE_SLOW_FACTOR),),
-        }
+        if self.straggler not in SIMULATED:
+            raise ValueError(
+                f"straggler must be one of {', '.join(SIMULATED)}, which are simulated, got {self.straggler!r}"
+            )
         arguments = {**self.workload, "bucket_bytes": tuple(self.workload["bucket_bytes"])}
-        workload = Workload(**arguments, stragglers=late[self.straggler])
+        workload = Workload(**arguments, stragglers=SIMULATED[self.straggler])
         simulated = {"local": "none", "ddp": "ddp"}.get(method) or topologies.build(method, cluster.world_size)
         return simulate_time(simulated, cluster, workload, _NUM_STEPS).step_time_s
 

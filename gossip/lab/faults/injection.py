@@ -28,11 +28,12 @@ from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.newcomer import Newcomer
+from gossip.communication.survivors.pair_transport import PairTransport
 from gossip.communication.survivors.peer_connection import Kind, Outgoing, PeerConnection
 from gossip.lab.faults.fault import Fault
 
 _SENDING_PATIENCE = timedelta(seconds=20)
-_MESSAGES = (Kind.MESSAGE, Kind.LENT)
+_MESSAGES = (Kind.MESSAGE, Kind.LENT, Kind.PAIR)
 _THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(int(sys.argv[2]), signal.SIGCONT)"
 
 
@@ -80,7 +81,7 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
             yield
         return
     name = "sending a part" if fault.place == "sending" and fault.num_bytes is not None else fault.place
-    target, attribute, make = _PLACES[name]
+    targets, attribute, make = _PLACES[name]
     lock, has_happened = threading.Lock(), threading.Event()
 
     def once() -> None:
@@ -90,7 +91,10 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
             has_happened.set()
         happen()
 
-    with mock.patch.object(target, attribute, make(getattr(target, attribute), fault, once)):
+    with contextlib.ExitStack() as patches:
+        for target in targets if isinstance(targets, tuple) else (targets,):
+            happening = make(getattr(target, attribute), fault, once)
+            patches.enter_context(mock.patch.object(target, attribute, happening))
         yield
 
 
@@ -233,7 +237,7 @@ def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
 
 
 _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
-    "sending": (EdgeTransport, "start", _sending),
+    "sending": ((EdgeTransport, PairTransport), "start", _sending),
     "sending a part": (Outgoing, "send", _sending_a_part),
     "agreeing": (Agreement, "_set_once", _after),
     "together": (LivingWorld, "_exchange", _together),

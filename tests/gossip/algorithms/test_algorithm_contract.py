@@ -72,7 +72,7 @@ def make_problem(skipped: tuple[tuple[int, int], ...]) -> Problem:
 PLAIN = {name: Case(name, row.topologies[0]) for name, row in ROWS.items()}
 # Every algorithm on every topology, in every mode, with skipped updates, with a rate that changes; and these by pairs.
 BUCKET_BY_BUCKET = [Case(name, row.topologies[-1], "", "skipped", "rate") for name, row in ROWS.items()]
-OF_PROCESSES = [
+CASES = [
     *PLAIN.values(),
     *BUCKET_BY_BUCKET,
     *itertools.starmap(
@@ -89,13 +89,15 @@ OF_PROCESSES = [
         ),
     ),
 ]
+OF_PROCESSES = [case for case in CASES if ROWS[case.algorithm].is_in_step]
+IN_STEP = [name for name, row in ROWS.items() if row.is_in_step]
 # Virtual workers have one mode, and one count of updates, which Adam goes by, for one that skips an update as well.
 VIRTUAL = dict.fromkeys(
     case._replace(
         mode=case.mode if case.mode == "clipped" else "",
         skips="" if ROWS[case.algorithm].momentum is None else case.skips,
     )
-    for case in OF_PROCESSES
+    for case in CASES
 )
 RULE_ALONE = dict.fromkeys(case._replace(skips="") for case in VIRTUAL)
 
@@ -338,10 +340,11 @@ def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
 def train_processes(folder: str) -> dict[str, list[Any]]:
     """By case: the values at the end; by algorithm: restored bit for bit, the mean, gone on from virtual workers."""
     found: dict[str, list[Any]] = {}
-    for case in OF_PROCESSES[len(PLAIN) :]:
+    for case in OF_PROCESSES[len(IN_STEP) :]:
         with make_model(case) as model:
             found[case.label] = train(model, case, range(NUM_STEPS)).tolist()
-    for name, case in PLAIN.items():
+    for name in IN_STEP:
+        case = PLAIN[name]
         path, rest = Path(folder) / name, range(4, NUM_STEPS)
         with make_model(case) as model, make_model(case) as other:
             train(model, case, range(4))
@@ -363,8 +366,8 @@ def train_processes(folder: str) -> dict[str, list[Any]]:
 
 def resume_with_other_ranks(folder: str) -> dict[str, list[float]]:
     found = {}
-    for name, row in ROWS.items():
-        topology = make_topology(row.topologies[0], dist.get_world_size())
+    for name in IN_STEP:
+        topology = make_topology(ROWS[name].topologies[0], dist.get_world_size())
         module = Quadratic(np.zeros(NUM_VALUES))
         with GossipDataParallel(module, optimizer_for(name), topology, algorithm=make_algorithm(name)) as model:
             gossip.load(model, Path(folder) / name)
@@ -377,9 +380,9 @@ def resume_with_other_ranks(folder: str) -> dict[str, list[float]]:
 @pytest.fixture(scope="module")
 def of_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[Any]]]]:
     folder = tmp_path_factory.mktemp("algorithms")
-    for name, case in PLAIN.items():
-        workers = make_workers(case)
-        train_virtually(workers, case, range(4))
+    for name in IN_STEP:
+        workers = make_workers(PLAIN[name])
+        train_virtually(workers, PLAIN[name], range(4))
         gossip.save(workers, folder / "virtual" / name)
     return folder, run_ranks(train_processes, str(folder), world_size=WORLD_SIZE)
 
@@ -393,12 +396,12 @@ def test_processes_make_the_dense_recursion(case: Case, of_processes: tuple[Path
     np.testing.assert_allclose(actual, dense(case), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", IN_STEP)
 def test_processes_are_restored_bit_for_bit(name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]) -> None:
     assert all(found[f"restored {name}"][0] for found in of_processes[1])
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", IN_STEP)
 def test_exports_are_the_mean_that_averaged_gives(
     name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
 ) -> None:
@@ -412,7 +415,7 @@ def test_exports_are_the_mean_that_averaged_gives(
         np.testing.assert_allclose(values, by_rank[0][f"restored {name}"][1], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", IN_STEP)
 def test_run_goes_on_as_processes_that_began_virtually(
     name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
 ) -> None:
@@ -420,7 +423,7 @@ def test_run_goes_on_as_processes_that_began_virtually(
     np.testing.assert_allclose(actual, dense(PLAIN[name]), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", IN_STEP)
 def test_run_goes_on_virtually_that_began_as_processes(
     name: str, of_processes: tuple[Path, list[dict[str, list[Any]]]]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import topologies
 from gossip import (
     Algorithm,
+    Asynchronous,
     Cluster,
     DiLoCo,
     DropOut,
@@ -37,7 +38,7 @@ def _method(name: str, n: int) -> str | Topology:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", ["ddp", "none", "ring", "one_peer_exponential", "complete", "base"])
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine", "asynchronous"])
 def test_a_network_that_costs_nothing_leaves_the_computation(n: int, name: str, algorithm: str) -> None:
     run = simulate_time(_method(name, n), Cluster(n, **FREE), PLAIN, 7, algorithm=algorithm)
     np.testing.assert_allclose(run.step_ends_s, 0.35 * np.arange(1, 8))
@@ -60,6 +61,26 @@ def test_ddp_hides_all_but_the_last_bucket_beside_backward() -> None:
     workload = Workload(1.0, 4.0, (12_500_000,) * 4)
     run = simulate_time("ddp", Cluster(2, **GIGABIT), workload, 3)
     assert run.step_time_s == pytest.approx(1.0 + 4.0 + 0.1)
+
+
+def test_asynchronous_ranks_are_as_fast_as_each_is_by_itself() -> None:
+    workload = Workload(0.01, 0.02, (1_250_000,), stragglers=(SlowRank(0, 3.0),))
+    topology, cluster = topologies.build("ring", 4), Cluster(4, **GIGABIT)
+    run = simulate_time(topology, cluster, workload, 50, algorithm="asynchronous")
+    np.testing.assert_allclose(run.step_ends_s, (3 + 1 + 1 + 1) / 4 * 0.03 * np.arange(1, 51))
+    together = simulate_time(topology, cluster, workload, 50)
+    assert together.step_time_s == pytest.approx(3 * 0.03, rel=0.05)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_asynchronous_ranks_wait_for_an_answer_after_so_many_steps(max_staleness: int) -> None:
+    """A question takes 0.1 s and its answer as much, and the next one is asked when it is there."""
+    workload = Workload(0.01, 0.02, (12_500_000,))
+    run = simulate_time(
+        topologies.build("ring", 4), Cluster(4, **GIGABIT), workload, 60, algorithm=Asynchronous(max_staleness)
+    )
+    np.testing.assert_allclose(run.step_ends_s[max_staleness:] - run.step_ends_s[:-max_staleness], 0.2)
+    assert run.exposed_wait_s == pytest.approx(0.2 / max_staleness - 0.03, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["one_peer_hypercube", "one_peer_exponential", "base"])

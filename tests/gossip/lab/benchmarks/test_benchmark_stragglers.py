@@ -28,6 +28,10 @@ def test_stragglers_exponential_has_the_mean_and_the_shape() -> None:
     assert delays.std() == pytest.approx(0.05, rel=0.15)
 
 
+def test_stragglers_at_half_speed_one_rank_takes_twice_as_long_as_the_others() -> None:
+    assert [drawn("half_speed", rank=rank) for rank in range(3)] == [0.1, 0.05, 0.05]
+
+
 def test_stragglers_one_slow_rank_takes_twice_as_long() -> None:
     assert [drawn("one_slow", rank=rank) for rank in range(3)] == [0.3, 0.0, 0.0]
 
@@ -37,5 +41,5 @@ def test_stragglers_none() -> None:
 
 
 def test_stragglers_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind must be one of none, exponential, one_slow, got 'pareto'"):
+    with pytest.raises(ValueError, match="kind must be one of none, exponential, one_slow, half_speed, got 'pareto'"):
         drawn("pareto")

@@ -1,0 +1,326 @@
+"""Averages of two ranks, made whenever one of them asks for one, beside what both compute.
+
+A rank *shows* a bucket: a copy of its values after their newest update, with all averages since. It asks another rank
+with what it shows, m; the other one takes half of the way from what it shows itself, z, to m, and answers with that
+difference d = (m - z) / 2, which the first one subtracts. Both show their mean then. What is shown is changed with the
+bucket locked, for as long as one pass over it takes; parameters and optimizer are never locked. The differences also
+add up beside it, in ``pending``, until the training thread takes them into the parameters, right before it updates
+them: what one rank adds is what the other subtracts, bit for bit, so that the mean over ranks is exact.
+
+While a rank waits for an answer, what it shows stays as it is. Who asks it meanwhile waits for its turn if its own
+number is the higher one, and is refused otherwise; so no circle of ranks waits for each other, on any graph. Two that
+have asked each other find that out as each gets the other's question, which serves as the answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from loguru import logger
+
+from gossip.algorithms.asynchronous import Average
+from gossip.communication import daemon_threads
+from gossip.communication.survivors.living_world import LivingWorld, Questions
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing
+from gossip.communication.world import accumulation_dtype
+from gossip.compression.conversation import chunks, finite_on_host
+from gossip.errors import GossipError
+
+
+@dataclass
+class Asked:
+    """What a rank has asked another one, and has no answer to.
+
+    Attributes
+    ----------
+    member : int
+        Who was asked.
+    step : int
+        The step of this rank's after which it asked.
+    frame : Outgoing or None
+        The question.
+    """
+
+    member: int
+    step: int
+    frame: Outgoing | None = None
+
+
+@dataclass
+class Shown:
+    """One bucket as other ranks see it. All but ``lock`` is changed with the lock held alone.
+
+    Attributes
+    ----------
+    lock : Lock
+    values : Tensor, [numel]
+        In the memory of the host.
+    following : Tensor, [numel]
+        Memory for the values that are shown next.
+    step : int
+        The step after which the values were these, but for averages; -1: nothing is shown.
+    pending : Tensor, [numel]
+        What averages have added and the parameters have not got yet; in the dtype of accumulation.
+    has_pending : bool
+    asked : Asked or None
+    waiting : list of (int, Frame)
+        Who has asked, and has to wait until this rank has its own answer.
+    made : list of Average
+        Those in ``pending``.
+    have_asked : set of int
+        Who has averaged with these values on its own account.
+    """
+
+    values: torch.Tensor
+    following: torch.Tensor
+    pending: torch.Tensor
+    taken: torch.Tensor
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    step: int = -1
+    has_pending: bool = False
+    asked: Asked | None = None
+    waiting: list[tuple[int, Frame]] = field(default_factory=list)
+    made: list[Average] = field(default_factory=list)
+    have_asked: set[int] = field(default_factory=set)
+
+
+class Averager:
+    """The averages of one rank; it lives as long as its model, from epoch to epoch.
+
+    Parameters
+    ----------
+    world : LivingWorld
+    history : list of Average, optional
+        Every average is added when it enters the parameters; those of a bucket in the order in which they were made.
+    """
+
+    def __init__(self, world: LivingWorld, history: list[Average] | None = None) -> None:
+        self._history = history
+        self._error: Exception | None = None
+        self._world = world
+        self._shown: dict[int, Shown] = {}
+        run = partial(_answer_all, world.questions, weakref.ref(self))
+        end = weakref.finalize(self, world.questions.put, None)
+        daemon_threads.start(f"gossip-averages-{world.member}", run, end=end, patience=world.timeout)
+
+    # ------------------------------------------------------------------ for the training thread
+
+    def memory(self, bucket: int, like: torch.Tensor) -> torch.Tensor:
+        """Where the values that are shown next are to be written: in the host's memory, or else ``like`` itself."""
+        shown = self._shown_of(bucket, like)
+        return shown.following if like.is_cpu else like
+
+    def show(self, bucket: int, values: torch.Tensor, step: int, partner: int | None) -> int:
+        """Show the values after step ``step``, and ask ``partner`` for an average; how many bytes it is sent.
+
+        While an answer is still to come neither is done: the partner averages with what was shown before. A partner
+        that has itself asked for an average with what was shown before is not asked. ``values`` are in :meth:`memory`,
+        and must not be used any longer.
+        """
+        self._check()
+        shown = self._shown_of(bucket, values)
+        if not values.is_cpu:
+            shown.following.copy_(values)
+        with shown.lock:
+            self._end_if_lost(shown)
+            if shown.asked is not None:
+                return 0
+            shown.values, shown.following = shown.following, shown.values
+            if shown.has_pending:
+                shown.values.add_(shown.pending)
+            shown.step = step
+            has_met, shown.have_asked = partner in shown.have_asked, set()
+            if partner is None or has_met or partner in self._world.mesh.lost:
+                return 0
+            shown.asked = Asked(partner, step)
+            shown.asked.frame = self._world.mesh.send(partner, Key(Kind.PAIR, step, bucket), shown.values)
+            return shown.values.nbytes
+
+    def wait(self, bucket: int, latest_step: int) -> None:
+        """Wait for the answer to a question that was asked after step ``latest_step``, or before.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot go on.
+        """
+        shown = self._shown.get(bucket)
+        asked = None if shown is None else shown.asked
+        if shown is None or asked is None or asked.step > latest_step:
+            return
+        lost = self._world.mesh.lost
+        where = f"step {asked.step}, bucket {bucket}: average"
+
+        def look() -> bool:
+            return shown.asked is not asked or asked.member in lost or self._error is not None
+
+        self._world.wait_until(look, lambda: [asked.member], where)
+        self._check()
+        with shown.lock:
+            self._end_if_lost(shown)
+
+    def take(self, bucket: int, step: int, *, is_read: bool = False) -> torch.Tensor | None:
+        """What averages have added since the last call, in the host's memory; None: nothing. Valid until the next.
+
+        Parameters
+        ----------
+        bucket : int
+        step : int
+            Before whose update it enters the parameters.
+        is_read : bool
+            Whether that step's gradient is still to be taken.
+        """
+        shown = self._shown.get(bucket)
+        if shown is None:
+            return None
+        with shown.lock:
+            if not shown.has_pending:
+                return None
+            shown.taken, shown.pending, shown.has_pending = shown.pending, shown.taken, False
+            if self._history is not None:
+                self._history += [average._replace(entered=step, is_read=is_read) for average in shown.made]
+            shown.made = []
+            return shown.taken
+
+    def hide(self, bucket: int) -> None:
+        """Refuse averages until values are shown again; forget what has not been taken."""
+        shown = self._shown.get(bucket)
+        if shown is not None:
+            with shown.lock:
+                shown.step = -1
+                shown.has_pending, shown.made = False, []
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise GossipError(f"rank {self._world.member}: the thread that makes averages has failed") from self._error
+
+    def _shown_of(self, bucket: int, values: torch.Tensor) -> Shown:
+        if bucket not in self._shown:
+            shown = torch.empty(2, *values.shape, dtype=values.dtype)
+            pending = torch.empty(2, *values.shape, dtype=accumulation_dtype(values.dtype))
+            self._shown[bucket] = Shown(*shown.unbind(), *pending.unbind())  # type: ignore[arg-type]
+        return self._shown[bucket]
+
+    # ------------------------------------------------------------------ what the others ask and answer
+
+    def answer(self, member: int, frame: Frame) -> None:
+        """Make the average that a frame asks for, or end the one that it answers."""
+        _, asked_at, bucket, shown_at = frame.key
+        shown = self._shown.get(bucket)
+        if shown is None:
+            self._refuse(member, frame)
+            return
+        with shown.lock:
+            if frame.key.kind == Kind.PAIR:
+                self._on_question(shown, member, frame)
+            elif shown.asked is not None and (shown.asked.member, shown.asked.step) == (member, asked_at):
+                if frame.payload.nbytes:
+                    difference = frame.payload.view(shown.values.dtype)
+                    self._add(shown, difference, -1.0)
+                    self._note(shown, bucket, member, shown_at)
+                self._end(shown)
+        with self._world.mesh.changed:
+            self._world.mesh.changed.notify_all()
+        if frame.key.kind == Kind.AVERAGE:
+            self._world.mesh.give_back([frame.payload])
+
+    def _on_question(self, shown: Shown, member: int, frame: Frame) -> None:
+        asked = shown.asked
+        if asked is not None and asked.member == member:  # it gets this rank's question as this rank gets its own
+            assert asked.frame is not None
+            asked.frame.copy()  # the rest of it may still be on its way
+            self._average(shown, member, frame)
+            self._world.mesh.give_back([frame.payload])
+            self._end(shown)
+        elif shown.step < 0 or (asked is not None and member < self._world.member):
+            self._refuse(member, frame)
+        elif asked is not None:
+            shown.waiting.append((member, frame))
+        else:
+            self._average_and_answer(shown, member, frame)
+
+    def _average_and_answer(self, shown: Shown, member: int, frame: Frame) -> None:
+        difference = self._average(shown, member, frame)
+        if difference is None:
+            self._refuse(member, frame)
+            return
+        shown.have_asked.add(member)
+        key = Key(Kind.AVERAGE, frame.key.first, frame.key.second, shown.step)
+        self._world.mesh.send(member, key, difference)
+
+    def _average(self, shown: Shown, member: int, frame: Frame) -> torch.Tensor | None:
+        """Go half of the way to what another rank shows; how far that is, in its memory, or None if not finite."""
+        difference = frame.payload.view(shown.values.dtype)
+        is_finite = True
+        for part in chunks(difference.numel(), difference.device):
+            half = difference[part].to(shown.pending.dtype).sub_(shown.values[part]).mul_(0.5)
+            is_finite = is_finite and finite_on_host([half])
+            if half.dtype != difference.dtype:
+                difference[part] = half
+        _, step, bucket, _ = frame.key
+        if not is_finite:
+            logger.warning(
+                "rank {}: step {}, bucket {}: what rank {} and this one have differs by what is not finite; they do "
+                "not average",
+                self._world.member,
+                shown.step,
+                bucket,
+                member,
+            )
+            return None
+        self._add(shown, difference, 1.0)
+        self._note(shown, bucket, member, step)
+        return difference
+
+    def _add(self, shown: Shown, difference: torch.Tensor, sign: float) -> None:
+        for part in chunks(difference.numel(), difference.device):
+            change = difference[part]
+            shown.values[part].add_(change, alpha=sign)
+            if shown.has_pending:
+                shown.pending[part].add_(change, alpha=sign)
+            else:
+                torch.mul(change, sign, out=shown.pending[part])
+        shown.has_pending = True
+
+    def _note(self, shown: Shown, bucket: int, member: int, step: int) -> None:
+        if self._history is not None:
+            shown.made.append(Average(self._world.member, shown.step, bucket, member, step))
+
+    def _refuse(self, member: int, frame: Frame) -> None:
+        self._world.mesh.send(member, Key(Kind.AVERAGE, frame.key.first, frame.key.second))
+        self._world.mesh.give_back([frame.payload])
+
+    def _end(self, shown: Shown) -> None:
+        """This rank has its answer: those who have waited for it get theirs."""
+        shown.asked = None
+        waiting, shown.waiting = shown.waiting, []
+        for member, frame in waiting:
+            self._on_question(shown, member, frame)
+
+    def _end_if_lost(self, shown: Shown) -> None:
+        asked = shown.asked
+        if asked is not None and asked.member in self._world.mesh.lost:
+            assert asked.frame is not None
+            asked.frame.copy()
+            self._end(shown)
+
+    def fail(self, error: Exception) -> None:
+        """Make the training thread end, which would wait in vain."""
+        self._error = error
+        with self._world.mesh.changed:
+            self._world.mesh.changed.notify_all()
+
+
+def _answer_all(frames: Questions, reference: weakref.ReferenceType[Averager]) -> None:
+    """The life of the thread that answers; in the order in which the frames came."""
+    with torch.no_grad():
+        while (came := frames.get()) is not None and (averager := reference()) is not None:
+            try:
+                averager.answer(*came)
+            except Exception as error:  # it is raised in the training thread
+                averager.fail(error)
+            del averager, came

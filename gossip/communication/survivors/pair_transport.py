@@ -1,0 +1,98 @@
+"""What carries the averages of pairs of ranks that do not make their steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+
+from gossip.communication.survivors.averager import Averager
+from gossip.communication.survivors.living_world import LivingWorld
+from gossip.communication.transport import LateDifference, Transport
+from gossip.compression.conversation import Arrival, Conversation
+from topologies import Round, Topology
+
+
+class PairTransport(Transport):
+    """Averages between the members of an epoch, see :mod:`gossip.communication.survivors.averager`.
+
+    An exchange asks for an average with the peer of a round; what it has in the end is what all averages have added to
+    the bucket since the one before, whoever asked for them.
+
+    Parameters
+    ----------
+    world : LivingWorld
+    topology : Topology
+        Of rounds in which every rank has one peer at most; its ranks are places among the members.
+    members : sequence of int, optional
+        Of the epoch; by default of the first one.
+    averager : Averager
+        The same in all epochs.
+    max_staleness : int
+        An average is waited for so many steps after the one in which it was asked for.
+    """
+
+    publishes: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: LivingWorld,
+        topology: Topology,
+        *,
+        members: Sequence[int] | None = None,
+        averager: Averager,
+        max_staleness: int,
+    ) -> None:
+        self.averager = averager
+        self._world = world
+        self._members = tuple(range(topology.world_size) if members is None else members)
+        self._place = self._members.index(world.member)
+        self._max_staleness = max_staleness
+        self._messages: dict[int, torch.Tensor] = {}
+        self._num_steps = 0
+
+    def describe(self) -> str:
+        return f"averages of two of {len(self._members)} ranks at a time, none of which waits for another one's step"
+
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        del step
+        memory = self._messages[bucket] = self.averager.memory(bucket, message)
+        return memory
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> PairExchange:
+        _ = conversation.opening  # makes the message
+        place = next(iter(round_.peers(self._place)), None)
+        partner = None if place is None else self._members[place]
+        num_bytes = self.averager.show(bucket, self._messages[bucket], step, partner)
+        self._world.tell_of_step()
+        self._num_steps = step + 1
+        return PairExchange(self.averager, bucket, step, self._max_staleness, {place or 0: num_bytes})
+
+    def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        """With ``waits``: what averages have added, once this rank has the answer to its own question."""
+        if waits:
+            self.averager.wait(bucket, latest_step=2**62)
+            added = self.averager.take(bucket, self._num_steps, is_read=True)
+            if added is not None:
+                yield LateDifference(0, added)
+
+    def drop(self, bucket: int) -> None:
+        self.averager.wait(bucket, latest_step=2**62)
+        self.averager.hide(bucket)
+
+
+class PairExchange:
+    """What averages add to a bucket in a step; see :class:`gossip.Exchange`."""
+
+    def __init__(
+        self, averager: Averager, bucket: int, step: int, max_staleness: int, bytes_by_peer: dict[int, int]
+    ) -> None:
+        self.bytes_by_peer = {place: num_bytes for place, num_bytes in bytes_by_peer.items() if num_bytes}
+        self.arrived_at: dict[int, float] = {}
+        self._averager, self._bucket, self._step, self._max_staleness = averager, bucket, step, max_staleness
+
+    def wait(self) -> Arrival:
+        self._averager.wait(self._bucket, self._step + 1 - self._max_staleness)
+        added = self._averager.take(self._bucket, self._step + 1)
+        return Arrival(iter(()), is_finite=True) if added is None else Arrival.of(added)

@@ -1,0 +1,275 @@
+"""Pairs of ranks average whenever one of them is ready: the dense recursion of what they say they did."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import unsupervised
+from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+
+import gossip
+from gossip import Asynchronous, Average, GossipDataParallel, GossipError
+from gossip.lab.faults.fault import Fault
+
+NUM_STEPS = 30
+
+
+class Course(NamedTuple):
+    """What a rank tells.
+
+    Attributes
+    ----------
+    values : list of Tensor
+        By step, its parameters before it; then at rest after the last one.
+    history : list of Average
+    mean : Tensor
+    members : tuple of int
+    """
+
+    values: list[torch.Tensor]
+    history: list[Average]
+    mean: torch.Tensor
+    members: tuple[int, ...]
+
+
+def train(numel: int, loads: Sequence[int], faults: Mapping[int, Fault], options: Mapping[str, Any]) -> Course:
+    """Rank r computes ``loads[r]`` times as much as it needs."""
+    from gossip.lab.faults.injection import injected
+
+    rank = torch.distributed.get_rank()
+    history: list[Average] = []
+    values = []
+    with injected([faults[rank]] if rank in faults else []):
+        model = make_model(numel, {"algorithm": Asynchronous(history=history), "topology": "ring"} | dict(options))
+        target = targets(rank, numel)
+        for _ in range(NUM_STEPS):
+            values.append(flat(model.module))
+            for _ in range(loads[rank]):
+                model.module(target)
+            model(target).backward()
+        model.consensus_distance()
+        values.append(flat(model.module))
+        model.global_avg()
+        mean, members = flat(model.module), model.members
+        model.close()
+    return Course(values, history, mean, members)
+
+
+def run(
+    loads: Sequence[int], numel: int = 64, faults: Mapping[int, Fault] | None = None, **options: Any
+) -> list[Course | None]:
+    with unsupervised.started(train, numel, loads, faults or {}, options, world_size=len(loads)) as ranks:
+        results: list[Course | None] = ranks.results()
+    return results
+
+
+class Dense:
+    """What the ranks' histories say, with plain gradient steps."""
+
+    def __init__(self, histories: Sequence[Sequence[Average]], numel: int) -> None:
+        self._goals = [targets(rank, numel).numpy() for rank in range(len(histories))]
+        self._made = {
+            (rank, bucket): [average for average in history if average.bucket == bucket]
+            for rank, history in enumerate(histories)
+            for bucket in range(2)
+        }
+
+    def before_step(self, rank: int, step: int) -> np.ndarray:
+        return np.stack([self._read(rank, bucket, step) for bucket in (1, 0)])  # in the reversed order of parameters
+
+    @functools.cache  # noqa: B019 -- it ends with its test
+    def _read(self, rank: int, bucket: int, step: int) -> np.ndarray:
+        """What the gradient of a step is taken at."""
+        x = self._updated(rank, bucket, step - 1) if step else np.zeros_like(self._goals[0][0])
+        return x + self._added(rank, bucket, lambda made: made.entered == step and made.is_read)
+
+    @functools.cache  # noqa: B019
+    def _updated(self, rank: int, bucket: int, step: int) -> np.ndarray:
+        read = self._read(rank, bucket, step)
+        x = read + self._added(rank, bucket, lambda made: made.entered == step and not made.is_read)
+        return x - RATE * (read - self._goals[rank][1 - bucket])
+
+    def _added(self, rank: int, bucket: int, counts: Any) -> Any:
+        return sum(self._difference(made) for made in self._made[rank, bucket] if counts(made))
+
+    @functools.cache  # noqa: B019
+    def _difference(self, made: Average) -> np.ndarray:
+        other = next(
+            other
+            for other in self._made[made.partner, made.bucket]
+            if (other.partner, other.step, other.partner_step) == (made.rank, made.partner_step, made.step)
+        )
+        return (self._shown(other) - self._shown(made)) / 2
+
+    @functools.cache  # noqa: B019
+    def _shown(self, made: Average) -> np.ndarray:
+        """What its rank showed right before."""
+        earlier = self._made[made.rank, made.bucket]
+        earlier = earlier[: earlier.index(made)]
+        pending = sum(self._difference(other) for other in earlier if other.entered > made.step)
+        return self._updated(made.rank, made.bucket, made.step) + pending
+
+
+@pytest.mark.parametrize(
+    ("loads", "numel", "options"),
+    [
+        ([0, 0, 0, 0], 64, {}),
+        ([0, 5, 20, 100], 64, {}),
+        ([0, 0, 0, 400], 64, {"topology": "complete"}),
+        ([0, 10, 0, 0, 30], 2**17, {"topology": "one_peer_exponential"}),
+        ([0, 0, 20], 64, {"topology": "random_matching"}),
+    ],
+    ids=["even", "uneven", "one slow", "long messages", "one idle in each round"],
+)
+def test_all_values_are_those_of_the_dense_recursion(loads: list[int], numel: int, options: dict[str, Any]) -> None:
+    courses = [course for course in run(loads, numel, **options) if course is not None]
+    assert len(courses) == len(loads)
+    expected = Dense([course.history for course in courses], numel)
+    for rank, course in enumerate(courses):
+        for step, values in enumerate(course.values):
+            np.testing.assert_allclose(
+                values, expected.before_step(rank, step), atol=1e-11, err_msg=f"rank {rank}, step {step}"
+            )
+    mean = torch.stack([course.values[-1] for course in courses]).mean(0)
+    updates = [
+        sum(-RATE * (values - targets(rank, numel)) for values in course.values[:-1])
+        for rank, course in enumerate(courses)
+    ]
+    torch.testing.assert_close(mean, torch.stack(updates).mean(0), rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    for course in courses:
+        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+
+
+def test_an_average_belongs_to_two_ranks_and_a_bucket() -> None:
+    courses = [course for course in run([0, 3, 10, 1]) if course is not None]
+    made = [average for course in courses for average in course.history]
+    ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
+    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
+    assert len(ends) == len(made)
+    assert all(average.step < average.entered <= NUM_STEPS for average in made)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 100], ids=["before a message", "inside a message"])
+def test_the_others_go_on_without_one_that_dies(num_bytes: int | None) -> None:
+    results = run([0, 0, 0, 0], numel=2**14, faults={2: Fault("kill", step=9, num_bytes=num_bytes)})
+    assert [result is None for result in results] == [False, False, True, False]
+    left = [course for course in results if course is not None]
+    mean = torch.stack([course.values[-1] for course in left]).mean(0)
+    for course in left:
+        assert course.members == (0, 1, 3)
+        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+
+
+def leave_early(rank_that_leaves: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "ring"})
+    rank = torch.distributed.get_rank()
+    for _ in range(5 if rank == rank_that_leaves else 20):
+        model(targets(rank, 64)).backward()
+    members = model.members
+    if rank == rank_that_leaves:
+        model.leave()
+    else:
+        model.global_avg()
+        members = model.members
+        model.close()
+    return flat(model.module), members
+
+
+def test_a_rank_may_leave() -> None:
+    with unsupervised.started(leave_early, 1, world_size=4) as ranks:
+        results = ranks.results()
+    assert [members for _, members in results] == [(0, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2, 3)]
+    for values, _ in results[2:]:
+        torch.testing.assert_close(values, results[0][0], rtol=0, atol=0)
+
+
+def join_and_average(num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
+    rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
+    with make_model(64, {"algorithm": "asynchronous", "topology": "complete"}) as model:
+        with model.join():
+            for _ in range(num_steps[rank]):
+                total -= RATE * (flat(model.module) - targets(rank, 64))
+                model(targets(rank, 64)).backward()
+        model.global_avg()
+        return model.step, flat(model.module), total
+
+
+def test_ranks_may_make_different_numbers_of_steps() -> None:
+    with unsupervised.started(join_and_average, [3, 11, 0, 25], world_size=4) as ranks:
+        results = ranks.results()
+    assert [step for step, _, _ in results] == [3, 11, 0, 25]
+    mean = torch.stack([total for _, _, total in results]).mean(0)
+    for _, values, _ in results:
+        torch.testing.assert_close(values, mean, rtol=0, atol=1e-12)
+
+
+def unfreeze(_: int) -> str:
+    module = Pair(64)
+    module.second.requires_grad_(False)
+    optimizer = functools.partial(torch.optim.SGD, lr=RATE)
+    options: dict[str, Any] = {"algorithm": "asynchronous", "topology": "ring", "on_peer_loss": "continue"}
+    model = GossipDataParallel(module, optimizer, timeout=TIMEOUT, **options)
+    model(targets(0, 64)).backward()
+    module.second.requires_grad_(True)
+    try:
+        model(targets(0, 64)).backward()
+    except GossipError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_needs_a_common_step_is_refused_where_it_comes_up() -> None:
+    with unsupervised.started(unfreeze, 0, world_size=2) as ranks:
+        for text in ranks.results():
+            assert "'second' was unfrozen with algorithm Asynchronous(max_staleness=2)" in text
+
+
+def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "ring", "optimizer": momentum})
+    for _ in range(num_steps[rank]):
+        model(targets(rank, 64)).backward()
+    gossip.save(model, folder, batch=7)
+    saved = flat(model.module)
+    for _ in range(3):
+        model(targets(rank, 64)).backward()
+    checkpoint = gossip.load(model, folder)
+    assert checkpoint.data["batch"] == 7
+    assert checkpoint.step == max(num_steps)
+    loaded, step = flat(model.module), model.step
+    model(targets(rank, 64)).backward()
+    model.close()
+    return step, saved, loaded
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+
+
+def test_a_checkpoint_keeps_every_rank_at_its_own_step(tmp_path: Any) -> None:
+    with unsupervised.started(save_and_go_on, str(tmp_path / "checkpoints"), [4, 9, 6], world_size=3) as ranks:
+        results = ranks.results()
+    assert [step for step, _, _ in results] == [4, 9, 6]
+    for _, saved, loaded in results:
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_peer_loss": "raise"}, 'averages with whoever is ready, over the connections of on_peer_loss="continue"'),
+        ({"compression": "int8"}, "sends values and differences as they are, got compression int8"),
+        ({"soft_deadline": 0.1}, "waits max_staleness steps for a peer, got soft_deadline too"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    chosen = {"on_peer_loss": "continue", "algorithm": "asynchronous", "timeout": TIMEOUT, "topology": "ring"} | options
+    with pytest.raises((ValueError, GossipError), match=text):
+        GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), **chosen)
+    with pytest.raises(ValueError, match="max_staleness"):
+        Asynchronous(max_staleness=0)
