@@ -27,6 +27,7 @@ from gossip.algorithms import NoLoCo as NoLoCo
 from gossip.algorithms import PushSum as PushSum
 from gossip.algorithms import QuasiGlobalIntegral as QuasiGlobalIntegral
 from gossip.algorithms import QuasiGlobalMomentum as QuasiGlobalMomentum
+from gossip.algorithms import Recording as Recording
 from gossip.algorithms import RelaySum as RelaySum
 from gossip.algorithms import Requires as Requires
 from gossip.algorithms import SlowMo as SlowMo
@@ -72,6 +73,7 @@ from gossip.simulation import RandomDelays as RandomDelays
 from gossip.simulation import SimulatedRun as SimulatedRun
 from gossip.simulation import SlowRank as SlowRank
 from gossip.simulation import Workload as Workload
+from gossip.simulation import simulate_averages as simulate_averages
 from gossip.simulation import simulate_time as simulate_time
 from gossip.step.exchanges import UsesExchange as UsesExchange
 from gossip.version import __version__ as __version__
@@ -128,6 +130,7 @@ __all__ = [
     "QuasiGlobalIntegral",
     "QuasiGlobalMomentum",
     "RandomDelays",
+    "Recording",
     "RelaySum",
     "Requires",
     "SimulatedRun",
@@ -150,5 +153,6 @@ __all__ = [
     "launch",
     "load",
     "save",
+    "simulate_averages",
     "simulate_time",
 ]

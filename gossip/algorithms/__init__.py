@@ -7,6 +7,7 @@ from gossip.algorithms.algorithm_names import ALGORITHMS as ALGORITHMS
 from gossip.algorithms.algorithm_names import resolve_algorithm as resolve_algorithm
 from gossip.algorithms.asynchronous import Asynchronous as Asynchronous
 from gossip.algorithms.asynchronous import Average as Average
+from gossip.algorithms.asynchronous import Recording as Recording
 from gossip.algorithms.base import VALUES as VALUES
 from gossip.algorithms.base import Algorithm as Algorithm
 from gossip.algorithms.base import Requires as Requires
@@ -54,6 +55,7 @@ __all__ = [
     "PushSum",
     "QuasiGlobalIntegral",
     "QuasiGlobalMomentum",
+    "Recording",
     "RelaySum",
     "Requires",
     "SlowMo",

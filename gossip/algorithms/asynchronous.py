@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -42,6 +43,21 @@ class Average(NamedTuple):
     is_read: bool = False
 
 
+class Recording(NamedTuple):
+    """What the ranks of a run have done.
+
+    Attributes
+    ----------
+    averages : sequence of Average
+        Of all ranks; those of a rank and a bucket in the order in which they were made.
+    num_steps : sequence of int
+        How many each rank has made.
+    """
+
+    averages: Sequence[Average]
+    num_steps: Sequence[int]
+
+
 class Asynchronous(Algorithm):
     r"""A rank averages with one other rank after each of its steps, without waiting for that rank's: AD-PSGD.
 
@@ -73,6 +89,9 @@ class Asynchronous(Algorithm):
     history : list, optional
         Each rank adds its averages, as :class:`Average`, when they enter its parameters; those of a bucket in the order
         in which they were made. Together with the updates the histories of all ranks determine all values.
+    replay : Recording, optional
+        Of :class:`gossip.VirtualWorkers`: what was recorded so, or :func:`gossip.simulate_averages` predicts, is done
+        again, each replica at its own pace.
 
     References
     ----------
@@ -82,9 +101,12 @@ class Asynchronous(Algorithm):
     steps_alone = True
     is_asynchronous = True
 
-    def __init__(self, max_staleness: int = 2, history: list[Average] | None = None) -> None:
+    def __init__(
+        self, max_staleness: int = 2, history: list[Average] | None = None, replay: Recording | None = None
+    ) -> None:
         self.max_staleness = check_integer("max_staleness", max_staleness, minimum=1)
         self.history = history
+        self.replay = replay
 
     def schedule(self, topology: Topology) -> Topology:
         return in_pairs(topology)

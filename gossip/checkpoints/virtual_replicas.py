@@ -59,6 +59,11 @@ class VirtualReplicas(Replicas):
             raise GossipError(f"step {self.step} is half made: save and load after backward()")
         if self._workers._is_averaged:
             raise GossipError(f"step {self.step}: inside averaged() there is nothing to save or load; leave it first")
+        if self._workers._replay is not None:
+            raise GossipError(
+                f"step {self.step}: a replay is neither saved nor loaded, as its replicas are at different steps; make "
+                "it again, it computes the same"
+            )
         self._updater.stack_new_groups()
 
     def check_alive(self) -> None:

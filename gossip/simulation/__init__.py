@@ -3,6 +3,7 @@
 from gossip.simulation.cluster import Cluster as Cluster
 from gossip.simulation.simulate import SimulatedRun as SimulatedRun
 from gossip.simulation.simulate import simulate_time as simulate_time
+from gossip.simulation.simulated_averages import simulate_averages as simulate_averages
 from gossip.simulation.workload import DropOut as DropOut
 from gossip.simulation.workload import RandomDelays as RandomDelays
 from gossip.simulation.workload import SlowRank as SlowRank
@@ -15,5 +16,6 @@ __all__ = [
     "SimulatedRun",
     "SlowRank",
     "Workload",
+    "simulate_averages",
     "simulate_time",
 ]

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 import topologies
-from gossip.algorithms import VALUES, Algorithm, resolve_algorithm
+from gossip.algorithms import VALUES, Algorithm, Asynchronous, resolve_algorithm
 from gossip.communication.membership import Membership
 from gossip.communication.transport import TransportFactory
 from gossip.communication.transport_names import name_of, resolve_transport
@@ -277,6 +277,8 @@ def check_asynchronous(
             f'{what} averages with whoever is ready, over the connections of on_peer_loss="continue"; pass that, got '
             f'on_peer_loss="{arguments.on_peer_loss}"'
         )
+    if isinstance(algorithm, Asynchronous) and algorithm.replay is not None:
+        raise ValueError(f"{what}: a replay is for gossip.VirtualWorkers, real ranks make averages as they are ready")
     if not isinstance(compression, Uncompressed):
         raise ValueError(
             f"{what} sends values and differences as they are, got compression {compression.describe()}; leave it out"

@@ -126,10 +126,34 @@ class StackedUpdater:
             Called right before the optimizers step, with which rows of a bucket they leave alone: what puts other
             gradients in all gradients' place.
         """
+        skipped, left = self.prepare(step)
+        if direct is not None:
+            direct(
+                lambda index: [
+                    rows.to(s.device) for rows, s in zip(left[self._group(index)], self._shards, strict=True)
+                ]
+            )
+            self.reached = {}
+        with left_alone(self._optimizers, self._rows_left_alone(left)):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self.drop_gradients()
+        return skipped
+
+    def prepare(self, step: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """Make the gradients each replica's own, and clip them.
+
+        Returns
+        -------
+        Tensor, [n], bool
+            Whose gradients are not finite.
+        list of list of Tensor
+            By group of parameters and shard, the rows that are not to be updated.
+        """
         skipped = torch.zeros_like(self.scales, dtype=torch.bool)
         self._complete_gradients()
         self._scale_gradients()
-        left: list[list[torch.Tensor]] = []  # by group of parameters and shard, the rows that are not updated
+        left: list[list[torch.Tensor]] = []
         for names in self._names:
             left.append([])
             for shard in self._shards:
@@ -143,18 +167,7 @@ class StackedUpdater:
         if bool(skipped.any()):
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
-        if direct is not None:
-            direct(
-                lambda index: [
-                    rows.to(s.device) for rows, s in zip(left[self._group(index)], self._shards, strict=True)
-                ]
-            )
-            self.reached = {}
-        with left_alone(self._optimizers, self._rows_left_alone(left)):
-            for optimizer in self._optimizers:
-                optimizer.step()
-        self.drop_gradients()
-        return skipped
+        return skipped, left
 
     def _group(self, index: int) -> int:
         """Which of the groups of parameters that are clipped together a bucket belongs to."""

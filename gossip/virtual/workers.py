@@ -12,7 +12,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
@@ -27,6 +27,7 @@ from gossip.step.wrapper_arguments import check_choice, check_update, prepare_al
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
+from gossip.virtual.replays import Replay
 from gossip.virtual.replica_calls import ReplicaCalls
 from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_shards, mean_of, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
@@ -85,7 +86,8 @@ class VirtualWorkers(OwnAttributes):
     topology : Topology
     world_size : int
     step : int
-        Number of steps made; also the index of the next round.
+        Number of steps made; also the index of the next round. With a recording (:class:`gossip.Asynchronous`) each
+        replica has a number of its own, see :attr:`next_steps`.
     is_vectorised : bool
         Whether the replicas run at once. A module that ``torch.func.vmap`` cannot take is run replica by replica, which
         a warning says: each by a copy of ``module``, so that what its forward passes keep in attributes is its own, and
@@ -182,6 +184,11 @@ class VirtualWorkers(OwnAttributes):
             self.compression,
         )
         self._order = StepOrder(self._exchanges)
+        self._replay: Replay | None = None
+        if isinstance(self.algorithm, Asynchronous) and self.algorithm.replay is not None:
+            if buffer_buckets:
+                raise ValueError('replay: a recording knows of parameters alone; choose buffers="local"')
+            self._replay = Replay(self.algorithm.replay, self._shards, buckets, self._optimizers)
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None
@@ -371,6 +378,9 @@ class VirtualWorkers(OwnAttributes):
             )
         self._updater.stack_new_groups()
         self._unfreeze(self._frozen.unfrozen())
+        if self._replay is not None:
+            self._make_recorded_steps(self._replay)
+            return
         meter, everything = StackedMeter(self.world_size), range(len(self._exchanges.in_flight))
         self._order.begin(everything, self.step, meter)
         direct = partial(self._order.direct, everything, self.step) if self.algorithm.directs else None
@@ -386,6 +396,23 @@ class VirtualWorkers(OwnAttributes):
         self._updater.count_bad_steps(skipped | refused, self.step)
         self._newest = VirtualStats(self.step, meter.bytes_sent, int(skipped.sum()), int(refused.sum()))
         self.step += 1
+
+    def _make_recorded_steps(self, replay: Replay) -> None:
+        skipped, _ = self._updater.prepare(self.step)
+        replay.make_steps(skipped | (self._updater.scales == 0))
+        self._updater.drop_gradients()
+        written(self._shards)
+        self._updater.count_bad_steps(skipped, self.step)
+        self._newest = VirtualStats(self.step, 0.0, int(skipped.sum()), 0)
+        self.step += 1
+
+    @property
+    def next_steps(self) -> list[int | None]:
+        """The step that each replica makes next; with a recording each has its own, and None after its last one.
+
+        What the others are given samples for meanwhile does not count.
+        """
+        return [self.step] * self.world_size if self._replay is None else list(self._replay.next_steps)
 
     # ------------------------------------------------------------------ averaging
 

@@ -1,0 +1,194 @@
+"""Which ranks average after which steps, where they do not make their steps together, on simulated clocks."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossip.algorithms import Asynchronous
+from gossip.algorithms.asynchronous import Average, Recording
+from gossip.simulation.cluster import Cluster
+from gossip.simulation.workload import Workload, draw_steps
+from topologies import Topology
+from topologies.validation import check_integer
+
+
+@dataclass
+class _Rank:
+    """What a rank knows; see :mod:`gossip.communication.survivors.averager`, whose rules these are."""
+
+    step: int = 0  # that it computes
+    shown: int = -1
+    asked: tuple[int, int] | None = None  # whom, after which step
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    have_asked: set[int] = field(default_factory=set)
+    made: list[Average] = field(default_factory=list)  # that have not entered
+    is_held_up: bool = False
+
+
+class _Event(NamedTuple):
+    """Something that happens to a rank at a time; events of the same time in the order in which they were planned."""
+
+    time_s: float
+    number: int
+    rank: int
+    kind: str  # "ends a step", "is asked", "is answered"
+    details: Any = None
+
+
+def simulate_averages(
+    topology: Topology,
+    cluster: Cluster,
+    workload: Workload,
+    num_steps: int,
+    *,
+    algorithm: Asynchronous | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+) -> Recording:
+    """Return what ranks that do not make their steps together would do on a cluster, to be replayed by virtual workers.
+
+    Each rank has a clock, on which its steps take what :func:`gossip.simulate_time` takes them to. All buckets of a
+    step are asked for at its end; a question and an answer travel as a message of the whole model does.
+
+    Parameters
+    ----------
+    topology : Topology
+    cluster : Cluster
+    workload : Workload
+        It has as many buckets as the model.
+    num_steps : int
+        Of each rank; with ``seconds`` at most.
+    algorithm : Asynchronous, optional
+    seconds : float, optional
+        No rank begins a step later.
+    seed : int
+        Of jitter and delays.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is out of range, or the topology is for another number of ranks.
+
+    Examples
+    --------
+    >>> import gossip, topologies
+    >>> workload = Workload(0.01, 0.02, (1_000_000,), stragglers=(gossip.SlowRank(0, 2.0),))
+    >>> recording = simulate_averages(topologies.build("ring", 4), Cluster(4), workload, 1000, seconds=3.0)
+    >>> recording.num_steps
+    [50, 100, 100, 100]
+    """
+    num_steps = check_integer("num_steps", num_steps, minimum=1)
+    if topology.world_size != cluster.world_size:
+        raise ValueError(
+            f"topology is for {topology.world_size} ranks, the cluster has {cluster.world_size}; build it for as many"
+        )
+    workload.check_ranks(cluster.world_size)
+    return _Run(topology, cluster, workload, num_steps, algorithm or Asynchronous(), seconds, seed).recording()
+
+
+class _Run:
+    def __init__(
+        self,
+        topology: Topology,
+        cluster: Cluster,
+        workload: Workload,
+        num_steps: int,
+        algorithm: Asynchronous,
+        seconds: float | None,
+        seed: int,
+    ) -> None:
+        n = topology.world_size
+        self._schedule = algorithm.schedule(topology)
+        self._max_staleness = algorithm.max_staleness
+        self._cluster, self._workload = cluster, workload
+        self._seconds = np.inf if seconds is None else seconds
+        draws = list(draw_steps(workload, n, num_steps, seed))
+        self._durations_s = np.stack([draw.delay_s + workload.compute_s * draw.factor for draw in draws])
+        self._ranks = [_Rank() for _ in range(n)]
+        self._averages: list[Average] = []
+        self._events: list[_Event] = []
+        self._numbers = itertools.count()
+
+    def recording(self) -> Recording:
+        """Until all have ended, and nothing is under way."""
+        for rank in range(len(self._ranks)):
+            self._begin_step(rank, 0.0)
+        happen = {"ends a step": self._end_step, "is asked": self._on_question, "is answered": self._on_answer}
+        while self._events:
+            event = heapq.heappop(self._events)
+            happen[event.kind](event)
+        for state in self._ranks:
+            self._enter(state, state.step, is_read=True)
+        return Recording(self._averages, [state.step for state in self._ranks])
+
+    def _plan(self, time_s: float, rank: int, kind: str, details: Any = None) -> None:
+        heapq.heappush(self._events, _Event(time_s, next(self._numbers), rank, kind, details))
+
+    def _begin_step(self, rank: int, now_s: float) -> None:
+        step = self._ranks[rank].step
+        if step < len(self._durations_s) and now_s < self._seconds:
+            self._plan(now_s + self._durations_s[step, rank], rank, "ends a step")
+
+    def _end_step(self, event: _Event) -> None:
+        rank, state = event.rank, self._ranks[event.rank]
+        if state.asked is not None and state.asked[1] <= state.step - self._max_staleness:
+            state.is_held_up = True
+            return
+        self._enter(state, state.step, is_read=False)
+        if state.asked is None:
+            partner = next(iter(self._schedule.round(state.step).peers(rank)), None)
+            has_met, state.have_asked, state.shown = partner in state.have_asked, set(), state.step
+            if partner is not None and not has_met:
+                state.asked = partner, state.step
+                self._plan(event.time_s + self._one_way_s(rank, partner), partner, "is asked", (rank, state.step))
+        state.step += 1
+        self._begin_step(rank, event.time_s)
+
+    def _one_way_s(self, rank: int, partner: int) -> float:
+        cluster, num_bytes = self._cluster, self._workload.model_bytes
+        if rank // cluster.local_size == partner // cluster.local_size:
+            return cluster.local_latency_us * 1e-6 + cluster.local_seconds_per_byte * num_bytes
+        return cluster.latency_us * 1e-6 + cluster.seconds_per_byte * num_bytes
+
+    def _on_question(self, event: _Event) -> None:
+        rank, (asking, asked_at), state = event.rank, event.details, self._ranks[event.rank]
+        if state.asked is not None and state.asked[0] == asking:
+            state.made.append(Average(rank, state.shown, 0, asking, asked_at))
+            self._end(event.time_s, rank)
+        elif state.shown < 0 or (state.asked is not None and asking < rank):
+            latency_s = self._cluster.latency_us * 1e-6
+            self._plan(event.time_s + latency_s, asking, "is answered", (rank, None))
+        elif state.asked is not None:
+            state.waiting.append((asking, asked_at))
+        else:
+            state.made.append(Average(rank, state.shown, 0, asking, asked_at))
+            state.have_asked.add(asking)
+            answers_s = event.time_s + self._one_way_s(rank, asking)
+            self._plan(answers_s, asking, "is answered", (rank, state.shown))
+
+    def _on_answer(self, event: _Event) -> None:
+        rank, (partner, shown), state = event.rank, event.details, self._ranks[event.rank]
+        if shown is not None:
+            state.made.append(Average(rank, state.shown, 0, partner, shown))
+        self._end(event.time_s, rank)
+
+    def _end(self, now_s: float, rank: int) -> None:
+        """A rank has its answer."""
+        state = self._ranks[rank]
+        state.asked = None
+        waiting, state.waiting = state.waiting, []
+        for question in waiting:
+            self._on_question(_Event(now_s, 0, rank, "is asked", question))
+        if state.is_held_up:
+            state.is_held_up = False
+            self._plan(now_s, rank, "ends a step")
+
+    def _enter(self, state: _Rank, step: int, *, is_read: bool) -> None:
+        made, state.made = state.made, []
+        for bucket in range(len(self._workload.bucket_bytes)):
+            self._averages += [average._replace(bucket=bucket, entered=step, is_read=is_read) for average in made]

@@ -1,0 +1,227 @@
+"""Virtual workers that make the steps and averages of a recording, each at its own pace."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.algorithms.asynchronous import Average, Recording
+from gossip.communication.world import accumulation_dtype
+from gossip.errors import GossipError
+from gossip.parameters.buckets import Bucket
+from gossip.virtual.shards import Shard
+from gossip.virtual.stacked_optimizers import has_shape, left_alone
+
+_COUNTER = "step"
+
+
+@dataclass
+class _Place:
+    """One bucket of one rank.
+
+    Attributes
+    ----------
+    to_make : deque of Average
+        In order.
+    step : int
+        The newest whose update it has.
+    pending : list of (Average, Tensor)
+        Made, and what they add once they enter.
+    """
+
+    to_make: deque[Average]
+    step: int = -1
+    pending: list[tuple[Average, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def next_step(self) -> int | None:
+        """After which step the next average is made."""
+        return self.to_make[0].step if self.to_make else None
+
+
+class Replay:
+    """A recording on its way.
+
+    Each call of the workers gives all replicas gradients, of which those count whose replica has none yet for the step
+    that it is about to make. Then updates and averages are made in the recording's order, as far as these gradients go.
+
+    Parameters
+    ----------
+    recording : Recording
+    shards : sequence of Shard
+    buckets : sequence of Bucket
+    optimizers : sequence of Optimizer
+        Over the stacks.
+
+    Raises
+    ------
+    ValueError
+        The recording is of another number of ranks, or of other buckets.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        shards: Sequence[Shard],
+        buckets: Sequence[Bucket],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        world_size = shards[-1].ranks.stop
+        if len(recording.num_steps) != world_size:
+            raise ValueError(
+                f"replay is a recording of {len(recording.num_steps)} ranks, but world_size is {world_size}; make it "
+                "the same"
+            )
+        found = {average.bucket for average in recording.averages}
+        if found and max(found) >= len(buckets):
+            raise ValueError(
+                f"replay names bucket {max(found)}, but the model has {len(buckets)}; choose bucket_cap_mb as in the "
+                "run that was recorded"
+            )
+        self.next_steps: list[int | None] = [0 if num_steps else None for num_steps in recording.num_steps]
+        self._num_steps = recording.num_steps
+        self._shards, self._buckets, self._optimizers = shards, buckets, optimizers
+        made: dict[tuple[int, int], deque[Average]] = defaultdict(deque)
+        for average in recording.averages:
+            made[average.rank, average.bucket].append(average)
+        self._places = {
+            (rank, bucket.index): _Place(made[rank, bucket.index]) for rank in range(world_size) for bucket in buckets
+        }
+        self._gradients: dict[int, dict[str, torch.Tensor | None]] = {}  # by rank
+
+    def make_steps(self, left_out: torch.Tensor) -> None:
+        """Take the gradients that the stacks have, and make what the recording says, as far as these go.
+
+        Parameters
+        ----------
+        left_out : Tensor, [n], bool
+            Whose gradients are none: their steps change nothing.
+
+        Raises
+        ------
+        GossipError
+            The recording contradicts itself.
+        """
+        for shard in self._shards:
+            for row, rank in enumerate(shard.ranks):
+                if self.next_steps[rank] is not None and rank not in self._gradients:
+                    self._gradients[rank] = {
+                        name: None if parameter.grad is None or bool(left_out[rank]) else parameter.grad[row].clone()
+                        for name, parameter in shard.parameters.items()
+                    }
+        before = [place.step for place in self._places.values()]
+        while any(self._advance(rank, bucket) for rank in range(len(self.next_steps)) for bucket in self._buckets):
+            pass
+        if before == [place.step for place in self._places.values()] and any(s is not None for s in self.next_steps):
+            waiting = {rank: place.to_make[0] for (rank, _), place in self._places.items() if place.to_make}
+            raise GossipError(f"replay: the recording contradicts itself: no rank can go on, which wait for {waiting}")
+
+    def _advance(self, rank: int, bucket: Bucket) -> bool:
+        """Make the next average of a bucket, or its next update; whether anything could be."""
+        place = self._places[rank, bucket.index]
+        if place.to_make and place.to_make[0].step == place.step:
+            return self._average(rank, bucket, place)
+        step = self.next_steps[rank]
+        is_free = place.next_step is None or place.next_step >= place.step + 1
+        if step is None or place.step >= step or rank not in self._gradients or not is_free:
+            return self._read(rank)
+        self._enter(rank, bucket, step, is_read=False)
+        self._update(rank, bucket)
+        place.step = step
+        self._read(rank)
+        return True
+
+    def _average(self, rank: int, bucket: Bucket, place: _Place) -> bool:
+        made = place.to_make[0]
+        other = self._places[made.partner, bucket.index]
+        theirs = other.to_make[0] if other.to_make else None
+        expected = (made.partner, made.partner_step, rank, made.step)
+        if theirs is None or theirs[:2] + theirs[3:5] != expected or other.step != theirs.step:
+            return False
+        difference = (self._shown(made.partner, bucket) - self._shown(rank, bucket)) / 2
+        for own, average, change in ((place, made, difference), (other, theirs, -difference)):
+            own.to_make.popleft()
+            own.pending.append((average, change))
+        self._read(rank)
+        self._read(made.partner)
+        return True
+
+    def _shown(self, rank: int, bucket: Bucket) -> torch.Tensor:
+        row = self._row(rank, bucket)
+        shown = row.to(accumulation_dtype(row.dtype), copy=True)
+        for _, change in self._places[rank, bucket.index].pending:
+            shown += change.to(shown.device)
+        return shown
+
+    def _row(self, rank: int, bucket: Bucket) -> torch.Tensor:
+        shard = next(shard for shard in self._shards if rank in shard.ranks)
+        return shard.blocks[bucket.index][rank - shard.ranks.start]
+
+    def _enter(self, rank: int, bucket: Bucket, step: int, *, is_read: bool) -> None:
+        place, row = self._places[rank, bucket.index], self._row(rank, bucket)
+        for average, change in place.pending:
+            if (average.entered, average.is_read) == (step, is_read):
+                row.copy_(row.to(change.dtype) + change.to(row.device))
+        place.pending = [held for held in place.pending if (held[0].entered, held[0].is_read) != (step, is_read)]
+
+    def _read(self, rank: int) -> bool:
+        """Let a rank whose buckets are all updated begin its next step; whether it does."""
+        step = self.next_steps[rank]
+        places = [self._places[rank, bucket.index] for bucket in self._buckets]
+        if step is None or any(place.step < step for place in places):
+            return False
+        if any(average.entered == step + 1 and average.is_read for place in places for average in place.to_make):
+            return False  # they are made before it is read
+        for bucket in self._buckets:
+            self._enter(rank, bucket, step + 1, is_read=True)
+        del self._gradients[rank]
+        self.next_steps[rank] = step + 1 if step + 1 < self._num_steps[rank] else None
+        return True
+
+    def _update(self, rank: int, bucket: Bucket) -> None:
+        """Step the optimizers for one row of a bucket's parameters alone."""
+        shard = next(shard for shard in self._shards if rank in shard.ranks)
+        row = rank - shard.ranks.start
+        others = torch.ones(len(shard.ranks), dtype=torch.bool, device=shard.device)
+        others[row] = False
+        for each in self._shards:
+            for parameter in each.parameters.values():
+                parameter.grad = None
+        alone: dict[nn.Parameter, torch.Tensor] = {}
+        for name in bucket.names:
+            gradient = self._gradients[rank][name]
+            if gradient is not None:
+                parameter = shard.parameters[name]
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[row] = gradient
+                alone[parameter] = others
+        if not alone:
+            return
+        self._count(rank, alone)
+        with left_alone(self._optimizers, alone):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        for parameter in alone:
+            parameter.grad = None
+
+    def _count(self, rank: int, parameters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Let the counters in the optimizers' states be this rank's, of the step before the one that it makes."""
+        step = self.next_steps[rank]
+        assert step is not None
+        for optimizer in self._optimizers:
+            for parameter in parameters:
+                entry = optimizer.state.get(parameter, {})
+                for key, value in entry.items():
+                    if has_shape(value, parameter):
+                        continue
+                    if key != _COUNTER:
+                        raise ValueError(
+                            f"replay: {type(optimizer).__name__} keeps {key!r}, which is common to all replicas, while "
+                            "each makes its own steps; choose SGD, Adam or AdamW"
+                        )
+                    entry[key] = torch.full_like(value, step) if isinstance(value, torch.Tensor) else step
