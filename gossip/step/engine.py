@@ -73,6 +73,8 @@ class StepEngine(Liveness, ABC):
         Whether a backward pass makes a step, or accumulates gradients only.
     is_averaged : bool
         Whether the buckets hold the global average for a while.
+    is_in_join : bool
+        Whether ranks may be at different steps for a while.
     on_forward : callable or None
         Called before every forward pass that is not a checkpoint's.
     on_step_begin : callable or None
@@ -105,7 +107,7 @@ class StepEngine(Liveness, ABC):
         self.rank = rank
         self.step = self.epoch = 0
         self.synchronise = True
-        self.is_averaged = False
+        self.is_averaged = self.is_in_join = False
         self.on_forward: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.on_step_end: Callable[[], None] | None = None
@@ -219,13 +221,12 @@ class StepEngine(Liveness, ABC):
         names = self.frozen.unfrozen()
         if not names:
             return
-        is_in_join = self.on_step_begin is not None
-        if is_in_join or self.exchanges.algorithm.is_asynchronous:
-            where = "inside join()" if is_in_join else f"with algorithm {self.exchanges.algorithm.describe()}"
+        if self.is_in_join or self.exchanges.algorithm.is_asynchronous:
+            where = "inside join()" if self.is_in_join else f"with algorithm {self.exchanges.algorithm.describe()}"
             raise GossipError(
                 f"rank {self.rank}: step {self.step}: parameter {names[0]!r} was unfrozen {where}, where the ranks are "
                 f"at different steps and cannot begin to exchange it together; unfreeze before "
-                f"{'the block' if is_in_join else 'the model is wrapped'}"
+                f"{'the block' if self.is_in_join else 'the model is wrapped'}"
             )
         self.frozen.agree_to_unfreeze(names, self.step)
         self.unfreeze(names)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import topologies
 from gossip.algorithms import Algorithm, resolve_algorithm
-from gossip.communication.survivors.agreement import Epoch
+from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
 from gossip.communication.survivors.newcomer import Newcomer
@@ -95,6 +95,7 @@ class EpochChange:
         self.epoch = Epoch(0, tuple(range(parts.topology.world_size)))
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
+        self._joined_at: int | None = None
 
     def begin(self) -> None:
         """Be in the first epoch, or join the ranks that train."""
@@ -103,6 +104,9 @@ class EpochChange:
         else:
             self._world.publish(self._parts.manifest)
         self._parts.engine.on_step_end = self.begin_step
+        if not self._world.is_in_step:
+            # A rank that joins begins where its giver begins a step, with all done that comes between two steps.
+            self._parts.engine.on_step_begin = self._give
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -114,6 +118,7 @@ class EpochChange:
             This rank cannot go on.
         """
         step = self._step
+        self._world.agreement.is_new &= self._parts.engine.step == self._joined_at
         if self._world.is_joint:  # a checkpoint is being loaded: whoever does something together is in an epoch
             self._world.agreement.note_loaded(step)
             return
@@ -128,6 +133,11 @@ class EpochChange:
         if epoch.number >= current.number and epoch.members != current.members:
             self._world.enter(epoch)
         self._follow(epoch)
+        if self._world.is_in_step:
+            self._give()
+
+    def _give(self) -> None:
+        """Give this rank's state to those who join, and have asked for it."""
         if self._world.giver.is_asked:
             self._world.giver.give(*flatten(self._state()))
 
@@ -168,26 +178,25 @@ class EpochChange:
             This rank has built something else than the others.
         """
         world, engine = self._world, self._parts.engine
-        if not world.is_in_step:
-            raise ValueError(
-                f"rank {world.member} joins a training whose ranks do not make their steps together: there is no step "
-                'at which it could; start again from a checkpoint, or train with algorithm="adapt_while_communicating"'
-            )
         if engine.updater.scaler is not None:
             raise ValueError(
                 f"scaler: rank {world.member} joins a training, whose loss scale it would have to know while it "
                 "changes; train in bfloat16 or float32 where ranks may join, or without restart=..."
             )
         check_manifest(world.published(), self._parts.manifest, world.member)
-        newcomer = Newcomer(world)
-        giver, text, values = newcomer.take_state()
-        state = unflatten(text, values)
-        for names in state["unfrozen"]:
-            engine.unfreeze(names)
-        restore_replica(engine, self._parts.optimizers, state)
-        given_at = engine.step
-        epoch = newcomer.be_admitted()
-        engine.step = epoch.first_step
+        newcomer, epoch = Newcomer(world), None
+        while epoch is None:
+            giver, text, values = newcomer.take_state()
+            state = unflatten(text, values)
+            for names in state["unfrozen"]:
+                engine.unfreeze(names)
+            restore_replica(engine, self._parts.optimizers, state)
+            given_at = self._joined_at = engine.step
+            num_loaded, step, num_ended = state["position"]
+            world.agreement.position = num_loaded, step, num_ended
+            epoch = newcomer.be_admitted()
+        if world.is_in_step:
+            engine.step = epoch.first_step
         self.epoch = Epoch(-1, (world.member,))
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
@@ -232,6 +241,7 @@ class EpochChange:
             "optimizers": optimizer_states(self._parts.optimizers),
             "engine": {"step": engine.step, "frozen": engine.frozen.state_dict()},
             "unfrozen": [list(names) for names in engine.unfrozen],
+            "position": list(self._world.agreement.position),
         }
 
     def _follow(self, epoch: Epoch) -> None:

@@ -108,9 +108,10 @@ class JointWork:
         with engine.fatal():
             flag = make_flag(self._world, "waiting in join() for the ranks that still train")
         outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
+        engine.is_in_join = True
         try:
             yield
-            engine.on_step_begin = None
+            engine.on_step_begin, engine.is_in_join = outer, False
             with engine.fatal():
                 flag.say(False)
                 while flag.wait():
@@ -118,7 +119,7 @@ class JointWork:
                     flag.say(False)
                 self.jointly(lambda: None)  # what is said in the next block is about later steps
         finally:
-            engine.on_step_begin = outer
+            engine.on_step_begin, engine.is_in_join = outer, False
             flag.close()
 
     def distance(self) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 from loguru import logger
@@ -32,8 +32,8 @@ class Liveness:
     updater : Updater
     is_averaged : bool
         Whether the buckets hold the global average for a while.
-    on_step_begin : callable or None
-        Called once at the beginning of every step.
+    is_in_join : bool
+        Whether ranks may be at different steps for a while.
     error : BaseException or None
         What ended the training on this rank: the ranks are no longer in step.
     is_parents : bool
@@ -45,7 +45,7 @@ class Liveness:
     buckets: list[AnyBucket]
     updater: Updater
     is_averaged: bool
-    on_step_begin: Callable[[], None] | None
+    is_in_join: bool
     error: BaseException | None
     is_parents = False
     _progress: StepProgress
@@ -67,7 +67,7 @@ class Liveness:
                 f"rank {self.rank}: step {self.step} is half made: {len(self._progress.stepped)} of "
                 f"{len(self.updater.optimizers)} optimizers were stepped; step the others first"
             )
-        if self.on_step_begin is not None:
+        if self.is_in_join:
             raise GossipError(
                 f"rank {self.rank}: step {self.step}: inside join() the ranks are at different steps; leave the block "
                 "first"

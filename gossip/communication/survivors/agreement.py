@@ -14,13 +14,13 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads
+from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.flag_board import FlagBoard, Position, Yes
 from gossip.communication.survivors.mesh import Mesh, in_words, weak_run
 from gossip.communication.survivors.peer_connection import Key, Kind
@@ -34,34 +34,6 @@ _GRACE_S = 1.0  # for the ranks on the other side of a cut, if these are more, t
 
 Decision = tuple[Position, list[Yes]]
 """The newest position of those who train on, and what those had said yes to who are lost."""
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Steps that the same ranks make.
-
-    Attributes
-    ----------
-    number : int
-        0 at the beginning; later ones grow, not always by 1.
-    members : tuple of int
-        Who trains, by their ranks at the beginning; their places here are their ranks in the topology.
-    first_step : int
-        Steps from this one on belong to it, unless a later epoch has them.
-    position : tuple of int
-        That of the member who was the farthest then.
-    has_first_steps : bool
-        Whether members join or leave with its first step: nobody may enter it before.
-    left : tuple of int
-        Who left with its first step, and had said so.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    first_step: int = 0
-    position: Position = (0, 0, 0)
-    has_first_steps: bool = False
-    left: tuple[int, ...] = ()
 
 
 class Agreement:
@@ -84,6 +56,10 @@ class Agreement:
     ----------
     position : tuple of int
         Where this rank is.
+    is_joint : bool
+        Whether it does something together with the others.
+    is_new : bool
+        Whether it has joined, and made no step yet.
     board : FlagBoard
         What those who are lost had said is known to all who are left, once they agree on who they are.
     """
@@ -99,6 +75,7 @@ class Agreement:
         is_in_step: bool = True,
     ) -> None:
         self.position: Position = (0, 0, 0)
+        self.is_joint = self.is_new = False
         self.board = FlagBoard(mesh)
         self._store: Any = store
         self._mesh = mesh
@@ -178,7 +155,7 @@ class Agreement:
             self._loaded_step = None
             latest, step, member = self._epochs[-1], self.position[1], self._mesh.member
             here = tuple(other for other in latest.members if self._first_steps.get(other, -1) < step)
-            if member in latest.members and member not in here:
+            if member in latest.members and (member not in here or self.is_new):
                 raise GossipError(
                     f"rank {member}: step {step}: a rank that joins takes part in what all ranks do together after its "
                     "first step; begin the loop with a step, and average or save after it"
@@ -229,6 +206,11 @@ class Agreement:
             self._changed.notify_all()
         for member, reason in reasons.items():
             self._mesh.cut(member, reason)
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank has asked to be let in, and there is no answer yet."""
+        return self._asked_in is not None
 
     def ask_in(self, number: int) -> None:
         """Propose that this rank, which is connected to all members of epoch ``number``, joins them. Local.
@@ -360,12 +342,14 @@ class Agreement:
                 self._mesh.cut(other, "the others go on without it")
             with self._changed:
                 position = self.position
-            self._store.set(f"note/{number}/{member}", json.dumps([position, self.board.yeses_of(gone)]))
-        decision = self._decide(number, sorted(asked), told)
+            note = json.dumps([position, self.board.yeses_of(gone), self.is_joint])
+            self._store.set(f"note/{number}/{member}", note)
+        decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
         if decision is not None:
             self.board.take_over(decision[1])
         with self._changed:
             self._num_attempts = number
+            self._asked_in = None
             if decision is not None:
                 self._holds = False
                 self._adopt(number, members, leaving, decision)
@@ -396,8 +380,12 @@ class Agreement:
         for other in others:
             self._mesh.send(other, Key(Kind.ALARM, number))
 
-    def _decide(self, number: int, asked: Sequence[int], told: Iterable[int]) -> Decision | None:
-        """None if the attempt is void."""
+    def _decide(self, number: int, asked: Sequence[int], told: Iterable[int], *, are_joining: bool) -> Decision | None:
+        """None if the attempt is void.
+
+        Where ranks do not make their steps together, others join them only while nobody does anything together with
+        the others, and with a state of the same time, so that they all do the same things together from then on.
+        """
         member, key = self._mesh.member, f"decision/{number}"
         notes = {other: f"note/{number}/{other}" for other in asked}
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -410,8 +398,11 @@ class Agreement:
             missing = [other for other, note in notes.items() if not self._is_there(note)]
             if not missing:
                 found = [json.loads(self._store.get(note)) for note in notes.values()]
-                yeses = [yes for _, known in found for yes in known]
-                decision = self._set_once(key, [max(position for position, _ in found), yeses])
+                positions = [position for position, _, _ in found]
+                yeses = [yes for _, known, _ in found for yes in known]
+                is_between = min(positions) == max(positions) and not any(is_joint for _, _, is_joint in found)
+                is_void = are_joining and not (self._is_in_step or is_between)
+                decision = self._set_once(key, None if is_void else [max(positions), yeses])
                 return decision
             if time.monotonic() > deadline:
                 self.give_up(dict.fromkeys(missing, "it did not answer when the others agreed on who is left"))
@@ -455,6 +446,7 @@ class Agreement:
         )
         if member in newcomers:
             self.position = (num_loaded, first_step, 0) if self._is_in_step else position
+            self.is_new = not self._is_in_step
         elif member in leaving:
             self._is_leaving, self._leaves_at = False, first_step
         elif member in before.members and member not in members:

@@ -24,7 +24,8 @@ from gossip.communication.lifelines import own_address
 from gossip.communication.membership import innermost, own_connection
 from gossip.communication.process_states import GONE
 from gossip.communication.sockets import resending_soon
-from gossip.communication.survivors.agreement import Agreement, Epoch
+from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.patient_waits import PatientWorld
@@ -332,7 +333,7 @@ class LivingWorld(PatientWorld):
         """
         if self.is_alone or self.is_joint:
             return operation()
-        self.is_joint = True
+        self.is_joint = self.agreement.is_joint = True
         try:
             while True:
                 self.enter(self.agreement.begin_together())
@@ -348,7 +349,7 @@ class LivingWorld(PatientWorld):
                         return result
                 undo()
         finally:
-            self.is_joint = False
+            self.is_joint = self.agreement.is_joint = False
 
     def _is_committed(self) -> bool:
         """Whether some rank has ended it: then all have what it gives, this one too."""

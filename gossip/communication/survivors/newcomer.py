@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from gossip.communication.survivors.agreement import Epoch
+from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.handing_over import take_state
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
@@ -43,21 +43,27 @@ class Newcomer:
         first = self._world.member % len(members)
         return take_state(self._mesh, members[first:] + members[:first])
 
-    def be_admitted(self) -> Epoch:
+    def be_admitted(self) -> Epoch | None:
         """Join; the epoch that this rank is a member of. It makes steps from the first one of it on.
+
+        None where ranks do not make their steps together, and this rank's state was of another time than that at which
+        they could let it in: it needs a new one.
 
         Raises
         ------
         ExchangeError
             It was not admitted in time.
         """
-        member, timeout_s = self._world.member, 2 * self._world.timeout.total_seconds()
+        member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
         deadline = time.monotonic() + timeout_s
         while member not in (latest := self._agreement.latest).members:
+            if has_asked and not self._world.is_in_step and not self._agreement.asks:
+                return None
             self._agreement.look_up()
             found = self._reach(latest)
             if len(found) == len(latest.members):
                 self._agreement.ask_in(latest.number)
+                has_asked = True
             if time.monotonic() > deadline:
                 missing = [f"rank {other}: {self._mesh.lost[other]}" for other in latest.members if other not in found]
                 raise ExchangeError(

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from gossip import ExchangeError
-from gossip.communication.survivors.agreement import Agreement, Epoch
+from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.peer_connection import Frame, Kind
 
 TIMEOUT = timedelta(seconds=5)

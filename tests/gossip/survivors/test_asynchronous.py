@@ -273,3 +273,54 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
         GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), **chosen)
     with pytest.raises(ValueError, match="max_staleness"):
         Asynchronous(max_staleness=0)
+
+
+def stay_for(num_steps: int, pauses_at: int) -> tuple[int, int, list[int], torch.Tensor, tuple[int, ...]]:
+    """Train until there are four, and so many steps more; every few steps all ranks do something together."""
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
+    began, together, last = model.step, list[int](), None
+    with model:
+        while last is None or model.step < last:
+            model(targets(model.world.member, 64)).backward()
+            if model.step % pauses_at == 0:
+                model.consensus_distance()
+                together.append(model.step)
+                if last is None and len(model.members) == 4:
+                    last = model.step + num_steps
+        model.global_avg()
+        return model.world.member, began, together, flat(model.module), model.members
+
+
+@pytest.mark.parametrize("num_newcomers", [1, 2])
+def test_ranks_join(num_newcomers: int) -> None:
+    """They do the same things together from their first step on as the others, whatever steps these make beside."""
+    with unsupervised.started(stay_for, 60, 20, world_size=4 - num_newcomers) as ranks:
+        for _ in range(num_newcomers):
+            ranks.join(stay_for, 60, 20)
+        results = [result for result in ranks.results() if result is not None]
+    assert len(results) == 4
+    assert all(members == tuple(range(4)) for *_, members in results)
+    everything = results[0][2]
+    for member, began, together, values, _ in results:
+        assert began == 0 or member >= 4 - num_newcomers
+        assert together == [step for step in everything if step > began]
+        torch.testing.assert_close(values, results[0][3], rtol=0, atol=0)
+
+
+def stay_or_die(num_steps: int) -> tuple[int, tuple[int, ...]]:
+    from gossip.lab.faults.injection import injected
+
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
+    is_doomed = model.world.member == 1
+    with model, injected([Fault("kill", step=model.step + 5)] if is_doomed else []):
+        while 3 not in model.members or model.step < num_steps:
+            model(targets(model.world.member, 64)).backward()
+            if model.step % 50 == 0:
+                model.consensus_distance()
+        model.consensus_distance()
+        return model.world.member, model.members
+
+
+def test_a_rank_is_restarted() -> None:
+    results = gossip.launch(stay_or_die, 100, world_size=3, on_peer_loss="continue", restart=1)
+    assert sorted(result for result in results if result is not None) == [(member, (0, 2, 3)) for member in (0, 2, 3)]
