@@ -21,27 +21,42 @@ _COUNTER = "step"
 
 
 @dataclass
+class _Made:
+    """An average that has been made, and what it adds; it enters the values later than what is shown."""
+
+    average: Average
+    change: torch.Tensor
+    has_entered: bool = False
+
+
+@dataclass
 class _Place:
     """One bucket of one rank.
 
     Attributes
     ----------
     to_make : deque of Average
-        In order.
+        In order; none enters before one that is made before it.
     step : int
         The newest whose update it has.
-    pending : list of (Average, Tensor)
-        Made, and what they add once they enter.
+    made : list of _Made
+        Those that have not entered, or do not count in what was shown after the step of the next one to be made.
+    shown : dict of int to Tensor, [numel]
+        By step, the values after it, where an average with them is still to be made.
     """
 
     to_make: deque[Average]
     step: int = -1
-    pending: list[tuple[Average, torch.Tensor]] = field(default_factory=list)
+    made: list[_Made] = field(default_factory=list)
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def next_step(self) -> int | None:
-        """After which step the next average is made."""
-        return self.to_make[0].step if self.to_make else None
+    def forget(self) -> None:
+        """What is needed no more."""
+        first = self.to_make[0].step if self.to_make else None
+        self.shown = {step: values for step, values in self.shown.items() if first is not None and step >= first}
+        self.made = [
+            made for made in self.made if not made.has_entered or (first is not None and made.average.entered > first)
+        ]
 
 
 class Replay:
@@ -123,40 +138,49 @@ class Replay:
 
     def _advance(self, rank: int, bucket: Bucket) -> bool:
         """Make the next average of a bucket, or its next update; whether anything could be."""
-        place = self._places[rank, bucket.index]
-        if place.to_make and place.to_make[0].step == place.step:
-            return self._average(rank, bucket, place)
-        step = self.next_steps[rank]
-        is_free = place.next_step is None or place.next_step >= place.step + 1
+        place, step = self._places[rank, bucket.index], self.next_steps[rank]
+        if self._average(rank, bucket, place):
+            return True
+        is_free = not place.to_make or (step is not None and place.to_make[0].entered > step)
         if step is None or place.step >= step or rank not in self._gradients or not is_free:
             return self._read(rank)
         self._enter(rank, bucket, step, is_read=False)
         self._update(rank, bucket)
         place.step = step
+        if any(average.step == step for average in place.to_make):
+            place.shown[step] = self._wide(rank, bucket)
         self._read(rank)
         return True
 
     def _average(self, rank: int, bucket: Bucket, place: _Place) -> bool:
-        made = place.to_make[0]
-        other = self._places[made.partner, bucket.index]
-        theirs = other.to_make[0] if other.to_make else None
-        expected = (made.partner, made.partner_step, rank, made.step)
-        if theirs is None or theirs[:2] + theirs[3:5] != expected or other.step != theirs.step:
+        mine = place.to_make[0] if place.to_make else None
+        if mine is None or mine.step > place.step:
             return False
-        difference = (self._shown(made.partner, bucket) - self._shown(rank, bucket)) / 2
-        for own, average, change in ((place, made, difference), (other, theirs, -difference)):
+        other = self._places[mine.partner, bucket.index]
+        theirs = other.to_make[0] if other.to_make else None
+        expected = (mine.partner, mine.partner_step, rank, mine.step)
+        if theirs is None or theirs[:2] + theirs[3:5] != expected or theirs.step > other.step:
+            return False
+        difference = (self._shown(other, theirs) - self._shown(place, mine)) / 2
+        for own, average, change in ((place, mine, difference), (other, theirs, -difference)):
             own.to_make.popleft()
-            own.pending.append((average, change))
+            own.made.append(_Made(average, change))
+            own.forget()
         self._read(rank)
-        self._read(made.partner)
+        self._read(mine.partner)
         return True
 
-    def _shown(self, rank: int, bucket: Bucket) -> torch.Tensor:
-        row = self._row(rank, bucket)
-        shown = row.to(accumulation_dtype(row.dtype), copy=True)
-        for _, change in self._places[rank, bucket.index].pending:
-            shown += change.to(shown.device)
+    def _shown(self, place: _Place, average: Average) -> torch.Tensor:
+        """What an average that is made now finds."""
+        shown = place.shown[average.step].clone()
+        for made in place.made:
+            if made.average.entered > average.step:
+                shown += made.change.to(shown.device)
         return shown
+
+    def _wide(self, rank: int, bucket: Bucket) -> torch.Tensor:
+        row = self._row(rank, bucket)
+        return row.to(accumulation_dtype(row.dtype), copy=True)
 
     def _row(self, rank: int, bucket: Bucket) -> torch.Tensor:
         shard = next(shard for shard in self._shards if rank in shard.ranks)
@@ -164,10 +188,11 @@ class Replay:
 
     def _enter(self, rank: int, bucket: Bucket, step: int, *, is_read: bool) -> None:
         place, row = self._places[rank, bucket.index], self._row(rank, bucket)
-        for average, change in place.pending:
-            if (average.entered, average.is_read) == (step, is_read):
-                row.copy_(row.to(change.dtype) + change.to(row.device))
-        place.pending = [held for held in place.pending if (held[0].entered, held[0].is_read) != (step, is_read)]
+        for made in place.made:
+            if (made.average.entered, made.average.is_read) == (step, is_read):
+                row.copy_(row.to(made.change.dtype) + made.change.to(row.device))
+                made.has_entered = True
+        place.forget()
 
     def _read(self, rank: int) -> bool:
         """Let a rank whose buckets are all updated begin its next step; whether it does."""

@@ -19,6 +19,7 @@ from gossip import Asynchronous, Average, Cluster, GossipDataParallel, GossipErr
 NUMEL = 16
 BUCKETS_MB = NUMEL * 8 / 2**20
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "plain sgd": functools.partial(torch.optim.SGD, lr=RATE),
     "sgd": functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.1),
     "adamw": functools.partial(torch.optim.AdamW, lr=RATE, weight_decay=0.1),
 }
@@ -51,14 +52,12 @@ def train(num_steps: Sequence[int], optimizer: str, rests: bool) -> tuple[list[A
     return history, values
 
 
-def replay(recording: Recording, optimizer: str, *, numel: int = NUMEL) -> torch.Tensor:
+def replay(recording: Recording, optimizer: str, module: torch.nn.Module | None = None) -> torch.Tensor:
     """All replicas' values, [n, 2, numel]."""
-    n = len(recording.num_steps)
     workers = VirtualWorkers(
-        Rows(numel),
-        n,
+        module or Rows(NUMEL),
+        len(recording.num_steps),
         OPTIMIZERS[optimizer],
-        "complete",
         algorithm=Asynchronous(replay=recording),
         bucket_cap_mb=BUCKETS_MB,
         loss_reduction="sum",
@@ -116,20 +115,7 @@ def test_with_plain_steps_a_predicted_runs_mean_changes_by_updates_alone() -> No
             return (self.first * target[0, 0] + self.second * target[0, 1]).sum()[None]
 
     recording = simulated()
-    workers = VirtualWorkers(
-        Slope(NUMEL),
-        4,
-        functools.partial(torch.optim.SGD, lr=RATE),
-        "ring",
-        algorithm=Asynchronous(replay=recording),
-        bucket_cap_mb=BUCKETS_MB,
-        loss_reduction="sum",
-        devices=["cpu"],
-    )
-    while any(step is not None for step in workers.next_steps):
-        samples = [noisy(rank, 0 if step is None else step) for rank, step in enumerate(workers.next_steps)]
-        workers(torch.stack(samples)).sum().backward()
-    found = torch.stack([stack.detach() for stack in workers.parameters()], 1).mean(0)
+    found = replay(recording, "plain sgd", Slope(NUMEL)).mean(0)
     updates = [
         -RATE * torch.stack([noisy(rank, step) for step in range(steps)]).sum(0)
         for rank, steps in enumerate(recording.num_steps)
@@ -191,3 +177,12 @@ def test_a_recording_that_contradicts_itself_is_refused() -> None:
     recording = Recording([Average(0, 0, 0, 1, 5, 1)], [3, 3])
     with pytest.raises(GossipError, match="the recording contradicts itself"):
         replay(recording, "sgd")
+
+
+def test_an_answer_may_be_as_late_as_its_bucket_allows() -> None:
+    """Rank 0 makes step 2 of bucket 0 before it has an answer that it asked for after step 0, in bucket 1."""
+    late = Average(0, 0, 1, 1, 3, entered=2), Average(1, 3, 1, 0, 0, entered=4)
+    meanwhile = Average(0, 2, 0, 1, 1, entered=3), Average(1, 1, 0, 0, 2, entered=2)
+    found = replay(Recording([*late, *meanwhile], [6, 6]), "plain sgd")
+    alone = replay(Recording([], [6, 6]), "plain sgd")
+    assert not torch.equal(found, alone)
