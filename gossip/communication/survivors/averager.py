@@ -28,7 +28,6 @@ from gossip.communication.survivors.living_world import LivingWorld, Questions
 from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.conversation import chunks, finite_on_host
-from gossip.errors import GossipError
 
 
 @dataclass
@@ -91,16 +90,23 @@ class Shown:
 class Averager:
     """The averages of one rank; it lives as long as its model, from epoch to epoch.
 
+    What goes wrong in the thread that answers is raised in the one that trains, wherever that waits for other ranks.
+
     Parameters
     ----------
     world : LivingWorld
     history : list of Average, optional
         Every average is added when it enters the parameters; those of a bucket in the order in which they were made.
+
+    Attributes
+    ----------
+    num_steps : int
+        That have been shown.
     """
 
     def __init__(self, world: LivingWorld, history: list[Average] | None = None) -> None:
+        self.num_steps = 0
         self._history = history
-        self._error: Exception | None = None
         self._world = world
         self._shown: dict[int, Shown] = {}
         run = partial(_answer_all, world.questions, weakref.ref(self))
@@ -121,7 +127,7 @@ class Averager:
         that has itself asked for an average with what was shown before is not asked. ``values`` are in :meth:`memory`,
         and must not be used any longer.
         """
-        self._check()
+        self._world.check_threads()
         shown = self._shown_of(bucket, values)
         if not values.is_cpu:
             shown.following.copy_(values)
@@ -156,10 +162,9 @@ class Averager:
         where = f"step {asked.step}, bucket {bucket}: average"
 
         def look() -> bool:
-            return shown.asked is not asked or asked.member in lost or self._error is not None
+            return shown.asked is not asked or asked.member in lost
 
         self._world.wait_until(look, lambda: [asked.member], where)
-        self._check()
         with shown.lock:
             self._end_if_lost(shown)
 
@@ -193,10 +198,6 @@ class Averager:
             with shown.lock:
                 shown.step = -1
                 shown.has_pending, shown.made = False, []
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise GossipError(f"rank {self._world.member}: the thread that makes averages has failed") from self._error
 
     def _shown_of(self, bucket: int, values: torch.Tensor) -> Shown:
         if bucket not in self._shown:
@@ -310,7 +311,7 @@ class Averager:
 
     def fail(self, error: Exception) -> None:
         """Make the training thread end, which would wait in vain."""
-        self._error = error
+        self._world.failure = error
         with self._world.mesh.changed:
             self._world.mesh.changed.notify_all()
 

@@ -50,7 +50,6 @@ class PairTransport(Transport):
         self._place = self._members.index(world.member)
         self._max_staleness = max_staleness
         self._messages: dict[int, torch.Tensor] = {}
-        self._num_steps = 0
 
     def describe(self) -> str:
         return f"averages of two of {len(self._members)} ranks at a time, none of which waits for another one's step"
@@ -66,14 +65,14 @@ class PairTransport(Transport):
         partner = None if place is None else self._members[place]
         num_bytes = self.averager.show(bucket, self._messages[bucket], step, partner)
         self._world.tell_of_step()
-        self._num_steps = step + 1
+        self.averager.num_steps = step + 1
         return PairExchange(self.averager, bucket, step, self._max_staleness, {place or 0: num_bytes})
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         """With ``waits``: what averages have added, once this rank has the answer to its own question."""
         if waits:
             self.averager.wait(bucket, latest_step=2**62)
-            added = self.averager.take(bucket, self._num_steps, is_read=True)
+            added = self.averager.take(bucket, self.averager.num_steps, is_read=True)
             if added is not None:
                 yield LateDifference(0, added)
 

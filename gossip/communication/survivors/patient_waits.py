@@ -13,6 +13,7 @@ from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.world import World
+from gossip.errors import GossipError
 
 _NUM_BEATS_MISSED = 4
 _SUSPECTED = 0.25  # of the time-out
@@ -28,10 +29,13 @@ class PatientWorld(World):
     ----------
     mesh : Mesh
     agreement : Agreement
+    failure : Exception or None
+        What has gone wrong in a thread that serves the others: this rank cannot go on.
     """
 
     mesh: Mesh
     agreement: Agreement
+    failure: Exception | None = None
     _told_of_step_at = 0.0
 
     @property
@@ -61,12 +65,15 @@ class PatientWorld(World):
         ------
         EpochEndedError
             ``look`` has found that it never will be.
+        GossipError
+            A thread that serves the others has failed.
         """
         began = told_at = time.monotonic()
         timeout_s, beat_s = self.timeout.total_seconds(), self.mesh.beat_s
         is_warned = False
         with self.mesh.changed:
             while not look():
+                self.check_threads()
                 missing = awaited()
                 left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
                 if left:
@@ -90,6 +97,13 @@ class PatientWorld(World):
                         self._suspect(suspects, where, waited_s)
                     if suspects and waited_s > timeout_s:
                         self._give_up(suspects, where, waited_s)
+
+    def check_threads(self) -> None:
+        """Raise what has gone wrong in a thread that serves the others."""
+        if self.failure is not None:
+            raise GossipError(
+                f"rank {self.member}: a thread that answers other ranks has failed: {self.failure!r}"
+            ) from self.failure
 
     def tell_of_step(self) -> None:
         """Tell the others now and then that this rank makes steps, which they do not make together. Local."""
