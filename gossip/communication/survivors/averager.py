@@ -109,6 +109,7 @@ class Averager:
         self._history = history
         self._world = world
         self._shown: dict[int, Shown] = {}
+        self._making = threading.Lock()  # of a bucket that is shown for the first time
         run = partial(_answer_all, world.questions, weakref.ref(self))
         end = weakref.finalize(self, world.questions.put, None)
         daemon_threads.start(f"gossip-averages-{world.member}", run, end=end, patience=world.timeout)
@@ -200,21 +201,23 @@ class Averager:
                 shown.has_pending, shown.made = False, []
 
     def _shown_of(self, bucket: int, values: torch.Tensor) -> Shown:
-        if bucket not in self._shown:
-            shown = torch.empty(2, *values.shape, dtype=values.dtype)
-            pending = torch.empty(2, *values.shape, dtype=accumulation_dtype(values.dtype))
-            self._shown[bucket] = Shown(*shown.unbind(), *pending.unbind())  # type: ignore[arg-type]
-        return self._shown[bucket]
+        with self._making:
+            if bucket not in self._shown:
+                shown = torch.empty(2, *values.shape, dtype=values.dtype)
+                pending = torch.empty(2, *values.shape, dtype=accumulation_dtype(values.dtype))
+                self._shown[bucket] = Shown(*shown.unbind(), *pending.unbind())  # type: ignore[arg-type]
+            return self._shown[bucket]
 
     # ------------------------------------------------------------------ what the others ask and answer
 
     def answer(self, member: int, frame: Frame) -> None:
         """Make the average that a frame asks for, or end the one that it answers."""
         _, asked_at, bucket, shown_at = frame.key
-        shown = self._shown.get(bucket)
-        if shown is None:
-            self._refuse(member, frame)
-            return
+        with self._making:  # what this rank asks itself must not overtake its refusal
+            shown = self._shown.get(bucket)
+            if shown is None:
+                self._refuse(member, frame)
+                return
         with shown.lock:
             if frame.key.kind == Kind.PAIR:
                 self._on_question(shown, member, frame)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import queue
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
 
 import gossip
 from gossip import Asynchronous, Average, GossipDataParallel, GossipError
+from gossip.communication.survivors.averager import Averager
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 from gossip.lab.faults.fault import Fault
 
 NUM_STEPS = 30
@@ -273,6 +278,29 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
         GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), **chosen)
     with pytest.raises(ValueError, match="max_staleness"):
         Asynchronous(max_staleness=0)
+
+
+def test_a_question_does_not_overtake_a_refusal() -> None:
+    """Who gets a question while it waits for an answer takes it for one; so none may come before a refusal."""
+    world, sent = mock.Mock(), list[Kind]()
+    world.questions, world.member, world.timeout, world.mesh.lost = queue.SimpleQueue(), 1, TIMEOUT, {}
+    averager = Averager(world)
+    values = torch.zeros(4)
+    showing = threading.Thread(target=lambda: averager.show(0, averager.memory(0, values), 0, partner=0))
+
+    def send(_: int, key: Key, __: torch.Tensor | None = None) -> mock.Mock:
+        if not sent and not showing.ident:
+            showing.start()
+            showing.join(timeout=0.5)
+        sent.append(key.kind)
+        return mock.Mock()
+
+    world.mesh.send, world.mesh.changed = send, threading.Condition()
+    averager.answer(0, Frame(Key(Kind.PAIR, 0, 0), values.clone().view(torch.uint8)))
+    showing.join()
+    world.questions.put(None)
+    next(thread for thread in threading.enumerate() if thread.name == "gossip-averages-1").join()
+    assert sent == [Kind.AVERAGE, Kind.PAIR]
 
 
 def stay_for(num_steps: int, pauses_at: int) -> tuple[int, int, list[int], torch.Tensor, tuple[int, ...]]:
