@@ -78,7 +78,7 @@ def simulate_averages(
     --------
     >>> import gossip, topologies
     >>> workload = Workload(0.01, 0.02, (1_000_000,), stragglers=(gossip.SlowRank(0, 2.0),))
-    >>> recording = simulate_averages(topologies.build("ring", 4), Cluster(4), workload, 1000, seconds=3.0)
+    >>> recording = simulate_averages(topologies.build("ring", 4), Cluster(4), workload, 1000, seconds=2.99)
     >>> recording.num_steps
     [50, 100, 100, 100]
     """
