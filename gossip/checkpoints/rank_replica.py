@@ -104,4 +104,5 @@ class RankReplica(Replicas):
         return restore_replica(self._engine, self._optimizers, state)
 
     def averages(self, path: Path) -> dict[str, torch.Tensor]:
+        settle(self._engine, self._world)
         return averages_over_ranks(self, self._engine, self._world, path)

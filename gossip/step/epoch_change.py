@@ -30,6 +30,7 @@ from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
 from topologies import Topology
 
 _PAUSE_S = 0.1
+_PATIENCE_TIMEOUTS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +186,8 @@ class EpochChange:
             )
         check_manifest(world.published(), self._parts.manifest, world.member)
         newcomer, epoch = Newcomer(world), None
+        patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
+        deadline = time.monotonic() + patience_s
         while epoch is None:
             giver, text, values = newcomer.take_state()
             state = unflatten(text, values)
@@ -195,6 +198,13 @@ class EpochChange:
             num_loaded, step, num_ended = state["position"]
             world.agreement.position = num_loaded, step, num_ended
             epoch = newcomer.be_admitted()
+            if epoch is None:
+                if time.monotonic() > deadline:
+                    raise ExchangeError(
+                        f"rank {world.member}: joining: whenever this rank asked within {patience_s:g} s, the others "
+                        "were doing something together, or had done so since it was given its state"
+                    )
+                time.sleep(_PAUSE_S)  # each attempt holds the others up for a moment
         if world.is_in_step:
             engine.step = epoch.first_step
         self.epoch = Epoch(-1, (world.member,))

@@ -305,7 +305,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                     self._refuse(index, in_flight, meter)  # this rank's own message: all others are finite
                 squares = squares + square
                 yield view if part is None else view.part(part), got
-            meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
+            if self.transport is None or not self.transport.publishes:  # else it is of any number of ranks
+                meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
 
     def _written(self, index: int) -> None:
         self._buckets[index].written()

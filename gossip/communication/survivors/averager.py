@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -72,12 +73,17 @@ class Shown:
         Those in ``pending``.
     have_asked : set of int
         Who has averaged with these values on its own account.
+    answered : Counter of int
+        By member, how many bytes of answers it was sent since that was asked for.
+    device : torch.device
+        Of the parameters.
     """
 
     values: torch.Tensor
     following: torch.Tensor
     pending: torch.Tensor
     taken: torch.Tensor
+    device: torch.device
     lock: threading.Lock = field(default_factory=threading.Lock)
     step: int = -1
     has_pending: bool = False
@@ -85,6 +91,7 @@ class Shown:
     waiting: list[tuple[int, Frame]] = field(default_factory=list)
     made: list[Average] = field(default_factory=list)
     have_asked: set[int] = field(default_factory=set)
+    answered: Counter[int] = field(default_factory=Counter)
 
 
 class Averager:
@@ -170,7 +177,7 @@ class Averager:
             self._end_if_lost(shown)
 
     def take(self, bucket: int, step: int, *, is_read: bool = False) -> torch.Tensor | None:
-        """What averages have added since the last call, in the host's memory; None: nothing. Valid until the next.
+        """What averages have added since the last call, on the parameters' device; None: nothing. Valid until the next.
 
         Parameters
         ----------
@@ -190,7 +197,14 @@ class Averager:
             if self._history is not None:
                 self._history += [average._replace(entered=step, is_read=is_read) for average in shown.made]
             shown.made = []
-            return shown.taken
+            return shown.taken.to(shown.device)
+
+    def answered(self, bucket: int) -> Counter[int]:
+        """By member, how many bytes of answers it was sent since the last call."""
+        shown = self._shown[bucket]
+        with shown.lock:
+            found, shown.answered = shown.answered, Counter()
+        return found
 
     def hide(self, bucket: int) -> None:
         """Refuse averages until values are shown again; forget what has not been taken."""
@@ -205,7 +219,7 @@ class Averager:
             if bucket not in self._shown:
                 shown = torch.empty(2, *values.shape, dtype=values.dtype)
                 pending = torch.empty(2, *values.shape, dtype=accumulation_dtype(values.dtype))
-                self._shown[bucket] = Shown(*shown.unbind(), *pending.unbind())  # type: ignore[arg-type]
+                self._shown[bucket] = Shown(shown[0], shown[1], pending[0], pending[1], values.device)
             return self._shown[bucket]
 
     # ------------------------------------------------------------------ what the others ask and answer
@@ -253,6 +267,7 @@ class Averager:
             self._refuse(member, frame)
             return
         shown.have_asked.add(member)
+        shown.answered[member] += difference.nbytes
         key = Key(Kind.AVERAGE, frame.key.first, frame.key.second, shown.step)
         self._world.mesh.send(member, key, difference)
 

@@ -66,7 +66,10 @@ class PairTransport(Transport):
         num_bytes = self.averager.show(bucket, self._messages[bucket], step, partner)
         self._world.tell_of_step()
         self.averager.num_steps = step + 1
-        return PairExchange(self.averager, bucket, step, self._max_staleness, {place or 0: num_bytes})
+        exchange = PairExchange(self.averager, bucket, step, self._max_staleness, self._members)
+        if num_bytes and partner is not None:
+            exchange.count(partner, num_bytes)
+        return exchange
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         """With ``waits``: what averages have added, once this rank has the answer to its own question."""
@@ -84,14 +87,21 @@ class PairTransport(Transport):
 class PairExchange:
     """What averages add to a bucket in a step; see :class:`gossip.Exchange`."""
 
-    def __init__(
-        self, averager: Averager, bucket: int, step: int, max_staleness: int, bytes_by_peer: dict[int, int]
-    ) -> None:
-        self.bytes_by_peer = {place: num_bytes for place, num_bytes in bytes_by_peer.items() if num_bytes}
+    def __init__(self, averager: Averager, bucket: int, step: int, max_staleness: int, members: Sequence[int]) -> None:
+        self.bytes_by_peer: dict[int, int] = {}
+        self._members = members
         self.arrived_at: dict[int, float] = {}
         self._averager, self._bucket, self._step, self._max_staleness = averager, bucket, step, max_staleness
 
+    def count(self, member: int, num_bytes: int) -> None:
+        """Note what was sent to a member; it may be one no more."""
+        if member in self._members:
+            place = self._members.index(member)
+            self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + num_bytes
+
     def wait(self) -> Arrival:
         self._averager.wait(self._bucket, self._step + 1 - self._max_staleness)
+        for member, num_bytes in self._averager.answered(self._bucket).items():
+            self.count(member, num_bytes)
         added = self._averager.take(self._bucket, self._step + 1)
         return Arrival(iter(()), is_finite=True) if added is None else Arrival.of(added)

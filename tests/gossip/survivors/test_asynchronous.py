@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import unsupervised
 from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
@@ -252,6 +253,55 @@ def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Te
     return step, saved, loaded
 
 
+def export_and_count(folder: str) -> tuple[torch.Tensor, list[tuple[int, dict[int, int]]]]:
+    """The sum of its updates, and what it says that it has sent in each step."""
+    rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
+    sent = []
+    with make_model(64, {"algorithm": "asynchronous", "topology": "complete"}) as model:
+        for _ in range(20):
+            total -= RATE * (flat(model.module) - targets(rank, 64))
+            model(targets(rank, 64)).backward()
+            stats = model.stats()
+            assert stats is not None
+            assert stats.consensus_distance_estimate is None
+            sent.append((stats.bytes_sent, dict(stats.bytes_by_peer)))
+        gossip.export(model, f"{folder}/mean.safetensors")
+        return total, sent
+
+
+def test_an_export_is_the_exact_mean_and_all_that_is_sent_is_counted(tmp_path: Any) -> None:
+    with unsupervised.started(export_and_count, str(tmp_path), world_size=3) as ranks:
+        results = ranks.results()
+    exported = safetensors.torch.load_file(tmp_path / "mean.safetensors")
+    mean = torch.stack([total for total, _ in results]).mean(0)
+    torch.testing.assert_close(torch.stack([exported["first"], exported["second"]]), mean, rtol=0, atol=1e-12)
+    for rank, (_, sent) in enumerate(results):
+        assert all(num_bytes == sum(by_peer.values()) for num_bytes, by_peer in sent)
+        assert all(rank not in by_peer and not num % (64 * 8) for _, by_peer in sent for num in by_peer.values())
+    assert sum(num_bytes for _, sent in results for num_bytes, _ in sent) > 0
+
+
+def test_answers_are_counted_as_sent() -> None:
+    world = mock.Mock()
+    world.questions, world.member, world.timeout, world.mesh.lost = queue.SimpleQueue(), 1, TIMEOUT, {}
+    world.mesh.changed = threading.Condition()
+    averager, values = Averager(world), torch.zeros(4)
+    averager.show(0, averager.memory(0, values), 0, partner=None)
+    averager.answer(2, Frame(Key(Kind.PAIR, 0, 0), torch.ones(4).view(torch.uint8)))
+    assert averager.answered(0) == {2: 16}
+    assert averager.answered(0) == {}
+    taken = averager.take(0, 1)
+    assert taken is not None
+    assert taken.tolist() == [0.5] * 4
+    end(averager)
+
+
+def end(averager: Averager) -> None:
+    """And wait until its thread has ended."""
+    averager._world.questions.put(None)
+    next(thread for thread in threading.enumerate() if thread.name == "gossip-averages-1").join()
+
+
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
@@ -298,8 +348,7 @@ def test_a_question_does_not_overtake_a_refusal() -> None:
     world.mesh.send, world.mesh.changed = send, threading.Condition()
     averager.answer(0, Frame(Key(Kind.PAIR, 0, 0), values.clone().view(torch.uint8)))
     showing.join()
-    world.questions.put(None)
-    next(thread for thread in threading.enumerate() if thread.name == "gossip-averages-1").join()
+    end(averager)
     assert sent == [Kind.AVERAGE, Kind.PAIR]
 
 
