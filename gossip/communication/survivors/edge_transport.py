@@ -137,6 +137,9 @@ class EdgeExchange:
         self._finished: queue.SimpleQueue[BaseException | None] | None = None
         self._opening = conversation.opening
         self._send(self._opening)
+        alike = max((message.nbytes for message in self._opening.sent.values()), default=0)
+        for place in sources:
+            world.mesh.expect(members[place], self._key(), alike)
 
     def hand_over(self) -> None:
         """Let another thread finish it."""

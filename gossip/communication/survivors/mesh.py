@@ -16,16 +16,16 @@ from datetime import timedelta
 import torch
 
 from gossip.communication import daemon_threads, forks
-from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection
-from gossip.communication.worker_threads import WINDOW_BYTES
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection, next_number
+from gossip.communication.survivors.sending_turns import UnderWay, whose_turn
 from gossip.errors import ExchangeError, GossipError
 
 _MOST_BACKLOG_BYTES = 2**26
 _BACKLOG = 4096
 _KEPT_BUFFERS = 4  # of a size
-_PATIENCE_S = 0.05  # with a connection that takes nothing
 _TICK_S = 0.05
 _BEAT_S = 0.5
+_PROMPT_S = 0.1
 
 Lost = Callable[[int, str], None]
 """Told of a member whose connection is lost, and how; in the thread that serves the connections."""
@@ -93,6 +93,7 @@ class Mesh:
         self._token = token
         self._connections: dict[int, PeerConnection] = {}
         self._inbox: dict[tuple[int, Key], tuple[torch.Tensor, int]] = {}
+        self._expected: dict[tuple[int, Key], tuple[int, int]] = {}  # their numbers and sizes
         self._backlog: collections.Counter[int] = collections.Counter()
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
         self._to_add: collections.deque[PeerConnection] = collections.deque()
@@ -107,7 +108,7 @@ class Mesh:
             end.setblocking(False)
         self._is_awake = False
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
-        self._beats_at = 0.0
+        self._beats_at = self._prompts_at = 0.0
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._stop = threading.Event()
@@ -202,6 +203,12 @@ class Mesh:
                 self._ring()
         return frame
 
+    def expect(self, member: int, key: Key, nbytes: int) -> None:
+        """Send what is sent from now on after a frame that is to come, once that member is ready to send it."""
+        with self.changed:
+            if not self.has(member, key):
+                self._expected[member, key] = next_number(), nbytes
+
     def has(self, member: int, key: Key) -> bool:
         """Whether a frame is there; to be asked with :attr:`changed` held."""
         return (member, key) in self._inbox
@@ -220,6 +227,7 @@ class Mesh:
         """Let it be taken, as if it had come in a frame; ``num_bytes`` of this process's memory are in it."""
         with self.changed:
             self._inbox[member, key] = payload, num_bytes
+            self._expected.pop((member, key), None)
             self._backlog[member] += num_bytes
             self.changed.notify_all()
 
@@ -237,6 +245,8 @@ class Mesh:
         with self.changed:
             for member, key in [entry for entry in self._inbox if is_stale(*entry)]:
                 self.take(member, key)
+            for member, key in [entry for entry in self._expected if is_stale(*entry)]:
+                del self._expected[member, key]
 
     def cut(self, member: int, reason: str) -> None:
         """End the connection with a member: it is lost from now on. Waits for nothing."""
@@ -288,36 +298,38 @@ class Mesh:
             self._watch(connection, selectors.EVENT_READ * reads | selectors.EVENT_WRITE * (connection in sends))
 
     def _beat(self) -> None:
+        """Give signs of life; more of them to those for whom a message waits for its turn."""
         now = time.monotonic()
-        if now >= self._beats_at:
-            self._beats_at = now + self.beat_s
+        to_all = now >= self._beats_at
+        if to_all or now >= self._prompts_at:
+            self._prompts_at = now + _PROMPT_S
+            self._beats_at = now + self.beat_s if to_all else self._beats_at
             with self.changed:
                 for connection in self._connections.values():
-                    connection.beat()
+                    if to_all or connection.outgoing:
+                        connection.beat()
 
     def _that_send(self) -> list[PeerConnection]:
-        """The connections whose turn it is: what was begun first goes first, as long as only so much is under way.
-
-        Messages to the old peer and to the new one would compete otherwise, and what is lost then costs more than the
-        pauses. Who takes nothing holds nobody else up.
-        """
-        ready = sorted(
-            (connection for connection in self._connections.values() if connection.outgoing),
-            key=lambda connection: connection.outgoing[0].number,
-        )
-        found, under_way, now = [], 0, time.monotonic()
-        for connection in ready:
-            if under_way >= WINDOW_BYTES:
-                break
-            found.append(connection)
-            if now - connection.sent_at < _PATIENCE_S or not connection.sent_at:
-                under_way += connection.outgoing[0].num_bytes_left
-        return found
+        """The connections whose turn it is."""
+        now = time.monotonic()
+        messages: list[UnderWay] = []
+        with self.changed:
+            for member, connection in self._connections.items():
+                quiet_s = now - connection.sent_at if connection.watched & selectors.EVENT_WRITE else 0.0
+                messages += [UnderWay(n, member, nbytes, True, quiet_s) for n, nbytes in connection.unsent()]
+            for (member, key), (number, nbytes) in self._expected.items():
+                sender = self._connections.get(member)
+                if sender is not None and sender.is_sending:
+                    left = nbytes - sender.num_bytes_of(key)
+                    messages.append(UnderWay(number, member, left, False, now - sender.heard_at))
+            return [self._connections[member] for member in whose_turn(messages)]
 
     def _watch(self, connection: PeerConnection, events: int) -> None:
         """Be told of these events, and of no others."""
         if events == connection.watched:
             return
+        if events & ~connection.watched & selectors.EVENT_WRITE:
+            connection.sent_at = time.monotonic()  # it could not have taken anything before
         if not connection.watched:
             self._selector.register(connection.socket, events, connection)
         elif events:

@@ -45,6 +45,7 @@ class Kind(IntEnum):
     PAIR = 14
     AVERAGE = 15
     STEPPED = 16
+    READY = 17
 
 
 class Key(NamedTuple):
@@ -57,6 +58,11 @@ class Key(NamedTuple):
 
 
 _numbers = itertools.count()
+
+
+def next_number() -> int:
+    """Return the number of a message of this process, which counts those of both ways."""
+    return next(_numbers)
 
 
 class Frame(NamedTuple):
@@ -86,7 +92,7 @@ class Outgoing:
 
     def __init__(self, key: Key, payload: torch.Tensor | None = None) -> None:
         self.key = key
-        self.number = next(_numbers)
+        self.number = next_number()
         nbytes = 0 if payload is None else payload.nbytes
         self._left = [memoryview(_HEADER.pack(_MAGIC, *key, nbytes))]
         if payload is not None and nbytes:
@@ -173,6 +179,7 @@ class PeerConnection:
         self._header = bytearray(_HEADER.size)
         self._num_read = 0
         self._key: Key | None = None
+        self._is_ready = False
         self._payload = _NO_PAYLOAD
         self._memory = memoryview(b"")
 
@@ -185,6 +192,8 @@ class PeerConnection:
                     frame.send(self.socket)
                     frame.end()
                     return False
+            if not self.outgoing and frame.key.kind == Kind.MESSAGE:
+                self._send_first(Kind.READY)
             self.outgoing.append(frame)
             return True
 
@@ -192,13 +201,30 @@ class PeerConnection:
         """Send a sign of life, before all that waits for its turn, unless a frame is on its way, which is one."""
         with self._sending:
             first = self.outgoing[0] if self.outgoing else None
-            if first is not None and (first.has_begun or first.key.kind == Kind.HELLO):
-                return
-            frame = Outgoing(Key(Kind.BEAT))
-            with contextlib.suppress(OSError):
-                frame.send(self.socket)
-            if frame.has_begun and frame.num_bytes_left:
-                self.outgoing.appendleft(frame)
+            if first is None or not (first.has_begun or first.key.kind == Kind.HELLO):
+                self._send_first(Kind.BEAT)
+
+    def _send_first(self, kind: Kind) -> None:
+        """Send a frame without a payload before all others, if the socket takes it."""
+        frame = Outgoing(Key(kind))
+        with contextlib.suppress(OSError):  # of a lost connection whoever serves it is told
+            frame.send(self.socket)
+        if frame.has_begun and frame.num_bytes_left:
+            self.outgoing.appendleft(frame)
+
+    def unsent(self) -> list[tuple[int, int]]:
+        """Numbers of the frames that wait or are on their way, and how much of each has not been sent."""
+        with self._sending:
+            return [(frame.number, frame.num_bytes_left) for frame in self.outgoing]
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a frame with a payload is on its way from there, or waits for its turn there."""
+        return self._is_ready or self._key is not None
+
+    def num_bytes_of(self, key: Key) -> int:
+        """How much of a frame's payload has come, until it is complete."""
+        return self._num_read if self._key == key else 0
 
     def send(self) -> bool:
         """Send what the socket takes; whether all has been sent.
@@ -252,10 +278,14 @@ class PeerConnection:
                 self._key, self._payload = key, self._make_buffer(nbytes)
                 self._memory = self._payload.numpy().data
                 return
-            take(Frame(key, _NO_PAYLOAD))
+            if key.kind == Kind.READY:
+                self._is_ready = True
+            else:
+                take(Frame(key, _NO_PAYLOAD))
             return
         frame = Frame(self._key, self._payload)
         self._key, self._payload, self._memory = None, _NO_PAYLOAD, memoryview(b"")
+        self._is_ready = False
         take(frame)
 
     def close(self) -> None:

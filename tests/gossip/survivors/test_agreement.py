@@ -56,12 +56,20 @@ class Wires:
 class Members:
     """Agreements of threads; ``stop`` ends one like a death does."""
 
-    def __init__(self, stores: list[dist.Store], min_ranks: int = 2, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self,
+        stores: list[dist.Store],
+        min_ranks: int = 2,
+        timeout: timedelta = TIMEOUT,
+        *,
+        num_initial: int | None = None,
+        is_in_step: bool = True,
+    ) -> None:
         self.wires: list[Wires] = []
         self.wires += [Wires(member, self.wires) for member in range(len(stores))]
-        members = range(len(stores))
+        members = range(len(stores) if num_initial is None else num_initial)
         self.agreements: list[Any] = [
-            Agreement(store, wires, members, min_ranks=min_ranks, timeout=timeout)  # type: ignore[arg-type]
+            Agreement(store, wires, members, min_ranks=min_ranks, timeout=timeout, is_in_step=is_in_step)  # type: ignore[arg-type]
             for store, wires in zip(stores, self.wires, strict=True)
         ]
 
@@ -284,3 +292,36 @@ def test_who_said_goodbye_is_missed_only_where_somebody_waits_for_him() -> None:
         assert not any(members[member]._is_due() for member in (0, 1, 2))
         members[1].miss([3])
         assert members.told_after(0, [0, 1, 2]) == {(1, (0, 1, 2), 2)}
+
+
+@pytest.mark.parametrize(
+    ("busy", "positions", "is_let_in"),
+    [
+        (None, [(0, 0, 2)] * 4, True),
+        (1, [(0, 0, 2)] * 4, False),
+        (None, [(0, 0, 2)] * 3 + [(0, 0, 1)], False),
+        (None, [(0, 0, 2), (0, 0, 3), (0, 0, 2), (0, 0, 2)], False),
+        (None, [(1, 0, 0)] * 3 + [(0, 0, 4)], False),
+    ],
+    ids=["between", "one-is-in-the-midst", "it-has-an-older-state", "one-has-ended-more", "others-have-loaded"],
+)
+def test_ranks_that_are_not_in_step_let_others_in_between_what_all_do_together(
+    busy: int | None, positions: list[tuple[int, int, int]], is_let_in: bool
+) -> None:
+    """Else a newcomer would miss what the others are just doing together, or do it once more."""
+    with in_memory(4, num_initial=3, is_in_step=False) as members:
+        for member, position in enumerate(positions):
+            members[member].position = position
+            members[member].is_joint = member == busy
+        members[3].ask_in(0)
+        with members[3]._changed:
+            assert members[3]._changed.wait_for(lambda: not members[3].asks, 10)
+        assert members[3].latest.members == ((0, 1, 2, 3) if is_let_in else (0, 1, 2))
+        if not is_let_in:  # and nobody is held up by it
+            for member in range(4):
+                members[member].position, members[member].is_joint = (0, 0, 2), False
+            assert [members[member].enter_step(5).number for member in range(3)] == [0, 0, 0]
+            members[3].ask_in(0)
+        (joined,) = members.epochs_after(0, [0, 1, 2, 3])
+        assert joined.members == (0, 1, 2, 3)
+        assert not joined.has_first_steps

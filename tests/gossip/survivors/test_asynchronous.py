@@ -286,7 +286,7 @@ def test_answers_are_counted_as_sent() -> None:
     world.questions, world.member, world.timeout, world.mesh.lost = queue.SimpleQueue(), 1, TIMEOUT, {}
     world.mesh.changed = threading.Condition()
     averager, values = Averager(world), torch.zeros(4)
-    averager.show(0, averager.memory(0, values), 0, partner=None)
+    averager.show(0, averager.memory(0, values).copy_(values), 0, partner=None)
     averager.answer(2, Frame(Key(Kind.PAIR, 0, 0), torch.ones(4).view(torch.uint8)))
     assert averager.answered(0) == {2: 16}
     assert averager.answered(0) == {}
