@@ -317,11 +317,10 @@ class Mesh:
             for member, connection in self._connections.items():
                 quiet_s = now - connection.sent_at if connection.watched & selectors.EVENT_WRITE else 0.0
                 messages += [UnderWay(n, member, nbytes, True, quiet_s) for n, nbytes in connection.unsent()]
-            for (member, key), (number, nbytes) in self._expected.items():
+            for (member, _), (number, nbytes) in self._expected.items():
                 sender = self._connections.get(member)
                 if sender is not None and sender.is_sending:
-                    left = nbytes - sender.num_bytes_of(key)
-                    messages.append(UnderWay(number, member, left, False, now - sender.heard_at))
+                    messages.append(UnderWay(number, member, nbytes, False, now - sender.heard_at))
             return [self._connections[member] for member in whose_turn(messages)]
 
     def _watch(self, connection: PeerConnection, events: int) -> None:
@@ -341,9 +340,11 @@ class Mesh:
     def _serve_one(self, connection: PeerConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
+                num_waiting = len(connection.outgoing)
                 connection.send()
-                with self.changed:
-                    self.changed.notify_all()
+                if len(connection.outgoing) != num_waiting:
+                    with self.changed:
+                        self.changed.notify_all()
             if events & selectors.EVENT_READ:
                 connection.receive(lambda frame: self._sort_in(connection, frame))
         except (OSError, ValueError) as error:

@@ -85,7 +85,9 @@ class Outgoing:
     ----------
     key : Key
     number : int
-        Counts all frames of this process.
+        Counts all frames of this process, and those that it expects.
+    num_bytes : int
+        Of the whole frame.
     has_begun : bool
         Whether a part of it has been sent.
     """
@@ -97,6 +99,7 @@ class Outgoing:
         self._left = [memoryview(_HEADER.pack(_MAGIC, *key, nbytes))]
         if payload is not None and nbytes:
             self._left.append(payload.detach().view(-1).view(torch.uint8).numpy().data)
+        self.num_bytes = self.num_bytes_left
         self.has_begun = self.has_ended = False
         self._lock = threading.Lock()
 
@@ -213,18 +216,14 @@ class PeerConnection:
             self.outgoing.appendleft(frame)
 
     def unsent(self) -> list[tuple[int, int]]:
-        """Numbers of the frames that wait or are on their way, and how much of each has not been sent."""
+        """Numbers of the frames that wait or are on their way, and how many bytes each of them has."""
         with self._sending:
-            return [(frame.number, frame.num_bytes_left) for frame in self.outgoing]
+            return [(frame.number, frame.num_bytes) for frame in self.outgoing]
 
     @property
     def is_sending(self) -> bool:
         """Whether a frame with a payload is on its way from there, or waits for its turn there."""
         return self._is_ready or self._key is not None
-
-    def num_bytes_of(self, key: Key) -> int:
-        """How much of a frame's payload has come, until it is complete."""
-        return self._num_read if self._key == key else 0
 
     def send(self) -> bool:
         """Send what the socket takes; whether all has been sent.

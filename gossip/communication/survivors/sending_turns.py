@@ -20,7 +20,7 @@ class UnderWay(NamedTuple):
         Counts the messages of this rank, both ways, in the order of their exchanges.
     member : int
     num_bytes : int
-        What is missing of it.
+        Of the whole message: one that has nearly ended counts like one that has not begun.
     is_sent : bool
         By this rank, and not to it.
     quiet_s : float
@@ -39,7 +39,8 @@ def whose_turn(messages: Iterable[UnderWay]) -> list[int]:
 
     A rank that went on to send messages of the next exchange, while it still receives those of this one, would share
     the link of their receiver with a rank that is behind, and so delay it further: steps would be long and short in
-    turns, and the links idle for a fifth of the time. So the order of the exchanges counts both ways.
+    turns, and the links idle for a fifth of the time. So the order of the exchanges counts both ways, and large
+    messages follow each other.
 
     Parameters
     ----------

@@ -72,29 +72,34 @@ def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> Non
         make_model(4, {"topology": "ring"})
     except ValueError as error:
         print(error, flush=True)
+    sys.stdin.read()  # the other rank may still need this process
     os._exit(0)
 
 
-def outputs_of_two(code: str, *arguments: str) -> list[str]:
-    """Of two processes, ranks 0 and 1; the rank is the first argument."""
+def lines_of_two(code: str, *arguments: str) -> list[str]:
+    """The first ones of two processes, ranks 0 and 1, which may end when both are there; the rank is an argument."""
     folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2] / "helpers")))
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), *arguments],
             env={**os.environ, "PYTHONPATH": folders},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    return [process.communicate(timeout=60)[0] for process in processes]
+    lines = [process.stdout.readline() for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate(timeout=60)
+    return lines
 
 
 def test_a_store_that_dies_with_a_rank_is_refused() -> None:
     code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    for text in outputs_of_two(code, "2", str(port)):
+    for text in lines_of_two(code, "2", str(port)):
         assert "but it is kept by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 
@@ -118,12 +123,13 @@ def error_on_two_machines(rank: int, path: str) -> None:
             make_model(4, {"topology": "ring"})
         except ValueError as error:
             print(error, flush=True)
+    sys.stdin.read()
     os._exit(0)
 
 
 def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
     code = "import test_continue_option as module, sys; module.error_on_two_machines(int(sys.argv[1]), sys.argv[2])"
-    for text in outputs_of_two(code, str(tmp_path / "store")):
+    for text in lines_of_two(code, str(tmp_path / "store")):
         assert "is on another machine than rank" in text
         assert "as its key-value store, FileStore, has no host" in text
 
