@@ -6,6 +6,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from loguru import logger
@@ -101,13 +102,14 @@ class EpochChange:
     def begin(self) -> None:
         """Be in the first epoch, or join the ranks that train."""
         if self._world.is_alone:
-            self._join()
+            self._join(at_step_end=self._world.is_in_step)
         else:
             self._world.publish(self._parts.manifest)
         self._parts.engine.on_step_end = self.begin_step
         if not self._world.is_in_step:
-            # A rank that joins begins where its giver begins a step, with all done that comes between two steps.
-            self._parts.engine.on_step_begin = self._give
+            # A rank that joins begins where its giver begins a step, with all done that comes between two steps; one
+            # that comes back does so within its loop, where its giver ends a step.
+            self._parts.engine.on_step_begin = partial(self._give, at_step_end=False)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -134,13 +136,12 @@ class EpochChange:
         if epoch.number >= current.number and epoch.members != current.members:
             self._world.enter(epoch)
         self._follow(epoch)
-        if self._world.is_in_step:
-            self._give()
+        self._give(at_step_end=True)
 
-    def _give(self) -> None:
+    def _give(self, *, at_step_end: bool) -> None:
         """Give this rank's state to those who join, and have asked for it."""
-        if self._world.giver.is_asked:
-            self._world.giver.give(*flatten(self._state()))
+        if newcomers := self._world.giver.asked_by(at_step_end=at_step_end):
+            self._world.giver.give(newcomers, *flatten(self._state()))
 
     @property
     def _step(self) -> int:
@@ -168,8 +169,10 @@ class EpochChange:
         while engine.step < last:
             engine.end_step()
 
-    def _join(self) -> None:
+    def _join(self, *, at_step_end: bool) -> None:
         """Become a rank of a training that is under way, with the parameters and the optimizer's state of one of its.
+
+        They are those at the end of a step, or else at the beginning of one.
 
         Raises
         ------
@@ -185,7 +188,7 @@ class EpochChange:
                 "changes; train in bfloat16 or float32 where ranks may join, or without restart=..."
             )
         check_manifest(world.published(), self._parts.manifest, world.member)
-        newcomer, epoch = Newcomer(world), None
+        newcomer, epoch = Newcomer(world, at_step_end=at_step_end), None
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         deadline = time.monotonic() + patience_s
         while epoch is None:
@@ -231,7 +234,8 @@ class EpochChange:
         while True:
             try:
                 world.come_back()
-                self._join()
+                self._join(at_step_end=True)
+                world.agreement.is_new = False  # what comes after this step it does with the others
                 break
             except (ExchangeError, RuntimeError) as error:  # the latter of a store that cannot be reached
                 has_ended = isinstance(error, NothingToJoinError)

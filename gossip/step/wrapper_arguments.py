@@ -285,11 +285,6 @@ def check_asynchronous(
         )
     if arguments.soft_deadline_s is not None:
         raise ValueError(f"{what} waits max_staleness steps for a peer, got soft_deadline too; leave it out")
-    if arguments.partition_timeout_s is not None:
-        raise ValueError(
-            f"{what} has no common step at which a rank could come back in the midst of its loop, got "
-            "partition_timeout; leave it out, and let launch restart it"
-        )
     if arguments.open_scaler is not None:
         raise ValueError(
             f"{what}: a loss scale belongs to a step that all ranks make together, got a GradScaler; train in bfloat16 "

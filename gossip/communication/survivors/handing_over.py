@@ -32,37 +32,39 @@ class StateGiver:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._lock = threading.Lock()
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, bool] = {}  # newcomers, and whether each of them has ended a step
         self._taken: dict[int, torch.Tensor] = {}  # by newcomer, the values of a state
-        mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key.first)
+        mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key.first, bool(frame.key.second))
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody waits for a state."""
-        return bool(self._waiting)
+    def asked_by(self, *, at_step_end: bool) -> list[int]:
+        """Who waits for a state as it is at the end of a step, or at the beginning of one."""
+        with self._lock:
+            return [member for member, has_ended_step in self._waiting.items() if has_ended_step == at_step_end]
 
-    def give(self, text: str, values: torch.Tensor) -> None:
-        """Give a state to those who wait for one.
+    def give(self, newcomers: Sequence[int], text: str, values: torch.Tensor) -> None:
+        """Give them a state.
 
         Parameters
         ----------
+        newcomers : sequence of int
         text : str
         values : Tensor, [nbytes], uint8
             Must stay as it is.
         """
         with self._lock:
-            newcomers, self._waiting = self._waiting, set()
+            for member in newcomers:
+                self._waiting.pop(member, None)
             self._taken = {member: kept for member, kept in self._taken.items() if member not in self._mesh.lost}
             self._taken |= dict.fromkeys(newcomers, values)
         head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode()
         for member in newcomers:
             self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
-    def _on_ask(self, member: int, piece: int) -> None:
+    def _on_ask(self, member: int, piece: int, at_step_end: bool) -> None:
         """Piece 0 is what the others are, and makes this rank take its state; in the mesh's thread."""
         with self._lock:
             if piece == 0:
-                self._waiting.add(member)
+                self._waiting[member] = at_step_end
                 return
             values = self._taken.get(member)
             if values is None:
@@ -79,8 +81,15 @@ class StateGiver:
         self._mesh.send(member, Key(Kind.STATE, piece), payload)
 
 
-def take_state(mesh: Mesh, givers: Sequence[int]) -> tuple[int, str, torch.Tensor]:
+def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool) -> tuple[int, str, torch.Tensor]:
     """The state of the first of ``givers`` that gives it: who it was, text and values.
+
+    Parameters
+    ----------
+    mesh : Mesh
+    givers : sequence of int
+    at_step_end : bool
+        The state that it has at the end of a step, or else at the beginning of one, with all done that comes between.
 
     Raises
     ------
@@ -90,14 +99,14 @@ def take_state(mesh: Mesh, givers: Sequence[int]) -> tuple[int, str, torch.Tenso
     reasons = []
     for giver in givers:
         try:
-            return giver, *_take_from(mesh, giver)
+            return giver, *_take_from(mesh, giver, at_step_end)
         except ExchangeError as error:
             reasons.append(str(error))
     raise ExchangeError(f"rank {mesh.member}: joining: nobody gave this rank its state: {'; '.join(reasons)}")
 
 
-def _take_from(mesh: Mesh, giver: int) -> tuple[str, torch.Tensor]:
-    (head,) = _pieces(mesh, giver, [0])
+def _take_from(mesh: Mesh, giver: int, at_step_end: bool) -> tuple[str, torch.Tensor]:
+    (head,) = _pieces(mesh, giver, [0], at_step_end=at_step_end)
     described: dict[str, Any] = json.loads(head.numpy().tobytes())
     values = torch.empty(described["num_bytes"], dtype=torch.uint8)
     places = values.split(_PIECE_BYTES) if values.numel() else ()
@@ -109,7 +118,7 @@ def _take_from(mesh: Mesh, giver: int) -> tuple[str, torch.Tensor]:
     return described["text"], values
 
 
-def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int]) -> list[torch.Tensor]:
+def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool = False) -> list[torch.Tensor]:
     """Ask for pieces, and wait for them.
 
     Raises
@@ -118,7 +127,7 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int]) -> list[torch.Tensor
         The giver was lost, did not answer in time, or what came is not what was sent.
     """
     for number in numbers:
-        mesh.send(giver, Key(Kind.ASK, number))
+        mesh.send(giver, Key(Kind.ASK, number, at_step_end))
     found: dict[int, torch.Tensor] = {}
     timeout_s = mesh.timeout.total_seconds()
     deadline = time.monotonic() + timeout_s
@@ -134,7 +143,7 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int]) -> list[torch.Tensor
                 raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
             if time.monotonic() > deadline:
                 raise ExchangeError(
-                    f"rank {giver}, which gives its state at the end of a step, sent {timeout_s:g} s none"
+                    f"rank {giver}, which gives its state between two steps, sent {timeout_s:g} s none"
                 )
             mesh.changed.wait(min(_TICK_S, timeout_s / 10))
     contents = []

@@ -201,6 +201,8 @@ class LivingWorld(PatientWorld):
         """
         self.agreement.close()
         self.mesh.close()
+        while not self.questions.empty():
+            self.questions.get()  # they were asked of the rank that this one was
         with resending_soon(self.timeout):
             self._keys = own_connection(self._keys)
         self._take_number()

@@ -22,10 +22,13 @@ class Newcomer:
     ----------
     world : LivingWorld
         Of a process that joins.
+    at_step_end : bool
+        Whether this rank is at the end of a step, or else at the beginning of one.
     """
 
-    def __init__(self, world: LivingWorld) -> None:
+    def __init__(self, world: LivingWorld, *, at_step_end: bool) -> None:
         world.agree()
+        self._at_step_end = at_step_end
         self._world, self._agreement, self._mesh = world, world.agreement, world.mesh
 
     def take_state(self) -> tuple[int, str, torch.Tensor]:
@@ -41,7 +44,7 @@ class Newcomer:
         self._agreement.look_up()
         members = self._reach(self._agreement.latest)
         first = self._world.member % len(members)
-        return take_state(self._mesh, members[first:] + members[:first])
+        return take_state(self._mesh, members[first:] + members[:first], at_step_end=self._at_step_end)
 
     def be_admitted(self) -> Epoch | None:
         """Join; the epoch that this rank is a member of. It makes steps from the first one of it on.

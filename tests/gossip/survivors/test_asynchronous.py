@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,6 +24,7 @@ from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 from gossip.lab.faults.fault import Fault
 
 NUM_STEPS = 30
+RETURN_TIMEOUT = timedelta(seconds=2)
 
 
 class Course(NamedTuple):
@@ -382,6 +384,59 @@ def test_ranks_join(num_newcomers: int) -> None:
         assert began == 0 or member >= 4 - num_newcomers
         assert together == [step for step in everything if step > began]
         torch.testing.assert_close(values, results[0][3], rtol=0, atol=0)
+
+
+class Stay(NamedTuple):
+    """What a rank tells: its number in the end, its steps, those after which all did something together, the mean."""
+
+    member: int
+    steps: list[int]
+    together: list[int]
+    mean: torch.Tensor
+
+
+def stay_until_all_train(faults: Mapping[int, Fault], num_more: int, pauses_at: int) -> Stay:
+    """Every few steps all ranks do something together; so many steps more once one of four has come back."""
+    from gossip.lab.faults.injection import injected
+
+    rank = torch.distributed.get_rank()
+    options = {"algorithm": "asynchronous", "topology": "complete", "partition_timeout": 30, "timeout": RETURN_TIMEOUT}
+    steps, together, last = list[int](), list[int](), None
+    with injected([faults[rank]] if rank in faults else []), make_model(64, options) as model:
+        while last is None or model.step < last:
+            steps.append(model.step)
+            model(targets(rank, 64)).backward()
+            if model.step % pauses_at == 0:
+                model.consensus_distance()
+                together.append(model.step)
+                if last is None and 4 in model.members:
+                    last = model.step + num_more
+        model.global_avg()
+        return Stay(model.world.member, steps, together, flat(model.module))
+
+
+@pytest.mark.parametrize("kind", ["freeze", "cut"])
+@pytest.mark.parametrize("step", [25, 40], ids=["between", "where-all-do-something-together"])
+def test_a_rank_that_was_given_up_comes_back(kind: Any, step: int) -> None:
+    """In its own process and within its loop: it does what all do together as the others do, from then on."""
+    faults = {1: Fault(kind, step=step, duration_s=3.5)}
+    with unsupervised.started(stay_until_all_train, faults, 60, 20, world_size=4) as ranks:
+        results: list[Stay] = ranks.results()
+    assert [stay.member for stay in results] == [0, 4, 2, 3]
+    for stay in results:
+        torch.testing.assert_close(stay.mean, results[0].mean, rtol=0, atol=0)
+    back, others = results[1], [results[0], results[2], results[3]]
+    for stay in others:
+        assert stay.together == others[0].together
+        assert stay.steps == list(range(len(stay.steps))), "nobody else missed or repeated a step"
+    gap = next(place for place, number in enumerate(back.steps) if number != place)
+    assert back.steps[gap:] == list(range(back.steps[gap], back.steps[gap] + len(back.steps) - gap))
+    before, after = (
+        [number for number in back.together if (number <= gap) == is_before] for is_before in (True, False)
+    )
+    assert before == [number for number in others[0].together if number <= gap]
+    assert after
+    assert after == others[0].together[-len(after) :]
 
 
 def stay_or_die(num_steps: int) -> tuple[int, tuple[int, ...]]:
