@@ -142,9 +142,7 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool
             if giver in mesh.lost:
                 raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
             if time.monotonic() > deadline:
-                raise ExchangeError(
-                    f"rank {giver}, which gives its state between two steps, sent {timeout_s:g} s none"
-                )
+                raise ExchangeError(f"rank {giver}, which gives its state between two steps, sent {timeout_s:g} s none")
             mesh.changed.wait(min(_TICK_S, timeout_s / 10))
     contents = []
     for number in numbers:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import platform
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 
-from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks import bench_figures, bench_workers
 from gossip.lab.benchmarks.bench_methods import decent_dp_is_installed
 from gossip.lab.benchmarks.bench_report import as_dict, ratios_of, rows_of
 from gossip.lab.benchmarks.bench_settings import Settings
 from gossip.lab.benchmarks.bench_tables import Result, markdown
+from gossip.lab.benchmarks.machine import machine
 from gossip.lab.benchmarks.networks import Loopback, Network, bits_per_second
 from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 from gossip.lab.experiments.records import without_non_finite
@@ -121,8 +118,7 @@ def _write(settings: Settings, network: Network, notes: list[str], results: list
         f"thread{'' if settings.num_threads == 1 else 's'} each, SGD with momentum 0.9.",
         f"{settings.repetitions} repetitions of {settings.steps} steps after {settings.warmup_steps} of warm-up; "
         f"delays: {settings.straggler}.",
-        f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}); int8 and int4 by {quantized_by()}.",
+        machine(),
         *notes,
     ]
     content: dict[str, Any] = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import platform
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 
 from gossip import Cluster, Workload
-from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
 from gossip.lab.benchmarks.bench_workers import Record, run_workers
+from gossip.lab.benchmarks.machine import machine
 from gossip.lab.benchmarks.networks import Loopback, Network
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.lab.experiments.records import without_non_finite
@@ -147,8 +144,7 @@ def _write(settings: LossSettings, results: list[LossResult], folder: Path) -> s
         f"{', '.join(map(str, settings.seeds))}.",
         f"All-reduce makes {settings.steps} steps; the others have {settings.max_time_ratio:g} times its time; an "
         f"evaluation every {settings.evaluate_every} steps.",
-        f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}); int8 and int4 by {quantized_by()}.",
+        machine(),
     ]
     content = {"settings": asdict(settings), "results": [result.to_dict() for result in results]}
     text = json.dumps(without_non_finite(content), indent=1, allow_nan=False)

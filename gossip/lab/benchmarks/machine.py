@@ -1,0 +1,25 @@
+"""What a benchmark ran on, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from gossip.compression.compiled_passes import quantized_by
+
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+def machine() -> str:
+    """Versions, processors, and what else of this machine a figure hangs on."""
+    tcp = ""
+    with contextlib.suppress(OSError):
+        tcp = f" TCP by {_CONGESTION_CONTROL.read_text().strip()};"
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
+        f"({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."
+    )
