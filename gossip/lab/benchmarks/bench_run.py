@@ -118,7 +118,7 @@ def _write(settings: Settings, network: Network, notes: list[str], results: list
         f"thread{'' if settings.num_threads == 1 else 's'} each, SGD with momentum 0.9.",
         f"{settings.repetitions} repetitions of {settings.steps} steps after {settings.warmup_steps} of warm-up; "
         f"delays: {settings.straggler}.",
-        machine(),
+        machine(network),
         *notes,
     ]
     content: dict[str, Any] = {

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from gossip.compression.compiled_passes import quantized_by
+from gossip.lab.benchmarks.networks import Network
 
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
-def machine() -> str:
-    """Versions, processors, and what else of this machine a figure hangs on."""
+def machine(network: Network) -> str:
+    """Versions, processors, and what else of this machine a figure hangs on: TCP's congestion control on its hosts."""
     tcp = ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), network.entered(0):
         tcp = f" TCP by {_CONGESTION_CONTROL.read_text().strip()};"
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "

@@ -29,6 +29,8 @@ _COMMAND_TIMEOUT_S = 20
 _ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
 _NUM_ORPHAN_RETRIES = 3  # 3 seconds; by default it is 100
 _SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # off, as on hosts set up for far links
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_USUAL_CONGESTION_CONTROL = "cubic"  # the kernel's default, whatever this machine uses: steps of all methods hang on it
 _BURST_S = 0.004  # what an idle link saves up and lets through at once, as a time: a tick of the kernel's clock, but
 _MIN_BURST_BYTES = 1 << 17  # two of the 64 KiB packets
 _QUEUE_S = 0.05  # what a link may hold back before it drops, as a time: a round trip if that is more, but
@@ -114,6 +116,7 @@ class Lab:
             )
         self._in_bridge("ip", "link", "set", port, "master", "bridge", "up")
         with host.entered():
+            _set(_CONGESTION_CONTROL, _USUAL_CONGESTION_CONTROL)
             _set(_ORPHAN_RETRIES, _NUM_ORPHAN_RETRIES)  # a dead peer must not keep the host for minutes
             _set(_SLOW_START_AFTER_IDLE, 0)
             _run("ip", "link", "set", "lo", "up")
@@ -170,7 +173,7 @@ class Lab:
             return _run(*command)
 
 
-def _set(parameter: Path, value: int) -> None:
+def _set(parameter: Path, value: int | str) -> None:
     """Of this host's network."""
     with contextlib.suppress(OSError):  # /proc may be read-only; then the kernel's own one counts
         parameter.write_text(str(value))

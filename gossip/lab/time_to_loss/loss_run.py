@@ -52,7 +52,7 @@ def run(settings: LossSettings, folder: Path) -> str:
         with contextlib.closing(_network(settings, name)) as network:
             for task in settings.tasks:
                 results.append(_measure(settings, network, name, task, virtual.get(task), folder / name / task))
-                text = _write(settings, results, folder)
+                text = _write(settings, network, results, folder)
     return text
 
 
@@ -136,7 +136,7 @@ def _described(probe: Mapping[str, Any]) -> tuple[Cluster, Workload]:
     return Cluster(**probe["cluster"]), Workload(**{**workload, "bucket_bytes": tuple(workload["bucket_bytes"])})
 
 
-def _write(settings: LossSettings, results: list[LossResult], folder: Path) -> str:
+def _write(settings: LossSettings, network: Network, results: list[LossResult], folder: Path) -> str:
     """All of it, again after every result."""
     facts = [
         f"{settings.world_size} ranks on {settings.network}, {settings.num_threads} "
@@ -144,7 +144,7 @@ def _write(settings: LossSettings, results: list[LossResult], folder: Path) -> s
         f"{', '.join(map(str, settings.seeds))}.",
         f"All-reduce makes {settings.steps} steps; the others have {settings.max_time_ratio:g} times its time; an "
         f"evaluation every {settings.evaluate_every} steps.",
-        machine(),
+        machine(network),
     ]
     content = {"settings": asdict(settings), "results": [result.to_dict() for result in results]}
     text = json.dumps(without_non_finite(content), indent=1, allow_nan=False)

@@ -18,6 +18,8 @@ from running import Running, running
 
 from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.counters import InterfaceBytes
+from gossip.lab.benchmarks.machine import machine
+from gossip.lab.benchmarks.networks import Loopback
 from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 
 PATIENCE_S = 20
@@ -228,3 +230,15 @@ def test_lab_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lab_too_many_hosts() -> None:
     with pytest.raises(ValueError, match="num_hosts must be from 1 to 200, got 201"):
         Lab(201)
+
+
+@pytest.mark.root
+def test_lab_hosts_use_the_same_congestion_control_on_every_machine(two_hosts: Lab) -> None:
+    path = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    before = path.read_text()
+    for rank in range(2):
+        with two_hosts.entered(rank):
+            assert path.read_text().strip() == "cubic"
+    assert path.read_text() == before
+    assert "; TCP by cubic;" in machine(two_hosts)
+    assert f"; TCP by {before.strip()};" in machine(Loopback())
