@@ -15,7 +15,7 @@ import torch
 from gossip.communication import daemon_threads
 from gossip.communication.survivors.late_messages import LateMessages
 from gossip.communication.survivors.living_world import LivingWorld
-from gossip.communication.survivors.peer_connection import Key, Kind, Outgoing
+from gossip.communication.survivors.peer_connection import Key, Kind, Outgoing, next_number
 from gossip.communication.survivors.shared_payloads import SharedPayloads
 from gossip.communication.transport import LateDifference, Transport
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
@@ -131,7 +131,7 @@ class EdgeExchange:
         self._where = f"step {step}, bucket {bucket}"
         num_loaded, _, _ = world.agreement.position
         self._is_sent_at = num_loaded, step + 1, 0
-        self._num_turns = 0
+        self._num_turns, self._number = 0, next_number()
         self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []
         self._finished: queue.SimpleQueue[BaseException | None] | None = None
@@ -203,7 +203,8 @@ class EdgeExchange:
             if shared is not None and shared.can_send(member, lying):
                 shared.send(member, self._key(), lying)
             else:
-                self._outgoing.append((member, self._world.mesh.send(member, self._key(), message.detach().cpu())))
+                frame = self._world.mesh.send(member, self._key(), message.detach().cpu(), self._number)
+                self._outgoing.append((member, frame))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
 
     def _receive(self, turn: Turn, sources: Sequence[int], ends_at: float | None = None) -> Messages:

@@ -26,6 +26,7 @@ _KEPT_BUFFERS = 4  # of a size
 _TICK_S = 0.05
 _BEAT_S = 0.5
 _PROMPT_S = 0.1
+_BEFORE_ALL = -1
 
 Lost = Callable[[int, str], None]
 """Told of a member whose connection is lost, and how; in the thread that serves the connections."""
@@ -38,9 +39,9 @@ class Mesh:
     """A connection to every other member, over which frames come and go; members may come and go too.
 
     One thread serves all of them: it waits for none, so that a member that is slow, frozen or dead holds nobody else
-    up. Frames of one connection keep their order, and each is handed on as a whole or not at all: what a member had
-    sent in part when it died is never seen. The kernel of a member that dies closes its connections, which is seen here
-    within milliseconds.
+    up. Frames of one connection keep the order of their numbers, and each is handed on as a whole or not at all: what a
+    member had sent in part when it died is never seen. The kernel of a member that dies closes its connections, which
+    is seen here within milliseconds.
 
     Parameters
     ----------
@@ -181,20 +182,20 @@ class Mesh:
             return
         connection.member = member
         hello = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
-        connection.enqueue(Outgoing(Key(Kind.HELLO, self.member), hello))
+        connection.enqueue(Outgoing(Key(Kind.HELLO, self.member), hello, _BEFORE_ALL))
         self._to_add.append(connection)
         self._ring()
 
     # ------------------------------------------------------------------ sending, taking
 
-    def send(self, member: int, key: Key, payload: torch.Tensor | None = None) -> Outgoing:
+    def send(self, member: int, key: Key, payload: torch.Tensor | None = None, number: int | None = None) -> Outgoing:
         """Send a frame as soon as its turn comes; ``payload`` must stay as it is until it has ended. Waits for nothing.
 
-        To a member that is lost nothing is sent.
+        To a member that is lost nothing is sent. What follows up an earlier frame has its ``number``, and its turn.
         """
         if self._is_parents:
             raise GossipError(forks.FORKED)
-        frame = Outgoing(key, payload)
+        frame = Outgoing(key, payload, number)
         with self.changed:
             connection = self._connections.get(member)
             if connection is None:

@@ -85,16 +85,17 @@ class Outgoing:
     ----------
     key : Key
     number : int
-        Counts all frames of this process, and those that it expects.
+        Counts all frames of this process, and those that it expects. What goes to and fro within one exchange has the
+        number that its first message has.
     num_bytes : int
         Of the whole frame.
     has_begun : bool
         Whether a part of it has been sent.
     """
 
-    def __init__(self, key: Key, payload: torch.Tensor | None = None) -> None:
+    def __init__(self, key: Key, payload: torch.Tensor | None = None, number: int | None = None) -> None:
         self.key = key
-        self.number = next_number()
+        self.number = next_number() if number is None else number
         nbytes = 0 if payload is None else payload.nbytes
         self._left = [memoryview(_HEADER.pack(_MAGIC, *key, nbytes))]
         if payload is not None and nbytes:
@@ -187,17 +188,21 @@ class PeerConnection:
         self._memory = memoryview(b"")
 
     def enqueue(self, frame: Outgoing) -> bool:
-        """Send a frame at once, if it is small and none waits before it; whether it is left to :meth:`send`."""
+        """Send a frame at once, if it is small and none goes before it; whether it is left to :meth:`send`.
+
+        It goes before those of later exchanges that have not begun: they could not be made use of before it.
+        """
         with self._sending:
-            if not self.outgoing and frame.num_bytes_left <= _MOST_BYTES_AT_ONCE:
+            before = sum(waiting.has_begun or waiting.number <= frame.number for waiting in self.outgoing)
+            if before == 0 and frame.num_bytes_left <= _MOST_BYTES_AT_ONCE:
                 with contextlib.suppress(OSError):  # of a lost connection whoever serves it is told
                     self.sent_at = time.monotonic()
                     frame.send(self.socket)
                     frame.end()
                     return False
-            if not self.outgoing and frame.key.kind == Kind.MESSAGE:
+            if not self.outgoing and frame.key.kind == Kind.MESSAGE and not frame.has_begun:
                 self._send_first(Kind.READY)
-            self.outgoing.append(frame)
+            self.outgoing.insert(before, frame)
             return True
 
     def beat(self) -> None:

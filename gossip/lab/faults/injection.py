@@ -101,13 +101,13 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
 def _losing(send: Any, fault: Fault, happen: Callable[[], bool]) -> Any:
     """The messages of one step, and of one bucket."""
 
-    def send_or_lose(self: Mesh, member: int, key: Any, payload: torch.Tensor | None = None) -> Outgoing:
+    def send_or_lose(self: Mesh, member: int, key: Any, *more: Any) -> Outgoing:
         is_lost = key.kind in _MESSAGES and key[1:3] == (fault.step, fault.bucket)
         if is_lost and (not fault.peers or member in fault.peers) and happen():
             frame = Outgoing(key)
             frame.end()
             return frame
-        return cast("Outgoing", send(self, member, key, payload))
+        return cast("Outgoing", send(self, member, key, *more))
 
     return send_or_lose
 
@@ -126,10 +126,10 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
     def concerns(member: int | None) -> bool:
         return not fault.peers or member in fault.peers
 
-    def send_and_begin(self: Mesh, member: int, key: Any, payload: torch.Tensor | None = None) -> Outgoing:
+    def send_and_begin(self: Mesh, member: int, key: Any, *more: Any) -> Outgoing:
         if not began and key.kind in _MESSAGES and key.first >= fault.step:
             began.append(time.monotonic() if happen() else float("-inf"))
-        return send(self, member, key, payload)
+        return send(self, member, key, *more)
 
     def leave_out(self: Mesh) -> None:
         take_up(self)
@@ -199,8 +199,8 @@ def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
 
 
 def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
-    def send_and_happen(self: Any, member: int, key: Any, payload: torch.Tensor | None = None) -> Any:
-        frame = send(self, member, key, payload)
+    def send_and_happen(self: Any, member: int, key: Any, *more: Any) -> Any:
+        frame = send(self, member, key, *more)
         if key.kind == Kind.WORD and key.second >= fault.step:
             with self.changed:
                 self.changed.wait_for(lambda: frame.has_ended, _SENDING_PATIENCE.total_seconds())

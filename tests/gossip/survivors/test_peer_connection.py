@@ -10,8 +10,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection, next_number
 
+SMALL = torch.arange(4, dtype=torch.float32)
 LARGE = torch.arange(2**21, dtype=torch.float32)  # 8 MiB: more than the kernel takes at once
 
 
@@ -50,6 +51,21 @@ def test_small_frames_go_at_once_and_large_ones_wait_for_their_turn(ends: tuple[
     assert not large.has_begun
     frames = carried(sender, receiver, 3)
     assert [frame.key.first for frame in frames] == [3, 1, 4]
+    assert torch.equal(frames[1].payload.view(torch.float32), LARGE)
+
+
+def test_what_follows_up_an_older_exchange_goes_before_newer_ones(ends: tuple[PeerConnection, ...]) -> None:
+    sender, receiver = ends
+    numbers = [next_number() for _ in range(3)]
+    first, second = (Outgoing(Key(Kind.MESSAGE, number), LARGE, number) for number in numbers[1:])
+    sender.enqueue(first)
+    sender.enqueue(second)
+    assert not sender.enqueue(Outgoing(Key(Kind.MESSAGE, 8), SMALL, numbers[0])), "nothing has begun: it goes at once"
+    assert not sender.send(), "the kernel does not take all of the first"
+    assert sender.enqueue(Outgoing(Key(Kind.MESSAGE, 9), SMALL, numbers[0])), "it must not go into a frame"
+    assert sender.enqueue(Outgoing(Key(Kind.MESSAGE, 10), SMALL, numbers[1]))
+    frames = carried(sender, receiver, 5)
+    assert [frame.key.first for frame in frames] == [8, numbers[1], 9, 10, numbers[2]]
     assert torch.equal(frames[1].payload.view(torch.float32), LARGE)
 
 

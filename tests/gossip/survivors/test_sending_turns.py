@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from mortal_ranks import make_model
 
+from gossip import launch
 from gossip.communication.survivors import sending_turns
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind, PeerConnection
@@ -115,3 +119,31 @@ def test_what_a_peer_is_ready_to_send_goes_before_what_is_sent_after_it(
         monkeypatch.undo()
         await_that(mesh, lambda: mesh.has(1, key))
         await_that(receiver, lambda: receiver.has(0, later))
+
+
+def numbers_by_exchange() -> dict[tuple[int, int], set[int]]:
+    sent: dict[tuple[int, int], set[int]] = {}
+    turns: set[int] = set()
+    send = Mesh.send
+
+    def note(self: Mesh, member: int, key: Key, payload: torch.Tensor | None = None, number: int | None = None) -> Any:
+        frame = send(self, member, key, payload, number)
+        if key.kind == Kind.MESSAGE:
+            sent.setdefault((key.first, key.second), set()).add(frame.number)
+            turns.add(key.third)
+        return frame
+
+    with mock.patch.object(Mesh, "send", note):
+        model = make_model(4, {"topology": "ring", "compression": "int8"})
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=torch.float64)).backward()
+        model.close()
+    assert turns > {0}
+    return sent
+
+
+def test_all_turns_of_an_exchange_are_sent_with_the_number_of_the_first() -> None:
+    """Those of compressed exchanges would wait behind the next buckets' openings, and the next step for them."""
+    for sent in launch(numbers_by_exchange, world_size=2):
+        numbers = [number for numbers in sent.values() for number in numbers]
+        assert len(sent) == len(numbers) == len(set(numbers)) >= 3
