@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 from repository import GOSSIP
 
-FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "lightning", "sklearn", "safetensors", "tensorboard", "rich"}
+FORBIDDEN = {
+    "accelerate",
+    "transformers",
+    "hydra",
+    "omegaconf",
+    "matplotlib",
+    "lightning",
+    "sklearn",
+    "safetensors",
+    "tensorboard",
+    "rich",
+}
 
 SCRIPT = """
 import json, os, sys, threading

@@ -55,11 +55,12 @@ ROOMS = (
     "launching",
     "simulation",
     "__init__",
+    "integrations",
     "lab",
 )
 """A room imports rooms that stand before it, and itself."""
 
-MAX_ENTRIES = 18
+MAX_ENTRIES = 19
 INTERNALS_OF_LAB = {
     "gossip.checkpoints": "where a checkpoint is written, for faults",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
@@ -145,6 +146,11 @@ def test_topologies_import_nothing_of_gossip() -> None:
     known = modules(REPOSITORY / "topologies")
     loaded = {name.partition(".")[0] for path in known.values() for name in imports(path, known)}
     assert not loaded & ({"torch", "gossip"} | ONLY_IN_LAB - {"matplotlib"})
+
+
+def test_nothing_imports_the_integrations_but_they_themselves() -> None:
+    into = {name for name, other in graph("gossip").edges if room(other) == "integrations"}
+    assert {room(name) for name in into} <= {"integrations"}
 
 
 def test_applications_alone_load_what_only_they_need() -> None:

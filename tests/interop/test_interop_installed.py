@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 
 import pytest
 
 
-@pytest.mark.parametrize("library", ["accelerate", "peft", "safetensors", "transformers"])
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "peft", "pytorch_lightning", "safetensors", "schedulefree", "transformers"])
 def test_interop_library_is_installed(library: str) -> None:
-    assert importlib.import_module(library).__version__
+    assert importlib.import_module(library)
+    assert importlib.metadata.version(library)
