@@ -12,18 +12,8 @@ from pathlib import Path
 import pytest
 from repository import GOSSIP
 
-FORBIDDEN = {
-    "accelerate",
-    "transformers",
-    "hydra",
-    "omegaconf",
-    "matplotlib",
-    "lightning",
-    "sklearn",
-    "safetensors",
-    "tensorboard",
-    "rich",
-}
+FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "sklearn", "safetensors", "tensorboard", "rich"}
+FORBIDDEN |= {"accelerate", "lightning", "transformers"}
 
 SCRIPT = """
 import json, os, sys, threading

@@ -8,7 +8,9 @@ import importlib.metadata
 import pytest
 
 
-@pytest.mark.parametrize("library", ["accelerate", "lightning", "peft", "pytorch_lightning", "safetensors", "schedulefree", "transformers"])
+@pytest.mark.parametrize(
+    "library", ["accelerate", "lightning", "peft", "pytorch_lightning", "safetensors", "schedulefree", "transformers"]
+)
 def test_interop_library_is_installed(library: str) -> None:
     assert importlib.import_module(library)
     assert importlib.metadata.version(library)
