@@ -14,6 +14,7 @@ from gossip.checkpoints.checkpoint_layout import describe_buckets, describe_modu
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.rank_averages import averages_over_ranks
 from gossip.checkpoints.replicas import Replicas
+from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.manifest import describe_topology
 from gossip.step.joint_work import settle
 from gossip.step.replica_state import module_state, optimizer_states, restore_replica
@@ -104,5 +105,6 @@ class RankReplica(Replicas):
         return restore_replica(self._engine, self._optimizers, state)
 
     def averages(self, path: Path) -> dict[str, torch.Tensor]:
+        check_evaluated(self._optimizers, "export()")
         settle(self._engine, self._world)
         return averages_over_ranks(self, self._engine, self._world, path)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from gossip.communication.world import World
+from gossip.optimizers.schedule_free import check_evaluated, evaluate
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.construction import make_flag
@@ -53,6 +54,7 @@ class JointWork:
     def average(self) -> None:
         """See :meth:`gossip.GossipDataParallel.global_avg`."""
         engine = self._engine
+        check_evaluated(engine.updater.optimizers, "global_avg()")
         self._begin()
         engine.drop_in_flight()
         before = contextlib.ExitStack()
@@ -83,6 +85,7 @@ class JointWork:
                 engine.frozen.compare()
                 before.callback(snapshot(self._module, self.buckets))
                 before.callback(engine.frozen.snapshot())
+                before.callback(evaluate(engine.updater.optimizers))
                 self._average(is_put_back=True)
 
             with engine.fatal():

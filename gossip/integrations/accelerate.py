@@ -1,0 +1,276 @@
+"""Training by gossip in loops that are written for Accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip import GossipDataParallel, GossipError, load, save
+
+_FOLDER = "gossip"
+_KINDS = ("NO", "MULTI_")  # of accelerate's DistributedType: one process, or one for each device
+_MODELS = "_gossip_models"
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, *others: Any, **options: Any
+) -> tuple[Any, ...]:
+    """Prepare a model to be trained by gossip, and its optimizer, where ``accelerator.prepare`` would take DDP.
+
+    The loop stays as it is: ``accelerator.accumulate(model)``, ``accelerator.backward(loss)``, ``optimizer.step()``,
+    ``scheduler.step()``, ``optimizer.zero_grad()``, ``accelerator.gather_for_metrics(...)``. Each rank trains a replica
+    of its own; evaluate and save within ``with model.averaged():``, on all ranks, and end with ``model.global_avg()``.
+
+    ``accelerator.save_state(folder)`` and ``accelerator.load_state(folder)`` save and restore every rank's replica, the
+    state of its optimizer and the messages in flight (:func:`gossip.save`, in ``folder/gossip``): training goes on bit
+    for bit. The weights in ``folder/model.safetensors`` are those of ``averaged()``.
+
+    With ``step_in_backward=True``, the default, updates are made inside ``accelerator.backward``. Give
+    ``clip_grad_norm=`` for clipping: ``accelerator.clip_grad_norm_`` then reports the norm, and raises if it was called
+    with another one.
+
+    Parameters
+    ----------
+    accelerator : Accelerator
+        From now on its ``no_sync``, ``clip_grad_norm_``, ``clip_grad_value_``, ``join_uneven_inputs`` and
+        ``unwrap_model`` know models that train by gossip.
+    model : Module
+        Neither wrapped nor prepared yet.
+    optimizer : callable, Optimizer, sequence of Optimizer, or None
+        As for :class:`gossip.GossipDataParallel`.
+    *others : DataLoader or scheduler
+        Prepared by ``accelerator.prepare``, as ever.
+    **options
+        Arguments of :class:`gossip.GossipDataParallel`: ``topology="one_peer_exponential"``, ``algorithm=``,
+        ``compression=``, ``clip_grad_norm=``, ``step_in_backward=`` and so on.
+
+    Returns
+    -------
+    tuple
+        The :class:`gossip.GossipDataParallel`, the prepared optimizer (a tuple of them, if there are several), and
+        the others, prepared, in their order.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The accelerator is set up for something that gossip does not do (FSDP, DeepSpeed, tensor parallelism, fp8,
+        options of DDP), or an argument cannot be used; the text says what to do.
+
+    Notes
+    -----
+    Collective.
+
+    Examples
+    --------
+    >>> accelerator = Accelerator(cpu=True)
+    >>> module = nn.Linear(2, 1)
+    >>> sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    >>> model, optimizer = prepare(accelerator, module, sgd, topology="ring")
+    >>> accelerator.backward(model(torch.ones(1, 2)).sum())
+    >>> optimizer.step()
+    >>> model.step
+    1
+    """
+    _check_accelerator(accelerator, steps_in_backward=options.get("step_in_backward", True))
+    _check_arguments(model, optimizer, others, options)
+    placed = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped: moved, cast and compiled
+    accelerator._models.remove(placed if placed in accelerator._models else model)
+    wrapped = GossipDataParallel(placed, optimizer, scaler=accelerator.scaler, **options)
+    wrapped._is_accelerate_prepared = True
+    accelerator._models.append(wrapped)
+    _know(accelerator, wrapped)
+    replica = _Replica(accelerator, wrapped)
+    accelerator.register_for_checkpointing(replica)
+    accelerator.register_save_state_pre_hook(replica.save)
+    accelerator.register_load_state_pre_hook(replica.find)
+    prepared = tuple(_prepared(accelerator, each, wrapped) for each in _optimizers_of(wrapped))
+    others = tuple(accelerator.prepare(other) for other in others)
+    return wrapped, prepared if len(prepared) > 1 else next(iter(prepared), None), *others
+
+
+# ---------------------------------------------------------------------- what cannot be
+
+
+def _check_accelerator(accelerator: Accelerator, *, steps_in_backward: bool) -> None:
+    kind = accelerator.distributed_type.value
+    refused = ""
+    if not kind.startswith(_KINDS):
+        refused = f"distributed_type {kind}, which divides or steps the model in its own way"
+    elif accelerator.parallelism_config is not None:
+        refused = "a parallelism_config, whose groups of ranks hold parts of one model"
+    elif accelerator.mixed_precision == "fp8":
+        refused = 'mixed_precision="fp8", which replaces layers'
+    elif accelerator.ddp_handler is not None:
+        refused = "DistributedDataParallelKwargs, which nothing would read"
+    elif steps_in_backward and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        refused = "sync_each_batch=True, with which every backward pass would be a step"
+    if refused:
+        raise ValueError(
+            f"accelerator is set up with {refused}: gossip trains one whole replica on each rank; leave it out of "
+            "Accelerator(...) and of `accelerate config`"
+        )
+
+
+def _check_arguments(model: Any, optimizer: Any, others: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    if getattr(model, "_is_accelerate_prepared", False) or isinstance(model, GossipDataParallel):
+        raise ValueError(
+            f"model is a {type(model).__name__} that has been prepared or wrapped already: pass the module itself, and "
+            "leave it out of accelerator.prepare(...)"
+        )
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise ValueError(
+            "optimizer has been prepared already: pass the torch optimizer itself, or a function that makes it, and "
+            "leave it out of accelerator.prepare(...)"
+        )
+    for other in others:
+        if isinstance(other, nn.Module | Optimizer):
+            raise TypeError(
+                f"others must be data loaders and schedulers, got a {type(other).__name__}: call prepare(...) once for "
+                "each model with its optimizer"
+            )
+    if "scaler" in options:
+        raise TypeError('scaler is the accelerator\'s: leave it out, and give Accelerator(mixed_precision="fp16")')
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+def _optimizers_of(model: GossipDataParallel) -> tuple[Optimizer, ...]:
+    if model.optimizer is None:
+        return ()
+    return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
+
+
+def _prepared(accelerator: Accelerator, optimizer: Optimizer, model: GossipDataParallel) -> AcceleratedOptimizer:
+    prepared = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    if _steps_in_backward(model):
+        prepared.scaler = None  # the model's engine has it
+    return prepared
+
+
+def _steps_in_backward(model: GossipDataParallel) -> bool:
+    return model._arguments.step_in_backward
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+class _Replica:
+    """Saves and restores one rank's replica with the accelerator's state.
+
+    It is an object that the accelerator saves with its own: these are loaded last, over the averaged weights and rank
+    0's optimizer, which the accelerator loads on every rank.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: GossipDataParallel) -> None:
+        self._accelerator = accelerator
+        self._model = model
+        self._folder = Path()
+
+    def _place(self, folder: str) -> Path:
+        models = [model for model in self._accelerator._models if isinstance(model, GossipDataParallel)]
+        index = models.index(self._model)
+        return Path(folder) / (_FOLDER if index == 0 else f"{_FOLDER}_{index}")
+
+    def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        """Save the replica, and let the average be saved in the place of rank 0's weights. Collective."""
+        save(self._model, self._place(folder))
+        with self._model.averaged():
+            weights[models.index(self._model)] = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self._model.state_dict().items()
+            }
+
+    def find(self, _: list[nn.Module], folder: str) -> None:
+        """Note where it is."""
+        self._folder = self._place(folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the accelerator's own file, which is written by one rank."""
+        return {"step": self._model.step}
+
+    def load_state_dict(self, _: Mapping[str, Any]) -> None:
+        """Restore it. Collective."""
+        load(self._model, self._folder)
+
+
+# ---------------------------------------------------------------------- the accelerator's methods
+
+
+def _know(accelerator: Accelerator, model: GossipDataParallel) -> None:
+    """Let the accelerator's methods that ask for DDP by its class do the same with this model."""
+    known: list[GossipDataParallel] | None = accelerator.__dict__.get(_MODELS)
+    if known is not None:
+        known.append(model)
+        return
+    accelerator.__dict__[_MODELS] = known = [model]
+    accelerator.no_sync = functools.partial(_no_sync, accelerator.no_sync)
+    accelerator.unwrap_model = functools.partial(_unwrap_model, accelerator.unwrap_model)
+    accelerator.join_uneven_inputs = _join_uneven_inputs
+    accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator.clip_grad_norm_, known)
+    accelerator.clip_grad_value_ = functools.partial(_clip_grad_value, accelerator.clip_grad_value_, known)
+
+
+@contextlib.contextmanager
+def _no_sync(no_sync: Callable[..., Any], model: nn.Module) -> Iterator[None]:
+    """Also of one process, where DDP has nothing to accumulate for: a backward pass of gossip is a step there too."""
+    with model.no_sync() if isinstance(model, GossipDataParallel) else no_sync(model):
+        yield
+
+
+def _unwrap_model(unwrap_model: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    return unwrap_model(model.module if isinstance(model, GossipDataParallel) else model, *args, **kwargs)
+
+
+def _join_uneven_inputs(*_: Any, **__: Any) -> Any:
+    raise GossipError(
+        "accelerator.join_uneven_inputs joins all-reduces, of which gossip has none: write `with model.join():` in its "
+        "place, and give Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))"
+    )
+
+
+def _clip_grad_norm(
+    clip: Callable[..., Any], models: list[GossipDataParallel], parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    model = _fused(models, parameters)
+    if model is None:
+        return clip(parameters, max_norm, norm_type)
+    wanted = model._arguments.clip_grad_norm
+    if wanted != max_norm or norm_type != 2:
+        raise GossipError(
+            f"accelerator.clip_grad_norm_(..., {max_norm}, norm_type={norm_type}) finds no gradients: the updates have "
+            f"been made inside backward, with clip_grad_norm={wanted}. Give prepare(...) clip_grad_norm={max_norm}, or "
+            "step_in_backward=False to keep the usual order"
+        )
+    return torch.tensor(float("nan") if model.grad_norm is None else model.grad_norm, dtype=torch.float64)
+
+
+def _clip_grad_value(
+    clip: Callable[..., Any], models: list[GossipDataParallel], parameters: Any, clip_value: float
+) -> None:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if _fused(models, parameters) is not None:
+        raise GossipError(
+            f"accelerator.clip_grad_value_(..., {clip_value}) finds no gradients: the updates have been made inside "
+            "backward; give prepare(...) step_in_backward=False to keep the usual order"
+        )
+    clip(parameters, clip_value)
+
+
+def _fused(models: list[GossipDataParallel], parameters: list[torch.Tensor]) -> GossipDataParallel | None:
+    """The model that has updated one of these parameters in its backward pass."""
+    wanted = set(map(id, parameters))
+    for model in models:
+        if _steps_in_backward(model) and any(id(parameter) in wanted for parameter in model.parameters()):
+            return model
+    return None

@@ -1,0 +1,388 @@
+"""Loops that are written for Accelerate, trained by gossip: the same bits as the loop by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradientAccumulationPlugin
+from recursion import Momentum, dense_recursion
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topologies
+from gossip import GossipDataParallel, GossipError, launch
+from gossip.integrations.accelerate import prepare
+
+NUM_STEPS = 10
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "gather", "reduce")
+
+
+def accelerator_of(**options: Any) -> Accelerator:
+    """A new one: they share their state within a process, and mean to be made once."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **options)
+
+
+def make_module(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+
+
+def data(num_batches: int = 2 * NUM_STEPS, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3 * num_batches, 4, generator=generator, dtype=dtype)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin() + torch.randn(len(x), 1, generator=generator, dtype=dtype))
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+@contextlib.contextmanager
+def collectives_counted() -> Iterator[list[str]]:
+    """The collectives of torch.distributed's default group that are called meanwhile."""
+    called: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") in (None, dist.group.WORLD):
+                called.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, counting(name)))
+        yield called
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained."""
+
+    step_in_backward: bool = True
+    clip: float | None = None
+    accumulates: int = 1
+    bf16: bool = False
+    algorithm: str = "awc"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.bf16 else torch.float64
+
+    @property
+    def options(self) -> dict[str, Any]:
+        fused = {"clip_grad_norm": self.clip} if self.step_in_backward and self.clip else {}
+        return {
+            "topology": "one_peer_exponential",
+            "algorithm": self.algorithm,
+            "step_in_backward": self.step_in_backward,
+            **fused,
+        }
+
+
+CASES = {
+    "fused": Case(),
+    "plain": Case(step_in_backward=False),
+    "fused, clipped": Case(clip=0.5),
+    "plain, clipped": Case(step_in_backward=False, clip=0.5),
+    "fused, accumulated with a remainder": Case(accumulates=3),
+    "plain, accumulated with a remainder": Case(step_in_backward=False, accumulates=3, clip=0.5),
+    "fused, bfloat16": Case(bf16=True),
+    "plain, bfloat16": Case(step_in_backward=False, bf16=True),
+    "atc": Case(algorithm="atc"),
+}
+
+
+def by_accelerate(case: Case, rank: int) -> tuple[torch.Tensor, list[float], int, list[str]]:
+    del rank
+    accelerator = accelerator_of(
+        mixed_precision="bf16" if case.bf16 else "no", gradient_accumulation_steps=case.accumulates
+    )
+    module = make_module(case.dtype)
+    optimizer = SGD(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    loader = DataLoader(data(dtype=case.dtype), batch_size=3)
+    model, optimizer, loader, scheduler = prepare(accelerator, module, optimizer, loader, scheduler, **case.options)
+    norms: list[float] = []
+    batches = iter(loader)
+    first = next(batches)  # an iterator begins with a collective for the random numbers
+    with collectives_counted() as called:
+        for x, y in itertools.chain([first], batches):
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and case.clip is not None:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), case.clip)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert not model.module.state_dict().keys() ^ accelerator.unwrap_model(model).state_dict().keys()
+    outcome = flat(model), norms, model.step, called
+    model.close()
+    return outcome
+
+
+def by_hand(case: Case, rank: int) -> tuple[torch.Tensor, list[float], int]:
+    module = make_module(case.dtype)
+    model = GossipDataParallel(module, SGD(module.parameters()), **case.options)
+    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 3, gamma=0.5)
+    norms: list[float] = []
+    batches = list(DataLoader(data(dtype=case.dtype), batch_size=3))[rank::2]
+    for number, (x, y) in enumerate(batches, 1):
+        is_step = number % case.accumulates == 0 or number == len(batches)
+        with contextlib.nullcontext() if is_step else model.no_sync():
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+                output = model(x)
+            (nn.functional.mse_loss(output.to(case.dtype), y) / case.accumulates).backward()
+        if not is_step:
+            continue
+        if case.clip is not None:
+            fused = model.grad_norm if case.step_in_backward else None
+            norms.append(float(model.clip_grad_norm_(case.clip)) if fused is None else fused)
+        model.optimizer.step()
+        for _ in range(2):  # accelerate's schedulers count the steps of all ranks
+            scheduler.step()
+        model.optimizer.zero_grad()
+    outcome = flat(model), norms, model.step
+    model.close()
+    return outcome
+
+
+def trained_both_ways() -> dict[str, tuple[Any, Any]]:
+    rank = dist.get_rank()
+    return {name: (by_accelerate(case, rank), by_hand(case, rank)) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def both_ways() -> list[dict[str, tuple[Any, Any]]]:
+    return launch(trained_both_ways, world_size=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_loop_by_hand(both_ways: list[dict[str, tuple[Any, Any]]], name: str) -> None:
+    case = CASES[name]
+    for outcomes in both_ways:
+        (parameters, norms, step, called), (expected, expected_norms, expected_step) = outcomes[name]
+        assert torch.equal(parameters, expected)
+        assert step == expected_step == -(-NUM_STEPS // case.accumulates), "one exchange for each optimizer step"
+        assert norms == expected_norms
+        assert len(norms) == (step if case.clip is not None else 0)
+        assert called == [], "a step needs none of all ranks"
+    first, second = (outcomes[name][0][0] for outcomes in both_ways)
+    assert torch.equal(first, second) == (case.algorithm == "atc"), "replicas of their own, until they are averaged"
+
+
+def least_squares() -> torch.Tensor:
+    accelerator = accelerator_of()
+    module = nn.Linear(4, 1, bias=False, dtype=torch.float64)
+    nn.init.ones_(module.weight)
+    loader = DataLoader(data(), batch_size=3)
+    model, optimizer, loader = prepare(accelerator, module, SGD, loader, topology="ring")
+    for x, y in loader:
+        accelerator.backward(0.5 * (model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = flat(module)
+    model.close()
+    return parameters
+
+
+def test_it_is_the_dense_recursion() -> None:
+    batches = [(x.numpy(), y.numpy()[:, 0]) for x, y in DataLoader(data(), batch_size=3)]
+
+    def gradient(rank: int, step: int, weights: np.ndarray) -> np.ndarray:
+        x, y = batches[2 * step + rank]
+        return x.T @ (x @ weights - y) / len(y)
+
+    topology = topologies.build("ring", 2)
+    expected = dense_recursion(topology, np.ones(4), gradient, Momentum(), NUM_STEPS)
+    for parameters, row in zip(launch(least_squares, world_size=2), expected, strict=True):
+        np.testing.assert_allclose(parameters.numpy(), row, rtol=0, atol=1e-11)
+
+
+# ---------------------------------------------------------------------- checkpoints, evaluation
+
+
+def train(accelerator: Accelerator, folder: Path, steps: range, *, resumes: bool) -> dict[str, Any]:
+    module = make_module()
+    adamw = functools.partial(torch.optim.AdamW, lr=0.05)
+    loader = DataLoader(data(), batch_size=3)
+    options = {"topology": "ring", "compression": "int8"}
+    model, optimizer, loader = prepare(accelerator, module, adamw, loader, **options)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3, gamma=0.5))
+    if resumes:
+        accelerator.load_state(str(folder))
+    for x, y in list(loader)[steps.start : steps.stop]:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    if not resumes and steps.stop < NUM_STEPS:
+        accelerator.save_state(str(folder))
+    with model.averaged():
+        average = flat(module)
+    state = optimizer.optimizer.state_dict()["state"]
+    model.global_avg()
+    found = {
+        "average": average,
+        "in the end": flat(module),
+        "moments": [each["exp_avg"].clone() for each in state.values()],
+        "rate": optimizer.param_groups[0]["lr"],
+        "step": model.step,
+    }
+    model.close()
+    return found
+
+
+def interrupted(folder: str) -> tuple[dict[str, Any], ...]:
+    whole = train(accelerator_of(), Path(folder), range(NUM_STEPS), resumes=False)
+    half = train(accelerator_of(), Path(folder), range(NUM_STEPS // 2), resumes=False)
+    rest = train(accelerator_of(), Path(folder), range(NUM_STEPS // 2, NUM_STEPS), resumes=True)
+    return whole, half, rest
+
+
+def test_what_is_saved_and_resumed(tmp_path: Path) -> None:
+    outcomes = launch(interrupted, str(tmp_path), world_size=2)
+    for whole, half, rest in outcomes:
+        assert torch.equal(rest["average"], whole["average"])
+        assert all(map(torch.equal, rest["moments"], whole["moments"]))
+        assert (rest["rate"], rest["step"]) == (whole["rate"], whole["step"]) == (0.05 * 0.5**6, NUM_STEPS)
+        assert torch.equal(whole["in the end"], outcomes[0][0]["in the end"]), "the same on all ranks"
+        saved = make_module()
+        from safetensors.torch import load_file
+
+        saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
+        assert torch.equal(flat(saved), half["average"])
+    first, second = (whole["moments"] for whole, _, _ in outcomes)
+    assert not torch.equal(first[0], second[0]), "every rank has an optimizer of its own"
+
+
+def uneven() -> tuple[int, int]:
+    loaders = DataLoaderConfiguration(even_batches=False)
+    accelerator = accelerator_of(dataloader_config=loaders)
+    loader = DataLoader(data(5), batch_size=3)
+    model, optimizer, loader = prepare(accelerator, make_module(), SGD, loader, topology="ring")
+    with pytest.raises(GossipError, match=r"with model\.join\(\):"):
+        accelerator.join_uneven_inputs([model])
+    num_batches = 0
+    with model.join():
+        for x, y in loader:
+            num_batches += 1
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+    with model.averaged(), torch.no_grad():
+        outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in accelerator.prepare(DataLoader(data(2)))]
+    assert sum(map(len, outputs)) == 6
+    steps = model.step
+    model.close()
+    return num_batches, steps
+
+
+def test_uneven_inputs() -> None:
+    assert launch(uneven, world_size=2) == [(3, 3), (2, 3)]
+
+
+# ---------------------------------------------------------------------- one process, refusals
+
+
+def test_in_one_process_accumulated_passes_make_no_steps() -> None:
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = prepare(accelerator, make_module(), SGD, topology="ring")
+    for number in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
+            optimizer.step()
+            assert model.step == (number + 1) // 2
+    model.close()
+
+
+def test_two_models_are_saved_beside_each_other(tmp_path: Path) -> None:
+    accelerator = accelerator_of()
+    models = [prepare(accelerator, make_module(), SGD, topology="ring")[0] for _ in range(2)]
+    for number, model in enumerate(models):
+        accelerator.backward((number + 1.0) * model(torch.ones(1, 4, dtype=torch.float64)).sum())
+    saved = [flat(model) for model in models]
+    accelerator.save_state(str(tmp_path))
+    for model in models:
+        accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
+    accelerator.load_state(str(tmp_path))
+    assert [torch.equal(flat(model), values) for model, values in zip(models, saved, strict=True)] == [True, True]
+    assert not torch.equal(*saved)
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"kwargs_handlers": [DistributedDataParallelKwargs()]}, "DistributedDataParallelKwargs, which nothing would"),
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)},
+            "sync_each_batch=True, with which every backward pass would be a step",
+        ),
+    ],
+)
+def test_what_the_accelerator_is_set_up_for_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        prepare(accelerator_of(**given), make_module(), SGD)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_other_kinds_of_parallelism_are_refused(kind: str) -> None:
+    accelerator = accelerator_of()
+    with (
+        mock.patch.object(Accelerator, "distributed_type", mock.Mock(value=kind)),
+        pytest.raises(ValueError, match=f"distributed_type {kind}, .*whole replica on each rank"),
+    ):
+        prepare(accelerator, make_module(), SGD)
+
+
+def test_what_cannot_be_prepared_is_refused() -> None:
+    accelerator = accelerator_of()
+    module = make_module()
+    with pytest.raises(ValueError, match="optimizer has been prepared already"):
+        prepare(accelerator, module, accelerator.prepare(SGD(module.parameters())))
+    with pytest.raises(TypeError, match=r"got a Linear: call prepare\(\.\.\.\) once for each model"):
+        prepare(accelerator, module, SGD, nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="scaler is the accelerator's"):
+        prepare(accelerator, module, SGD, scaler=None)
+    model, _ = prepare(accelerator, module, SGD, topology="ring")
+    with pytest.raises(ValueError, match="prepared or wrapped already"):
+        prepare(accelerator, model, SGD)
+    model.close()
+
+
+def test_clipping_that_finds_no_gradients_is_refused() -> None:
+    accelerator = accelerator_of()
+    model, optimizer = prepare(accelerator, make_module(), SGD, topology="ring", clip_grad_norm=1.0)
+    accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
+    assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == model.grad_norm
+    with pytest.raises(GossipError, match=r"clip_grad_norm=1.0. Give prepare\(...\) clip_grad_norm=2.0"):
+        accelerator.clip_grad_norm_(model.parameters(), 2.0)
+    with pytest.raises(GossipError, match="step_in_backward=False"):
+        accelerator.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+    other = nn.Linear(1, 1)
+    other(torch.ones(1, 1)).sum().backward()
+    assert float(accelerator.clip_grad_norm_(other.parameters(), 1.0)) > 1, "of others it is as ever"
+    model.close()
