@@ -82,7 +82,7 @@ class GossipDataParallel(ModuleFace, Outermost):
     bucket_cap_mb : float
         Size of a bucket in MiB; a larger parameter has a bucket of its own.
     timeout : timedelta
-        How long any wait for other ranks may take before it raises; or a fifth more, see :mod:`.communication.sockets`.
+        How long any wait for other ranks may take before it raises; or a fifth more, see ``communication.sockets``.
     transport : str or callable
         How messages travel. "distributed": over ``torch.distributed``, :class:`gossip.DistributedTransport`. "debug":
         so too, and bucket, round, shape and digest of every message are checked, and the rank that is out of step is
@@ -365,7 +365,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         """Within the block the module holds the global average; afterwards all is as it was. Collective.
 
         Parameters and buffers are put back exactly, and what was in flight stays in flight: training goes on bit for
-        bit as if nobody had looked. Holds one copy of parameters and buffers. No backward pass inside.
+        bit as if no average had been taken. Holds one copy of parameters and buffers. No backward pass inside.
 
         Parameters
         ----------

@@ -5,7 +5,7 @@
 # workers of which each sees about two classes of the digits, three seeds each; with all-reduce and with no
 # communication at all beside them. It leaves a folder with `report.html`, a page to look at, and with what the page is
 # made of: `results.csv`, one line per setting, and `results.json`, with the curves. This notebook reads the latter, as
-# it was measured for the README; give it the folder of a sweep of your own.
+# it was measured for docs/sweeps.md; give it the folder of a sweep of your own.
 
 # %%
 import json

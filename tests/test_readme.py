@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands there."""
+"""The Python of the README and of the documentation's pages runs as it stands there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
-EXPECTED = ["[array([[1.", CHECKPOINTS, "1024 replicas", "ms a step", "exact after"]
-NAMES = ["processes", "checkpoints", "virtual workers", "simulated time", "a topology"]
+PRINTED = {
+    "README.md": "[array([[1.",
+    "docs/checkpoints.md": CHECKPOINTS,
+    "docs/virtual_workers.md": "1024 replicas",
+    "docs/simulation.md": "ms a step",
+    "docs/extending.md": "exact after",
+}
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = [blocks_of(page)[0] for page in PRINTED]
+EXPECTED = list(PRINTED.values())
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 EXTRAS = SETUP["options.extras_require"]
@@ -80,7 +92,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, without_extras: dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("readme")  # the blocks are run once
-@pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)), ids=NAMES)
+@pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)), ids=PRINTED)
 def test_readme_block_runs(block: str, text: str, printed: dict[str, list[str]]) -> None:
     assert len(printed[block]) == (
         2 if text == CHECKPOINTS else 1

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Topology(Schedule):
     """A schedule of rounds for ``world_size`` ranks; round t follows from t alone, on every rank alike.
 
-    Use :func:`topologies.build` for a registered family, or :meth:`from_graph`, :meth:`from_rounds` and
-    :meth:`from_function` for one of your own. The constructor, see :class:`Schedule`, is for families.
+    Use :func:`topologies.build` for a registered family, or :meth:`from_graph`, :meth:`Schedule.from_rounds` and
+    :meth:`Schedule.from_function` for one of your own. The constructor, see :class:`Schedule`, is for families.
 
     Examples
     --------
@@ -41,7 +41,7 @@ class Topology(Schedule):
         """Return the topology that exchanges along a graph in every round.
 
         The graph is a networkx graph, node-link data or a file. The same as ``build("graph", n, graph=graph,
-        weights=weights)`` for a graph of n nodes, see :func:`topologies.families.given_graph.graph`.
+        weights=weights)`` for a graph of n nodes, see ``topologies.families.given_graph.graph``.
         """
         graph = read_graph(graph)
         return build_family(cls, "graph", len(graph), graph=graph, weights=weights)

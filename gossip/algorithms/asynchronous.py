@@ -72,7 +72,7 @@ class Asynchronous(Algorithm):
     forward and backward pass: a gradient is applied to values that may have changed by averages since it was taken,
     never to a mixture of old and new ones. What one rank adds the other takes away, so that the mean over ranks is
     exact; how long a bucket is locked is told in
-    :mod:`gossip.communication.survivors.averager`.
+    ``gossip.communication.survivors.averager``.
 
     Sends one message per step, and one for each rank that asks; of two that ask each other at the same time, each sends
     one. Keeps two copies of the values. A topology serves as a graph: its rounds are split into pairs, which take

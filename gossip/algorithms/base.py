@@ -81,7 +81,7 @@ class Algorithm:
 
     In every step a bucket goes through one order, at a rank and on virtual workers alike:
 
-    1. what has arrived is combined: :meth:`arrive` (before the next forward pass already if :attr:`before_forward`);
+    1. what has arrived is combined: :meth:`arrive` (before the next forward pass already if ``before_forward``);
     2. :meth:`gradient` may put something in the gradient's place, which has been clipped and is finite;
     3. the optimizer updates, and :meth:`updated` is called;
     4. :meth:`message` says what is sent.
@@ -105,9 +105,9 @@ class Algorithm:
         The channels of an exchange, tensors like the values: :meth:`message` has one for each. Each has a codec of its
         own. The first of them is "values".
     numbers : tuple of str
-        Scalars that travel with a bucket's messages, never compressed: entries of :attr:`BucketView.numbers`.
+        Scalars that travel with a bucket's messages, never compressed: entries of ``BucketView.numbers``.
     keeps : mapping of str to str
-        The tensors in :attr:`BucketView.kept`, and what a change of world size makes of each: "mean" or "zero". Sums
+        The tensors in ``BucketView.kept``, and what a change of world size makes of each: "mean" or "zero". Sums
         over ranks that an algorithm relies on survive both. They are saved in checkpoints by the parameters' names.
     before_forward : bool
         Whether the messages of a step must be combined before the next forward pass reads the parameters; else they
@@ -115,7 +115,7 @@ class Algorithm:
     directs : bool
         Whether :meth:`gradient` is to be called: a flat gradient is built only then.
     remembers_before : bool
-        Whether :meth:`updated` wants :attr:`BucketView.before`, a copy of the values before the update.
+        Whether :meth:`updated` wants ``BucketView.before``, a copy of the values before the update.
     follows_learning_rate : bool
         Whether the hooks read :attr:`BucketView.learning_rate`.
     overlap : int
@@ -123,7 +123,7 @@ class Algorithm:
         step t are combined when the same parameters are updated in step t + ``overlap``. A bucket's next exchange must
         not come before.
     is_asynchronous : bool
-        Whether ranks do not make their steps together: see :class:`gossip.algorithms.Asynchronous`.
+        Whether ranks do not make their steps together: see :class:`gossip.Asynchronous`.
     steps_alone : bool
         Whether :meth:`arrive` is called, with differences of zero, at a rank too that has no peer in a round in which
         others have.
@@ -148,13 +148,13 @@ class Algorithm:
     weighs_by: ClassVar[str | None] = None
 
     def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
-        """The algorithm with what it takes from the topology, which meets :attr:`requires`; by default itself.
+        """The algorithm with what it takes from the topology, which meets ``requires``; by default itself.
 
         Parameters
         ----------
         topology : Topology
         delivers : float
-            The share of a difference that an exchange delivers: :attr:`gossip.Compression.delivers`.
+            The share of a difference that an exchange delivers: ``gossip.Compression.delivers``.
 
         Raises
         ------
@@ -234,7 +234,7 @@ class Algorithm:
         add_(values, difference)
 
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
-        """What the optimizer is to get in the gradient's place, [..., numel]; with :attr:`directs` alone.
+        """What the optimizer is to get in the gradient's place, [..., numel]; with ``directs`` alone.
 
         It is not called where the update is skipped: without a gradient, or with one that is not finite.
 

@@ -22,7 +22,7 @@ class Arrived(NamedTuple):
         :math:`\sum_j W_{ij} m_j - m_i` over all messages :math:`m_j` as they were sent, in the dtype of accumulation.
         It may be used up as scratch.
     sent : Tensor, [..., numel], or None
-        :math:`m_i`, with :attr:`gossip.Algorithm.reads_sent` alone; not to be written.
+        :math:`m_i`, with ``gossip.Algorithm.reads_sent`` alone; not to be written.
     """
 
     difference: torch.Tensor
@@ -57,12 +57,12 @@ class BucketView:
         Of the step that is made, and so of the round that it sends; where messages arrive, of the round that sent them.
     before : Tensor, [..., numel]
         The values before the optimizer's update, where the algorithm remembers them
-        (:attr:`gossip.Algorithm.remembers_before`); else the values.
+        (``gossip.Algorithm.remembers_before``); else the values.
     exchanges : bool
         Whether the step that is made ends with an exchange that this rank takes part in.
     rates, earlier_rates : tuple of float
         By parameter the learning rate of the newest step, and the last one before it that was not 0; empty where the
-        algorithm does not follow them (:attr:`gossip.Algorithm.follows_learning_rate`).
+        algorithm does not follow them (``gossip.Algorithm.follows_learning_rate``).
     """
 
     def __init__(

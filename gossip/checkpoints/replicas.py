@@ -73,7 +73,7 @@ class Replicas(ABC):
     def states(self) -> Iterator[dict[str, Any]]:
         """Of each rank here the sections of its file, without the parts of the run. Local.
 
-        Nothing in flight is applied: the training goes on as if nobody had looked.
+        Nothing in flight is applied: the training goes on as if nothing had been read.
         """
 
     @abstractmethod

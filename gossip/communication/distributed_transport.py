@@ -52,10 +52,10 @@ class DistributedTransport(Transport):
     -----
     Collective: every rank must construct it, with the same topology.
 
-    Measured on gloo (README, Performance): a pair takes as long either way when the link is what counts, but a third of
+    Measured on gloo (docs/performance.md): a pair takes as long either way when the link is what counts, but a third of
     the time for small messages point-to-point, and less processor time; receives are posted before sends, without which
     large messages would go one way at a time. Large messages go in pieces, and only as many at a time as keep the link
-    busy (:mod:`gossip.communication.worker_threads`): messages of several buckets would compete otherwise, to the old
+    busy (``gossip.communication.worker_threads``): messages of several buckets would compete otherwise, to the old
     peer and to the new one, and what is lost then costs more than the pauses.
     """
 
@@ -362,7 +362,7 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
         return world.lost(failure, f"{where}: failed while waiting for {pending.awaited}", pending.error)
     return world.lost(
         failure,
-        f"{where}: waited {failure.waited_s:.3g} s in vain for {pending.awaited}",
+        f"{where}: timed out after {failure.waited_s:.3g} s waiting for {pending.awaited}",
         advice=" (GossipDataParallel's timeout sets how long to wait)",
     )
 

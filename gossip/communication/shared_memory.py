@@ -66,8 +66,8 @@ class SharedMessage:
             if failure is not None:
                 raise world.lost(
                     failure,
-                    f"{where}: waited {failure.waited_s:.3g} s in vain for rank {reader} to read the message of "
-                    f"{BUFFERS_PER_ROW} exchanges ago",
+                    f"{where}: timed out after {failure.waited_s:.3g} s waiting for rank {reader} to read the message "
+                    f"of {BUFFERS_PER_ROW} exchanges ago",
                     advice=" (GossipDataParallel's timeout sets how long to wait)",
                 )
         self._used.rotate(-1)
@@ -222,7 +222,7 @@ class Readings(_Polled):
 
 
 class _Arrival(NamedTuple):
-    """A reading as an operation of :mod:`gossip.communication.worker_threads`."""
+    """A reading as an operation of ``gossip.communication.worker_threads``."""
 
     reading: Reading
     timeout: timedelta

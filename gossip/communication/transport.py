@@ -56,7 +56,7 @@ class LateDifference(NamedTuple):
 
 
 class Transport(ABC):
-    """Carries messages; one per wrapped model, made by its :data:`TransportFactory`.
+    """Carries messages; one per wrapped model, made by its ``TransportFactory``.
 
     Attributes
     ----------

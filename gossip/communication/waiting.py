@@ -66,7 +66,7 @@ def wait_for(
     A wait that takes long is told to the others in a note, which this rank renews for as long as it waits and lives;
     and it reads theirs. So all of them can follow the chain to the one that waits for nobody. A rank that has given up
     ends the waits for it at once. Who was not heard of gets a fifth more than ``timeout``, or a moment: an outage may
-    have ended in time (:mod:`gossip.communication.sockets`), or that rank may just have begun to wait.
+    have ended in time (``communication.sockets``), or that rank may just have begun to wait.
 
     Parameters
     ----------

@@ -240,7 +240,7 @@ class World:
         sequence: int | None = None,
         look: Callable[[], None] | None = None,
     ) -> Failure | None:
-        """Wait for other ranks, within the time-out: see :func:`gossip.communication.waiting.wait_for`."""
+        """Wait for other ranks, within the time-out: see ``gossip.communication.waiting.wait_for``."""
         return wait_for(awaited, self.roll_call, self.timeout, where=where, ranks=ranks, sequence=sequence, look=look)
 
     def lost(self, failure: Failure, text: str, cause: Exception | None = None, advice: str = "") -> ExchangeError:
@@ -398,7 +398,7 @@ class World:
         self.worker_threads = self.device_paths = self.group = self._store = None
 
     def leave_to_parent(self) -> None:
-        """See :class:`gossip.communication.forks.Inherited`."""
+        """See ``gossip.communication.forks.Inherited``."""
         _parents_groups.extend(known_groups())  # torch's own wait for threads too, when the child ends
         forks.keep(self._store, self.roll_call, *self._communicators.values(), *_parents_groups)
         self.roll_call = RollCall(None, self.rank, self.world_size)

@@ -92,7 +92,7 @@ def launch(
     num_threads : int, optional
         torch's threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
     preload : sequence of str
-        Modules that the fork server imports before the first worker: see :func:`gossip.launching.fork_server.start`.
+        Modules that the fork server imports before the first worker: see ``gossip.launching.fork_server.start``.
     on_peer_loss : str
         "raise": a worker that fails ends all. "continue": the others go on, for models of
         ``GossipDataParallel(..., on_peer_loss="continue")``; a warning says how it ended. It has no effect where

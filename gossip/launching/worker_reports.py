@@ -139,7 +139,7 @@ def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
         how = (
             f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
         )
-        return Failure(f"the process ended without a word, with {how}", "", secondary=False)
+        return Failure(f"the process ended without an error message, with {how}", "", secondary=False)
     try:
         return pickle.loads(data)
     except Exception as error:

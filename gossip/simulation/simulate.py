@@ -55,7 +55,7 @@ def simulate_time(
     round before, mixes, updates and posts the new values, exactly as :class:`gossip.GossipDataParallel` does; DDP
     posts a bucket's all-reduce when its gradients are there, waits for all of them at the end of backward, and
     updates. A rank's exchanges follow each other in the order of its buckets; how long one takes, and who waits for
-    whom, is in :mod:`gossip.simulation.simulated_exchanges`.
+    whom, is in ``gossip.simulation.simulated_exchanges``.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from topologies.validation import check_integer
 
 @dataclass
 class _Rank:
-    """What a rank knows; see :mod:`gossip.communication.survivors.averager`, whose rules these are."""
+    """What a rank knows; see ``gossip.communication.survivors.averager``, whose rules these are."""
 
     step: int = 0  # that it computes
     shown: int = -1

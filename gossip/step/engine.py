@@ -368,7 +368,7 @@ class StepEngine(Liveness, ABC):
             self.exchanges.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and what is in flight, awaited but not applied; training goes on as if nobody had looked."""
+        """Step and what is in flight, awaited but not applied; training goes on as if nothing had been read."""
         self.settle()
         self.settle_late()
         with self.fatal():

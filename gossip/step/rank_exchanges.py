@@ -325,7 +325,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
 
-        Training goes on as if nobody had looked. What came late of earlier rounds has been combined before; what is
+        Training goes on as if nothing had been read. What came late of earlier rounds has been combined before; what is
         late of those in flight is waited for and belongs to them: if they are dropped, it is, as at the other end.
         """
         for index, in_flight in enumerate(self.in_flight):
@@ -379,7 +379,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         if not all(bool(tensor.isfinite().all()) for tensor in own or [self._buckets[index].block]):
             raise GossipError(
                 f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
-                "are spoilt, and its peers have refused them; start again from a checkpoint, with a smaller "
+                "are corrupted, and its peers have refused them; start again from a checkpoint, with a smaller "
                 "learning rate"
             )
         sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))

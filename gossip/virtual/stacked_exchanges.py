@@ -308,7 +308,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             rank = shard.ranks.start + int(spoilt.nonzero()[0])
             raise GossipError(
                 f"rank {rank}: step {round_index + 1}, bucket {index}: what this rank sent in round {round_index} is "
-                "not finite: its own parameters are spoilt, and its peers have refused them; start again from a "
+                "not finite: its own parameters are corrupted, and its peers have refused them; start again from a "
                 "checkpoint, with a smaller learning rate"
             )
 

@@ -202,7 +202,7 @@ class VirtualWorkers(OwnAttributes):
         return self._calls.is_vectorised
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The stacked parameters, [n, *shape]; with several devices one stack of [k, *shape] for each."""
+        """The stacked parameters, ``[n, *shape]``; with several devices one stack of ``[k, *shape]`` for each."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -93,7 +93,7 @@ def test_the_average_is_that_of_what_is_evaluated(name: str, tmp_path: Path) -> 
     for seen, other in zip(looked, unseen, strict=True):
         torch.testing.assert_close(seen["averaged"], average, rtol=0, atol=1e-12)
         assert torch.equal(torch.cat([exported[key].flatten() for key in ("weight", "bias")]), seen["averaged"])
-        assert torch.equal(seen["y"], other["y"]), "training goes on as if nobody had looked"
+        assert torch.equal(seen["y"], other["y"]), "training goes on as if no average had been taken"
         assert torch.equal(seen["in the end"], looked[0]["in the end"])
     ends = torch.stack([seen["own"] for seen in looked]).mean(0)
     torch.testing.assert_close(looked[0]["in the end"], ends, rtol=0, atol=1e-12)

@@ -50,7 +50,7 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     """Write a picture of a topology: its rounds, their mixing matrices, and how fast they mix.
 
     Ranks stand clockwise on a circle, rank 0 on top, or as their graph is best seen: see
-    :func:`topologies.drawing.layout_of`. Every group has a colour, a rank that is alone is grey; the width of a line
+    ``topologies.drawing.layout_of``. Every group has a colour, a rank that is alone is grey; the width of a line
     is its weight, a dashed one is negative. An arrow points to the rank that reads; a line without one has the same
     weight in both directions. Beside or below them stand W of the first round drawn, the product of a period, and
     the curve of ``||W_(k-1) .. W_0 - J||_2`` over k rounds, after the warm-up if there is one. Of more than 80

@@ -1,4 +1,4 @@
-"""De Bruijn graphs: one directed round, the same for ever, that averages exactly."""
+"""De Bruijn graphs: one directed round, the same forever, that averages exactly."""
 
 from __future__ import annotations
 

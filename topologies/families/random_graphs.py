@@ -1,4 +1,4 @@
-"""Families that draw one random graph from a seed and keep it for ever."""
+"""Families that draw one random graph from a seed and keep it forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that repeat one round for ever."""
+"""Families that repeat one round forever."""
 
 from __future__ import annotations
 

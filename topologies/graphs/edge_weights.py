@@ -38,7 +38,7 @@ def metropolis(reader: FloatArray, sender: FloatArray, largest: float) -> FloatA
 
 
 def metropolis_hastings(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``1 / max(d_i, d_j)``: faster, but ranks swap for ever on a regular bipartite graph."""
+    """``1 / max(d_i, d_j)``: faster, but ranks swap forever on a regular bipartite graph."""
     del largest
     return 1.0 / np.maximum(reader, sender)
 
@@ -96,7 +96,7 @@ def weighted_round(
     edges
         Shape ``[edges, 2]``, each edge once: pairs of ranks; if ``directed``, the second reads the first.
     weights
-        One of :data:`SCHEMES`. Of "best_constant" and "fdla" some may be negative.
+        One of ``SCHEMES``. Of "best_constant" and "fdla" some may be negative.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def weighted_round(
     if weights == "metropolis_hastings" and _swaps_for_ever(world_size, pairs, reads):
         warnings.warn(
             "weights='metropolis_hastings' never converges on a regular bipartite graph (nobody keeps anything, "
-            "the two halves swap for ever); use 'metropolis' or 'lazy'",
+            "the two halves swap forever); use 'metropolis' or 'lazy'",
             UserWarning,
             stacklevel=2,
         )

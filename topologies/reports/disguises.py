@@ -76,7 +76,7 @@ class _Exchanges:
             self.prints = self.prints[: _shortest_period(self.prints)]
 
     def equal(self, other: _Exchanges) -> bool:
-        """Whether both exchange the same, in the same order and for ever, as far as both are known."""
+        """Whether both exchange the same, in the same order and forever, as far as both are known."""
         if self.world_size != other.world_size or self.warmup or other.warmup:
             return False  # what begins with a warm-up is a schedule of its own
         if self.has_period and other.has_period:

@@ -15,7 +15,7 @@ from topologies import Round, Topology
 
 
 class PairTransport(Transport):
-    """Averages between the members of an epoch, see :mod:`gossip.communication.survivors.averager`.
+    """Averages between the members of an epoch, see ``gossip.communication.survivors.averager``.
 
     An exchange asks for an average with the peer of a round; what it has in the end is what all averages have added to
     the bucket since the one before, whoever asked for them.

@@ -130,7 +130,7 @@ class PatientWorld(World):
         silent = [member for member in self._others if self.mesh.silent_s(member) > silence_s]
         self.agreement.give_up(
             dict.fromkeys(silent, f"{where}: rank {self.member} has heard nothing of it for {silence_s:.3g} s")
-            | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it in vain")
+            | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
         )
 
     def _tell(self) -> None:

@@ -175,7 +175,7 @@ def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[W
     first = min(failed, key=lambda spec: _log(spec).stat().st_mtime)
     words = _log(first).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     status = running[first.rank].returncode
-    how = words[-1] if words else f"it ended without a word, with status {status}"
+    how = words[-1] if words else f"it ended without an error message, with status {status}"
     tail = "".join(f"{line}\n" for line in words[-_LAST_LINES:])
     raise LaunchError(f"rank {first.rank} failed: {how}", rank=first.rank, worker_traceback=tail)
 

@@ -97,7 +97,7 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
     candidates = [
         (every, compression, (name, options), ALGORITHMS.get(name)(**options))
         for every in PERIODS
-        for compression in (None, *COMPRESSION_RATIOS)  # none of which changes the loss (README, "Compression")
+        for compression in (None, *COMPRESSION_RATIOS)  # none of which changes the loss (docs/compression.md)
         for name, options in (_CORRECTED if is_corrected else (_PLAIN,))
     ]  # those that lose least first
     steps_s = [

@@ -43,7 +43,7 @@ class LossTask:
             return self.make_module(data)
 
     def batches(self, data: Data, world_size: int, seed: int, ranks: range) -> Iterator[Batch]:
-        """For each step the batches of some ranks, one after the other: of their own classes or modules, for ever."""
+        """For each step the batches of some ranks, one after the other: of their own classes or modules, forever."""
         indices = partition(data.train_labels, world_size, "by_class", seed=seed)
         shards = Shards(indices, self.batch_size, seed, repeats=True)
         for epoch in itertools.count():

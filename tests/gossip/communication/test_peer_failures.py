@@ -72,7 +72,7 @@ HELD_ELSEWHERE = {
         "test_accumulation.py::test_gradients_from_no_sync_alone_are_applied_and_nothing_leaks",
     "what is clipped depends on the number of buckets":
         "test_clipping_and_scaling.py::test_global_clipping_is_torch_s_own",
-    "loss scales drift apart, and the peers of a rank that skips wait for ever":
+    "loss scales drift apart, and the peers of a rank that skips wait forever":
         "test_clipping_and_scaling.py::test_overflow_on_one_rank_keeps_scales_equal_and_nobody_waiting",
     "a gradient that is not a number leaves its rank":
         "test_clipping_and_scaling.py::test_gradient_that_is_not_finite_stays_on_its_rank",

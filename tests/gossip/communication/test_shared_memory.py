@@ -126,7 +126,7 @@ def hand_out_to_nobody() -> str:
 def test_a_peer_that_does_not_read_is_named() -> None:
     first, _ = launch(hand_out_to_nobody, world_size=2)
     assert first.startswith(
-        "rank 0: step 3, bucket 0: waited 0.5 s in vain for rank 1 to read the message of 3 exchanges ago"
+        "rank 0: step 3, bucket 0: timed out after 0.5 s waiting for rank 1 to read the message of 3 exchanges ago"
     )
 
 
@@ -163,7 +163,9 @@ def wait_for_what_is_not_sent() -> list[str]:
 def test_a_peer_whose_message_does_not_come_is_named() -> None:
     (in_child, in_parent), _ = launch(wait_for_what_is_not_sent, world_size=2)
     assert "this process was forked from the one that trains" in in_child
-    assert in_parent.startswith("rank 0: step 0, bucket 0: waited 0.5 s in vain for the message of rank 1: rank 1 is")
+    assert in_parent.startswith(
+        "rank 0: step 0, bucket 0: timed out after 0.5 s waiting for the message of rank 1: rank 1 is"
+    )
 
 
 def pretend_to_be_elsewhere() -> tuple[int, int]:

@@ -288,7 +288,7 @@ def wait_for_a_rank_that_went_on() -> str:
 
 def test_wait_for_an_exchange_says_where_the_peer_is_instead() -> None:
     first, second = run_ranks(wait_for_a_rank_that_went_on, world_size=2)
-    assert first.startswith("rank 0: step 4, bucket 1: waited 0.5 s in vain for ")
+    assert first.startswith("rank 0: step 4, bucket 1: timed out after 0.5 s waiting for ")
     assert "rank 1 is meanwhile in the sum" in first or "rank 1 has given up waiting in 'the sum'" in first
     assert second.startswith("rank 1: the sum: not all of the 2 ranks took part within 0.5 s: ")
     assert "rank 0 is meanwhile in step 4, bucket 1" in second or "rank 0 has given up waiting in" in second
@@ -302,7 +302,9 @@ def die_before(what: str) -> None:
 
 
 def test_rank_that_died_is_the_one_named() -> None:
-    with pytest.raises(LaunchError, match="rank 2 failed: the process ended without a word, with exit status 3"):
+    with pytest.raises(
+        LaunchError, match="rank 2 failed: the process ended without an error message, with exit status 3"
+    ):
         launch(die_before, "the sum", world_size=3)
 
 

@@ -48,8 +48,8 @@ def fail_on(rank: int, how: str) -> None:
     ("how", "text"),
     [
         ("raise", "rank 2 failed: ZeroDivisionError: no luck"),
-        ("kill", r"rank 2 failed: the process ended without a word, with signal 9 \(SIGKILL\)"),
-        ("exit", "rank 2 failed: the process ended without a word, with exit status 7"),
+        ("kill", r"rank 2 failed: the process ended without an error message, with signal 9 \(SIGKILL\)"),
+        ("exit", "rank 2 failed: the process ended without an error message, with exit status 7"),
     ],
 )
 def test_launch_names_the_rank_that_failed(how: str, text: str) -> None:

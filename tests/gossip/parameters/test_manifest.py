@@ -133,7 +133,10 @@ def stop_early(topology: str, num_inputs: int) -> str:
 def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, num_inputs: int, first: str, third: str) -> None:
     by_rank = launch(stop_early, topology, num_inputs, world_size=3)
     for rank, awaited in ((0, first), (2, third)):
-        assert f"rank {rank}: step 1, bucket 0: waited 0.5 s in vain for {awaited}: rank 1 is absent" in by_rank[rank]
+        assert (
+            f"rank {rank}: step 1, bucket 0: timed out after 0.5 s waiting for {awaited}: rank 1 is absent"
+            in by_rank[rank]
+        )
 
 
 def absent_at_average() -> str:

@@ -99,7 +99,7 @@ def test_without_join_the_time_out_names_who_is_missing() -> None:
     waiting, ended = launch(train_unevenly, world_size=2)
     assert ended == "ended"
     assert (
-        "rank 0: step 2, bucket 0: waited 2 s in vain for" in waiting
+        "rank 0: step 2, bucket 0: timed out after 2 s waiting for" in waiting
     )  # what left in step 2, which rank 1 did not make
     assert "rank 1" in waiting
 

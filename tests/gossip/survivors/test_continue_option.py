@@ -180,7 +180,7 @@ def test_launch_raises_when_too_few_are_left_to_go_on() -> None:
 
 
 def test_launch_ends_all_by_default() -> None:
-    with pytest.raises(LaunchError, match="rank 1 failed: the process ended without a word, with signal 9"):
+    with pytest.raises(LaunchError, match="rank 1 failed: the process ended without an error message, with signal 9"):
         launch(train_and_die, 5, (1,), world_size=3)
 
 

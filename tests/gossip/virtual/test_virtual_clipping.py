@@ -92,7 +92,7 @@ def test_messages_that_are_not_finite_are_refused_and_a_spoilt_replica_is_an_err
     with torch.no_grad():
         next(workers.parameters())[2] = math.nan
     train(workers, batch(8))  # the message that is mixed now left before
-    with pytest.raises(GossipError, match=r"rank 2: step 2, bucket .*its own parameters are spoilt"):
+    with pytest.raises(GossipError, match=r"rank 2: step 2, bucket .*its own parameters are corrupted"):
         train(workers, batch(8))
 
 

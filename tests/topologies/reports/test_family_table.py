@@ -1,4 +1,4 @@
-"""The table of all families, and its copy in the README."""
+"""The table of all families, and its copy in the documentation."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from topologies.family_registry import FAMILIES
 from topologies.reports.family_samples import options_text, samples
 from topologies.reports.family_table import BEGIN, END, markdown_table, update_table
 
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "topologies.md"
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def test_the_readme_has_the_table_of_today() -> None:
     # In a process of its own: no family that a test registered.
     command = [sys.executable, "-m", "topologies", "table"]
     table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
-    _, _, rest = README.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
     text, _, _ = rest.partition(f"\n{END}")
-    assert text == table, "the table has changed; run: python -m topologies table --update README.md"
+    assert text == table, "the table has changed; run: python -m topologies table --update docs/topologies.md"
 
 
 def test_every_family_has_a_row_with_as_many_cells() -> None:

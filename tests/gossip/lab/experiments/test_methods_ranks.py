@@ -113,7 +113,7 @@ def test_methods_repeat_themselves_by_seed(tmp_path: Path, method: str) -> None:
     ("how", "reason"),
     [
         ("raise", "ArithmeticError: injected at step 3"),
-        ("killed", "the process ended without a word, with signal 9 (SIGKILL)"),
+        ("killed", "the process ended without an error message, with signal 9 (SIGKILL)"),
     ],
 )
 def test_methods_name_the_rank_that_dies(tmp_path: Path, method: str, how: str, reason: str) -> None:
