@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -187,3 +189,32 @@ def test_usr1_to_the_tasks_saves_first(tmp_path: Path, slurm: dict[str, str]) ->
     assert [line for line in errors.splitlines() if "resume=" in line] == [
         f"go on from step {step} with resume={folder.relative_to(tmp_path)}"
     ]
+
+
+def test_the_batch_script_of_the_page_about_several_nodes(tmp_path: Path, slurm: dict[str, str]) -> None:
+    page = (REPOSITORY / "docs" / "several_nodes.md").read_text()
+    (script,) = re.findall(r"^  ```bash\n(.*?)^  ```", page, re.MULTILINE | re.DOTALL)
+    script = re.sub("^  ", "", script, flags=re.MULTILINE).replace("--ntasks=8", "--ntasks=2")
+    script = script.replace("python scripts/train.py", shlex.join(TRAIN))
+    script = script.replace("training.epochs=1000 checkpoint.every=1000", f"{' '.join(TINY)} checkpoint.every=10")
+    (tmp_path / "job.sh").write_text(script)
+    submitted = run(slurm, tmp_path, "sbatch", "--parsable", "--output=batch.out", "job.sh")
+    assert submitted.returncode == 0, submitted.stderr
+    deadline = time.monotonic() + TIMEOUT_S
+    while "JobState=COMPLETED" not in run(slurm, tmp_path, "scontrol", "show", "job", submitted.stdout.strip()).stdout:
+        assert time.monotonic() < deadline, (tmp_path / "batch.out").read_text()
+        time.sleep(0.2)
+    (summary,) = tmp_path.glob("outputs/*/summary.json")
+    assert json.loads(summary.read_text())["world_size"] == 2
+
+
+def test_a_sweep_is_an_array_of_jobs(tmp_path: Path, slurm: dict[str, str]) -> None:
+    sweep = (sys.executable, str(REPOSITORY / "scripts" / "sweep.py"), "hydra/launcher=submitit_slurm")
+    done = run(slurm, tmp_path, *sweep, "topology=ring", "launch.world_size=2", "data.partition.scheme=iid", *TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = tmp_path.glob("outputs/sweeps/*/results.csv")
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3, "the ring, all-reduce and no communication"
+    assert {row["status"] for row in rows} == {"completed"}
+    assert list(tmp_path.glob("outputs/sweeps/*/.submitit/*/*_submission.sh"))
