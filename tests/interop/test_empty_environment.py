@@ -1,0 +1,49 @@
+"""What a wheel and an sdist install into an environment of nothing but Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+TIMEOUT_S = 600
+TINY = ("engine=virtual", "launch.world_size=4", "training.steps=20")
+NOT_BUILT_FROM = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", "*.so"
+)
+
+
+@pytest.mark.timeout(1200)
+def test_a_wheel_and_an_sdist_in_an_empty_environment(tmp_path: Path) -> None:
+    """With what pip finds, as scripts/quickstart.sh does: tests look up no names otherwise."""
+    dropped = ("PYTHON", "RES_OPTIONS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+    def run(*command: str | Path, folder: Path = tmp_path) -> str:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    tree = tmp_path / "tree"
+    shutil.copytree(REPOSITORY, tree, ignore=NOT_BUILT_FROM)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--sdist", f"--outdir={tmp_path}", folder=tree)
+    shutil.rmtree(tree)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    programs = tmp_path / "venv" / "bin"
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    pip = (programs / "python", "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt")
+    run(*pip, "setuptools")
+    for number, options in enumerate([(f"{wheel}[lab]",), ("--force-reinstall", "--no-deps", str(sdist))]):
+        run(*pip, "--no-build-isolation", *options)
+        run(programs / "python", "-c", "import gossip, topologies")
+        assert "one_peer_exponential" in run(programs / "topologies", "list")
+        run(programs / "gossip", "train", *TINY, f"hydra.run.dir=run{number}")
+        assert json.loads((tmp_path / f"run{number}" / "summary.json").read_text())["steps"] == 20
