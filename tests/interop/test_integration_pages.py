@@ -11,20 +11,23 @@ import pytest
 from repository import REPOSITORY
 from running import TIMEOUT_S
 
-PAGES = ("accelerate", "schedule_free")
 PRINTED = {
-    "accelerate": r"(the averaged model's error: \d+\.\d+\s+){3}",
-    "schedule_free": r"rank [01]: (\d\.\d{3})\s*rank [01]: \1\s",
+    ("accelerate", 0): r"(the averaged model's error: \d+\.\d+\s+){3}",
+    ("lightning", 0): r"tensor\(\d+\.\d+\)",
+    ("lightning", 1): r"the averaged model's error: \d+\.\d{3}\s",
+    ("schedule_free", 0): r"rank [01]: (\d\.\d{3})\s*rank [01]: \1\s",
 }
+"""What the examples of each page print."""
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_example_of_a_page(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "number"), PRINTED)
+def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / f"{page}.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "example.py").write_text(block)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == sum(each == page for each, _ in PRINTED)
+    (tmp_path / "example.py").write_text(blocks[number])
     run = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert re.search(PRINTED[page], run.stdout), run.stdout
+    assert re.search(PRINTED[page, number], run.stdout), run.stdout

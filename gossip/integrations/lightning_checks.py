@@ -1,0 +1,68 @@
+"""What a Trainer cannot do by gossip, refused before it begins to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gossip.integrations.lightning_options import steps_in_backward
+
+
+def check_trainer(trainer: Any, library: Any, options: Mapping[str, Any]) -> None:
+    """Refuse settings of the Trainer, its callbacks and its module that cannot work. Local.
+
+    Raises
+    ------
+    ValueError
+        Names the setting, the reason and the remedy.
+    """
+    if trainer.strategy._layer_sync is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=True): batch norm would all-reduce its statistics in every forward pass, which "
+            'gossip is there to avoid; leave it out, or pass buffers="average" to the strategy'
+        )
+    _check_callbacks(trainer, library)
+    if steps_in_backward(options):
+        _check_clipping(trainer, library, options)
+
+
+def _check_callbacks(trainer: Any, library: Any) -> None:
+    for callback in trainer.callbacks:
+        on_exception = isinstance(callback, library.callbacks.OnExceptionCheckpoint)
+        if on_exception or getattr(callback, "save_on_exception", False):
+            what = "OnExceptionCheckpoint" if on_exception else f"{type(callback).__name__}(save_on_exception=True)"
+            raise ValueError(
+                f"{what}: a rank that raises an exception is alone with it, but a checkpoint needs all ranks after "
+                "the same step; save with ModelCheckpoint(every_n_train_steps=...)"
+            )
+        if isinstance(callback, library.callbacks.WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages the replica of each rank over time, and would validate and save "
+                "rank 0's; choose StochasticWeightAveraging, whose averages training ends with the mean of"
+            )
+
+
+def _check_clipping(trainer: Any, library: Any, options: Mapping[str, Any]) -> None:
+    module, value = trainer.lightning_module, trainer.gradient_clip_val
+    keeps_gradients = "pass step_in_backward=False to the strategy, which keeps gradients until optimizer.step()"
+    if value and trainer.gradient_clip_algorithm == "value":
+        raise ValueError(
+            f'gradient_clip_algorithm="value", gradient_clip_val={value}: inside backward only the '
+            f'norm can be clipped; choose "norm", or {keeps_gradients}'
+        )
+    if type(module).configure_gradient_clipping is not library.LightningModule.configure_gradient_clipping:
+        raise ValueError(
+            f"{type(module).__name__}.configure_gradient_clipping() would be called when steps have been made inside "
+            f"backward and gradients are gone; pass gradient_clip_val to the Trainer instead, or {keeps_gradients}"
+        )
+    if value and options.get("clip_grad_norm") is not None:
+        raise ValueError(
+            f"gradient_clip_val={value} of the Trainer and clip_grad_norm={options['clip_grad_norm']} of the strategy "
+            "are the same thing; leave one of them out"
+        )
+
+
+def clip_norm(trainer: Any, options: Mapping[str, Any]) -> dict[str, float]:
+    """The option by which the model clips as the Trainer was told to; none if the Trainer does so itself. Local."""
+    value = trainer.gradient_clip_val
+    return {"clip_grad_norm": float(value)} if value and steps_in_backward(options) else {}

@@ -1,0 +1,265 @@
+"""What makes a DDPStrategy of Fabric's train by gossip."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from loguru import logger
+from torch import nn
+from torch.optim import Optimizer
+
+import gossip
+from gossip import GossipDataParallel, GossipError
+from gossip.integrations.lightning_options import check_options, refuse_clipping, steps_in_backward, wrap
+from gossip.integrations.lightning_replicas import KEY, copied, folder_beside, keep_only, save_replicas
+from gossip.integrations.lightning_scaling import step_scaled, unscaled_by_owner
+from gossip.optimizers.closures import requires_closure
+from topologies import Topology
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+_REMEDY = "pass clip_grad_norm to the strategy"
+
+
+def replica(model: nn.Module) -> GossipDataParallel:
+    """The model inside what ``fabric.setup(module, optimizer)`` returned, which averages, counts and measures. Local.
+
+    Raises
+    ------
+    TypeError
+        There is none.
+
+    Examples
+    --------
+    >>> model, optimizer = fabric.setup(module, optimizer)  # doctest: +SKIP
+    >>> with replica(model).averaged():  # doctest: +SKIP
+    ...     evaluate(model)
+    >>> replica(model).global_avg()  # doctest: +SKIP
+    """
+    inner = getattr(model, "_orig_mod", model)
+    inner = getattr(inner, "_forward_module", inner)
+    inner = getattr(inner, "_orig_mod", inner)
+    if not isinstance(inner, GossipDataParallel):
+        raise TypeError(
+            f"model must be what fabric.setup(module, optimizer) returned with a gossip strategy, got "
+            f"{type(model).__name__}"
+        )
+    return inner
+
+
+class FabricStrategy(_DDPStrategy):
+    """Comes before Fabric's DDPStrategy among the bases of a class.
+
+    See :class:`gossip.integrations.lightning.GossipFabricStrategy`.
+    """
+
+    def __init__(
+        self,
+        topology: str | Topology = "one_peer_exponential",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        check_options(type(self).__name__, options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **{name: options[name] for name in ("timeout",) if name in options},
+        )
+        self._options = {"topology": topology, **options}
+        self._backward_sync_control = BackwardSyncControl()
+        self._owners: list[tuple[Optimizer, GossipDataParallel]] = []
+
+    # ------------------------------------------------------------------ the beginning and the end
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Wrap the module around its optimizers. Collective.
+
+        Raises
+        ------
+        ValueError
+            A second module is to be trained with the same GradScaler.
+        """
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None and self._owners:
+            raise ValueError(
+                'precision="16-mixed": one GradScaler cannot serve two modules, each of which has a step of its own; '
+                'choose precision="bf16-mixed", or put both into one module'
+            )
+        model = wrap(module, optimizers, scaler, self._options)
+        self._owners += [(optimizer, model) for optimizer in optimizers]
+        return model, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Leave a module without optimizers as it is, if nothing in it is trained. Local.
+
+        Raises
+        ------
+        GossipError
+            Something is.
+        """
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise GossipError(
+                f"{type(module).__name__} has parameters to be trained, whose optimizers make the steps; call "
+                "fabric.setup(module, optimizer, ...), or module.requires_grad_(False) if it is not trained"
+            )
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse an optimizer that comes without its module. Local.
+
+        Raises
+        ------
+        GossipError
+            Always.
+        """
+        raise GossipError(
+            f"{type(optimizer).__name__} was set up without the module it trains; call "
+            "fabric.setup(module, optimizer, ...)"
+        )
+
+    def teardown(self) -> None:
+        """Close the models. Local."""
+        for _, model in self._owners:
+            model.close()
+        super().teardown()
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return steps_in_backward(self._options)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Run the closure, then make the step if backward has not made it. Local.
+
+        An optimizer whose ``step()`` requires a closure evaluates it by itself.
+        """
+        if closure is not None and requires_closure(optimizer):
+            return super().optimizer_step(optimizer, closure=closure, **kwargs)
+        result = None if closure is None else closure()
+        scaler = None if self._steps_in_backward else getattr(self.precision, "scaler", None)
+        if scaler is None:
+            optimizer.step(**kwargs)
+        else:
+            step_scaled(scaler, self._owner(optimizer), optimizer, **kwargs)
+        return result
+
+    def _owner(self, optimizer: Optimizer) -> GossipDataParallel:
+        return next(model for owned, model in self._owners if owned is optimizer)
+
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clip this rank's gradients. Local.
+
+        Raises
+        ------
+        GossipError
+            Steps are made in backward: the gradients are gone.
+        """
+        if self._steps_in_backward:
+            refuse_clipping("fabric.clip_gradients(max_norm=...)", _REMEDY)
+        with unscaled_by_owner(optimizer):
+            norm: torch.Tensor = super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clip this rank's gradients. Local.
+
+        Raises
+        ------
+        GossipError
+            Steps are made in backward: the gradients are gone.
+        """
+        if self._steps_in_backward:
+            refuse_clipping("fabric.clip_gradients(clip_val=...)", f"{_REMEDY}, which clips by the norm")
+        with unscaled_by_owner(optimizer):
+            super().clip_gradients_value(module, optimizer, *args, **kwargs)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The state of the average of all replicas. Collective."""
+        if not isinstance(module, GossipDataParallel):
+            return dict(super().get_module_state_dict(module))
+        with module.averaged():
+            return copied(super().get_module_state_dict(module))
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write Fabric's checkpoint, and beside it all ranks' replicas of every model in ``state``. Collective.
+
+        Raises
+        ------
+        ValueError
+            ``path`` is a URL.
+        CheckpointError
+            Some rank could not write.
+        """
+        models = _models_in(state)
+        path = self.broadcast(os.fspath(path))
+        names = {key: save_replicas(model, folder_beside(path) / key) for key, model in models.items()}
+        state = {**state, KEY: names} if names else state
+        super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+        if self.is_global_zero:
+            for key, name in names.items():
+                keep_only(folder_beside(path) / key, name)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Restore what is in ``state``; every rank's replica of a model, if it was saved beside. Collective.
+
+        Of a model that was saved without replicas all ranks take the same weights.
+        """
+        rest = dict(super().load_checkpoint(path, state, *args, **kwargs))
+        if not isinstance(state, dict):
+            return rest
+        names = rest.pop(KEY, {})
+        for key, model in _models_in(state).items():
+            if key in names:
+                self._load_replicas(model, path, key, names[key])
+        return rest
+
+    def _load_replicas(self, model: GossipDataParallel, path: str | os.PathLike[str], key: str, name: str) -> None:
+        folder = folder_beside(path) / key / name
+        if self.broadcast(folder.is_dir()):
+            gossip.load(model, folder)
+        elif self.is_global_zero:
+            logger.warning("{}, the replicas of {}, is not there: all ranks go on from their average", folder, path)
+
+
+class BackwardSyncControl:
+    """What ``fabric.no_backward_sync`` asks for."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Within the block, if it is enabled, backward passes only accumulate gradients. Local."""
+        return replica(module).no_sync() if enabled else contextlib.nullcontext()
+
+
+def _models_in(state: dict[str, Any]) -> dict[str, GossipDataParallel]:
+    return {key: value for key, value in state.items() if isinstance(value, GossipDataParallel)}

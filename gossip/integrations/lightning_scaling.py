@@ -1,0 +1,37 @@
+"""Mixed precision's GradScaler beside an optimizer whose ``step()`` exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from gossip import GossipDataParallel
+from gossip.private_torch import SUPPORTS_SCALING
+
+
+@contextlib.contextmanager
+def unscaled_by_owner(optimizer: Optimizer) -> Iterator[None]:
+    """Within the block the optimizer does not claim to divide by the scale in its ``step()``. Local.
+
+    An optimizer that belongs to a model says so, so that a GradScaler steps it even after an overflow; Lightning
+    refuses to clip the gradients of one that says so.
+    """
+    claimed = getattr(optimizer, SUPPORTS_SCALING, False)
+    setattr(optimizer, SUPPORTS_SCALING, False)
+    try:
+        yield
+    finally:
+        setattr(optimizer, SUPPORTS_SCALING, claimed)
+
+
+def step_scaled(scaler: GradScaler, model: GossipDataParallel, optimizer: Optimizer, **kwargs: Any) -> Any:
+    """Let the scaler step one of the model's optimizers, and update it once per step of the model. Local."""
+    step = model.step
+    output = scaler.step(optimizer, **kwargs)
+    if model.step > step:
+        scaler.update()
+    return output

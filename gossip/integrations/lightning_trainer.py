@@ -1,0 +1,270 @@
+"""What makes a DDPStrategy of the Trainer's train by gossip."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from loguru import logger
+from torch.optim import Optimizer
+
+import gossip
+from gossip import GossipDataParallel
+from gossip.integrations.lightning_checks import check_trainer, clip_norm
+from gossip.integrations.lightning_options import check_options, refuse_clipping, steps_in_backward, wrap
+from gossip.integrations.lightning_replicas import KEY, copied, folder_beside, keep_only, save_replicas
+from gossip.integrations.lightning_scaling import step_scaled, unscaled_by_owner
+from gossip.integrations.lightning_signals import keep_signals_local
+from gossip.optimizers.closures import requires_closure
+from topologies import Topology
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+
+class TrainerStrategy(_DDPStrategy):
+    """Comes before a DDPStrategy among the bases of a class; see :class:`gossip.integrations.lightning.GossipStrategy`.
+
+    Attributes
+    ----------
+    library : module
+        The package of the Trainer: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """
+
+    library: ClassVar[Any]
+
+    def __init__(
+        self,
+        topology: str | Topology = "one_peer_exponential",
+        *,
+        evaluate_averaged: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        check_options(type(self).__name__, options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **{name: options[name] for name in ("timeout",) if name in options},
+        )
+        self._options = {"topology": topology, **options}
+        self._evaluates_averaged = evaluate_averaged
+        self._average: contextlib.AbstractContextManager[None] | None = None
+        self._loaded_from: str | os.PathLike[str] = ""
+
+    @property
+    def _replica(self) -> GossipDataParallel | None:
+        """The model, while it trains."""
+        return self.model if isinstance(self.model, GossipDataParallel) else None
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return steps_in_backward(self._options)
+
+    # ------------------------------------------------------------------ the beginning and the end
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the module around the optimizers it has configured. Collective."""
+        if trainer.state.fn != "fit":
+            super().setup(trainer)
+            return
+        check_trainer(trainer, self.library, self._options)
+        keep_signals_local(trainer)
+        self.accelerator.setup(trainer)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        self.model = module
+        self.model_to_device()
+        self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        mock = self.library.core.optimizer._MockOptimizer  # of a module that configures none
+        optimizers = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, mock)]
+        options = {**self._options, **clip_norm(trainer, self._options)}
+        self.model = wrap(module, optimizers, getattr(self.precision_plugin, "scaler", None), options)
+        if self._steps_in_backward:
+            self._take_clipping_over()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let go of the model without waiting for the other ranks, which may not come. Local."""
+        super().on_exception(exception)
+        self._leave_average()
+        if (replica := self._replica) is not None:
+            self.model = self.lightning_module
+            replica.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self) -> None:
+        """Leave the average of all replicas in the module. Collective, after training; else local."""
+        if (replica := self._replica) is not None:
+            self.model = self.lightning_module
+            replica.global_avg()
+            replica.close()
+        for name in ("_clip_gradients", "clip_gradients"):
+            self.precision_plugin.__dict__.pop(name, None)
+        super().teardown()
+
+    def _take_clipping_over(self) -> None:
+        """Let the precision clip nothing: the model does, or it is too late."""
+        plugin = self.precision_plugin
+        plugin._clip_gradients = lambda *_, **__: None
+        plugin.clip_gradients = lambda *_, **__: refuse_clipping(
+            "clip_gradients()", "pass gradient_clip_val to the Trainer, or clip_grad_norm to the strategy"
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block backward passes only accumulate gradients. Local."""
+        replica = self._replica
+        with contextlib.nullcontext() if replica is None else replica.no_sync():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure, then the hooks that precede the step, then the step if backward has not made it. Local.
+
+        An optimizer whose ``step()`` requires a closure evaluates it by itself.
+        """
+        replica = self._replica
+        if replica is None or (not self._steps_in_backward and requires_closure(optimizer)):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        module, plugin = model or self.lightning_module, self.precision_plugin
+        scaler = None if self._steps_in_backward else getattr(plugin, "scaler", None)
+        result = closure()
+        if scaler is None:
+            plugin._after_closure(module, optimizer)
+            optimizer.step(**kwargs)
+        elif result is None and module.automatic_optimization:  # there was no backward pass, and nothing to unscale
+            plugin._after_closure(module, optimizer)
+        else:
+            scaler.unscale_(optimizer)
+            with unscaled_by_owner(optimizer):
+                plugin._after_closure(module, optimizer)
+            step_scaled(scaler, replica, optimizer, **kwargs)
+        return result
+
+    # ------------------------------------------------------------------ evaluation
+
+    def on_validation_start(self) -> None:
+        """From here on the module holds the average of all replicas. Collective."""
+        super().on_validation_start()
+        if self._replica is not None and self._evaluates_averaged:
+            self._enter_average(self._replica)
+
+    def on_validation_end(self) -> None:
+        """Every rank has its own replica again. Local."""
+        self._leave_average()
+        super().on_validation_end()
+
+    def _enter_average(self, replica: GossipDataParallel) -> None:
+        with torch.inference_mode(False):  # the loop may run under inference_mode, whose tensors do not train
+            average = replica.averaged()
+            average.__enter__()
+        self._average = average
+
+    def _leave_average(self) -> None:
+        average, self._average = self._average, None
+        if average is not None:
+            with torch.inference_mode(False):
+                average.__exit__(None, None, None)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the average of all replicas. Collective during training."""
+        replica = self._replica
+        if replica is None:
+            return dict(super().lightning_module_state_dict())
+        with contextlib.nullcontext() if self._average is not None else replica.averaged():
+            return copied(super().lightning_module_state_dict())
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write Lightning's checkpoint, and beside it all ranks' replicas, unless only weights are saved. Collective.
+
+        Raises
+        ------
+        ValueError
+            ``filepath`` is a URL.
+        CheckpointError
+            Some rank could not write.
+        """
+        replica = self._replica
+        if replica is None or "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        filepath = self.broadcast(os.fspath(filepath))  # it may hold a metric, of which ranks have values of their own
+        folder = folder_beside(filepath)
+        with self._outside_average():
+            checkpoint[KEY] = save_replicas(replica, folder, **self._own_averages(checkpoint))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            keep_only(folder, checkpoint[KEY])
+
+    @contextlib.contextmanager
+    def _outside_average(self) -> Iterator[None]:
+        """Within the block every rank has its own replica."""
+        replica = self._replica
+        was_inside = self._average is not None
+        self._leave_average()
+        yield
+        if replica is not None and was_inside:
+            self._enter_average(replica)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove Lightning's checkpoint and the replicas beside it. Local, on rank 0."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and "://" not in os.fspath(filepath):
+            shutil.rmtree(f"{os.fspath(filepath)}.gossip", ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read Lightning's checkpoint. Local."""
+        self._loaded_from = checkpoint_path
+        return dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        """Restore every rank's replica, optimizers and all, if it was saved beside the checkpoint. Collective.
+
+        Of a checkpoint without replicas, one of DDP's, all ranks take the same weights and states.
+        """
+        replica, name = self._replica, checkpoint.get(KEY)
+        if replica is None or name is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        folder = folder_beside(self._loaded_from) / name
+        if self.broadcast(folder.is_dir()):
+            gossip.load(replica, folder, **self._own_averages(checkpoint))
+            return
+        if self.is_global_zero:
+            logger.warning(
+                "{}, the replicas of {}, is not there: all ranks go on from their average, and from rank 0's optimizer",
+                folder,
+                self._loaded_from,
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+    def _own_averages(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The callback of ``checkpoint`` that keeps an average of this rank's own; Lightning saves rank 0's alone."""
+        kind = self.library.callbacks.StochasticWeightAveraging
+        callbacks = [callback for callback in self.lightning_module.trainer.callbacks if isinstance(callback, kind)]
+        return {
+            f"stochastic_weight_averaging_{number}": callback
+            for number, callback in enumerate(callbacks)
+            if callback.state_key in checkpoint["callbacks"]
+        }

@@ -1,0 +1,108 @@
+"""Small modules for Lightning's Trainer, and the Trainer that trains them on two ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+NUM_BATCHES = 5  # of one rank in one epoch
+BATCH_SIZE = 3
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+def samples(dtype: torch.dtype = torch.float64) -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2 * NUM_BATCHES * BATCH_SIZE, 4, generator=generator, dtype=dtype)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin() + torch.randn(len(x), 1, generator=generator, dtype=dtype))
+
+
+def batches(dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
+    """What the Trainer deals out to the ranks."""
+    return DataLoader(samples(dtype), batch_size=BATCH_SIZE)
+
+
+def batches_of(rank: int, epoch: int, dtype: torch.dtype = torch.float64, *, shuffles: bool = True) -> list[Any]:
+    """What it deals out to one of them; Fabric, which shuffles nothing of itself, too."""
+    sampler = DistributedSampler(samples(dtype), 2, rank, shuffle=shuffles)
+    sampler.set_epoch(epoch)
+    return list(DataLoader(samples(dtype), batch_size=BATCH_SIZE, sampler=sampler))
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+
+
+def module_of(library: Any = pl) -> type[Any]:
+    """The class of module for one of the packages of the Trainer."""
+
+    class Net(library.LightningModule):  # type: ignore[misc]
+        """A regression; notes its own parameters at the end of training and of every batch, and those it validates."""
+
+        def __init__(
+            self,
+            net: nn.Module | None = None,
+            optimizer: Callable[[Any], Any] | None = None,
+            interval: str = "step",
+        ) -> None:
+            super().__init__()
+            self.net = network() if net is None else net
+            self.make_optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+            self.interval = interval
+            self.trained: list[torch.Tensor] = []
+            self.validated: list[torch.Tensor] = []
+            self.num_steps = 0
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            x, y = batch
+            loss = mse_loss(self.net(x), y)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            x, y = batch
+            self.validated.append(flat(self))
+            self.log("validated", mse_loss(self.net(x), y), sync_dist=True)
+            self.log("progress", float(self.trainer.global_step))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make_optimizer(self.parameters())
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trained.append(flat(self.trainer.model))  # of some algorithms the values are combined for that
+            self.num_steps = getattr(self.trainer.model, "step", 0)
+
+    return Net
+
+
+Net = module_of()
+
+
+def trainer_of(strategy: Any, library: Any = pl, **options: Any) -> Any:
+    """On the CPU, without logs or checkpoints, if ``options`` do not say so."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    warnings.filterwarnings("ignore")  # of Lightning's own, about loaders and their workers; this is a rank's process
+    return library.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": strategy,
+            "max_epochs": 2,
+            "enable_checkpointing": False,
+            "num_sanity_val_steps": 0,
+            **quiet,
+            **options,
+        }
+    )

@@ -1,0 +1,300 @@
+"""Lightning Fabric by gossip: the same bits as the loop by hand; checkpoints with every rank's replica."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.fabric
+import lightning_fabric
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.precision import MixedPrecision
+from lightning_modules import NUM_BATCHES, batches, batches_of, flat, network
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.functional import mse_loss
+from torch.optim import LBFGS
+
+from gossip import GossipDataParallel, GossipError, launch
+from gossip.integrations import pytorch_lightning as of_lightning_fabric
+from gossip.integrations.lightning import GossipFabricStrategy, replica
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained."""
+
+    step_in_backward: bool = True
+    clip: float | None = None
+    accumulates: int = 1
+    half: torch.dtype | None = None
+    optimizer: Any = SGD
+    closure: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.half is None else torch.float32
+
+    @property
+    def options(self) -> dict[str, Any]:
+        fused = {"clip_grad_norm": self.clip} if self.step_in_backward else {}
+        return {"topology": "ring", "step_in_backward": self.step_in_backward, **fused}
+
+    def scaler(self) -> GradScaler:
+        return GradScaler("cpu", init_scale=2.0**18, growth_interval=3, enabled=self.half is torch.float16)
+
+    def precision(self) -> dict[str, Any]:
+        if self.half is torch.float16:
+            return {"plugins": MixedPrecision("16-mixed", "cpu", self.scaler())}
+        return {"precision": "32-true" if self.half is None else "bf16-mixed"}
+
+
+CASES = {
+    "fused": Case(),
+    "plain": Case(step_in_backward=False),
+    "fused, clipped": Case(clip=0.5),
+    "plain, clipped": Case(step_in_backward=False, clip=0.5),
+    "fused, accumulated": Case(accumulates=2),
+    "plain, accumulated": Case(step_in_backward=False, accumulates=2),
+    "fused, bfloat16": Case(half=torch.bfloat16),
+    "plain, bfloat16": Case(step_in_backward=False, half=torch.bfloat16),
+    "fused, float16": Case(half=torch.float16, clip=0.5),
+    "plain, float16": Case(half=torch.float16, clip=0.5, step_in_backward=False),
+    "fused, closure": Case(closure=True),
+    "plain, closure": Case(closure=True, step_in_backward=False),
+    "lbfgs": Case(optimizer=functools.partial(LBFGS, lr=0.1, max_iter=3), closure=True, step_in_backward=False),
+}
+
+
+def fabric_of(strategy: Any, library: Any = lightning.fabric, **options: Any) -> Any:
+    fabric = library.Fabric(accelerator="cpu", strategy=strategy, **{"devices": 2, **options})
+    fabric.launch()
+    return fabric
+
+
+def by_fabric(case: Case, strategy: Any, library: Any = lightning.fabric) -> tuple[torch.Tensor, int, torch.Tensor]:
+    fabric = fabric_of(strategy, library, **case.precision())
+    module = network(case.dtype)
+    model, optimizer = fabric.setup(module, case.optimizer(module.parameters()))
+    loader = fabric.setup_dataloaders(batches(case.dtype))
+    for number, (x, y) in enumerate(loader, 1):
+        is_step = number % case.accumulates == 0
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss)
+            return loss
+
+        if case.closure:
+            optimizer.step(closure)
+            continue
+        with fabric.no_backward_sync(model, enabled=not is_step):
+            fabric.backward(mse_loss(model(x), y) / case.accumulates)
+        if is_step:
+            if case.clip is not None and not case.step_in_backward:
+                fabric.clip_gradients(model, optimizer, max_norm=case.clip, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters, step = flat(module), replica(model).step
+    replica(model).global_avg()
+    fabric.strategy.teardown()
+    return parameters, step, flat(module)
+
+
+def by_hand(case: Case) -> tuple[torch.Tensor, int]:
+    scaler = case.scaler()
+    module = network(case.dtype)
+    model = GossipDataParallel(module, case.optimizer(module.parameters()), scaler=scaler, **case.options)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", case.half, enabled=case.half is not None):
+            output = model(x if case.half is None else x.to(case.half))
+        return mse_loss(output.to(y.dtype), y)
+
+    for number, (x, y) in enumerate(batches_of(dist.get_rank(), 0, case.dtype, shuffles=False), 1):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            model.optimizer.zero_grad()
+            loss = loss_of(x, y)
+            loss.backward()
+            return loss
+
+        if case.closure:
+            if case.step_in_backward:
+                closure()
+                model.optimizer.step()
+            else:
+                model.optimizer.step(closure)
+            continue
+        is_step = number % case.accumulates == 0
+        with contextlib.nullcontext() if is_step else model.no_sync():
+            scaler.scale(loss_of(x, y) / case.accumulates).backward()
+        if is_step and not case.step_in_backward:
+            scaler.unscale_(model.optimizer)
+            if case.clip is not None:
+                model.clip_grad_norm_(case.clip)
+            scaler.step(model.optimizer)
+            scaler.update()
+            model.optimizer.zero_grad()
+    outcome = flat(model), model.step
+    model.close()
+    return outcome
+
+
+def two_models() -> tuple[list[int], bool]:
+    """A generator and a critic, each with an optimizer and a step of its own."""
+    fabric = fabric_of(GossipFabricStrategy("ring", step_in_backward=False))
+    pairs = [fabric.setup(module, SGD(module.parameters())) for module in (network(), network())]
+    for x, y in batches_of(dist.get_rank(), 0):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            fabric.backward(mse_loss(model(x), y))
+            optimizer.step()
+    steps = [replica(model).step for model, _ in pairs]
+    are_equal = torch.equal(*(flat(model) for model, _ in pairs))
+    fabric.strategy.teardown()
+    return steps, are_equal
+
+
+def saved(folder: str) -> dict[str, Any]:
+    """Saved after three steps; gone on; restored, and gone on with the same batches."""
+    path = os.path.join(folder, "x.ckpt")
+    fabric = fabric_of(GossipFabricStrategy("ring", compression="int8"))
+    module = nn.Sequential(network(), nn.Dropout(0.3))
+    adam = torch.optim.AdamW(module.parameters(), lr=0.05)
+    model, optimizer = fabric.setup(module, adam)
+    dealt = batches_of(dist.get_rank(), 0)
+    state = {"model": model, "optimizer": optimizer, "number": 3}
+
+    def train(some: list[Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        for x, y in some:
+            fabric.backward(mse_loss(model(x), y))
+        return flat(module), [each["exp_avg"].clone() for each in adam.state_dict()["state"].values()]
+
+    at_saving, _ = train(dealt[:3])
+    fabric.save(path, state)
+    whole, moments = train(dealt[3:])
+    state["number"] = 0
+    rest = fabric.load(path, state)
+    at_loading = flat(module)
+    again, moments_again = train(dealt[3:])
+    bare = torch.load(path, weights_only=False)
+    found = {
+        "at saving": at_saving,
+        "average": torch.cat([values.flatten() for values in bare["model"].values()]),
+        "is restored": torch.equal(at_loading, at_saving),
+        "goes on": torch.equal(again, whole) and all(map(torch.equal, moments, moments_again)),
+        "number": state["number"],
+        "rest": rest,
+        "steps": replica(model).step,
+    }
+    fabric.barrier()
+    if fabric.is_global_zero:
+        shutil.rmtree(f"{path}.gossip")
+    fabric.barrier()
+    fabric.load(path, state)
+    found["without replicas"] = flat(module)
+    fabric.strategy.teardown()
+    return found
+
+
+def refused() -> dict[str, str]:
+    fabric = fabric_of("gossip")
+    module = network()
+    model, optimizer = fabric.setup(module, SGD(module.parameters()))
+    texts = {}
+    calls = {
+        "norm": lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0),
+        "value": lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0),
+        "module alone": lambda: fabric.setup_module(network()),
+        "optimizer alone": lambda: fabric.setup_optimizers(SGD(network().parameters())),
+    }
+    for name, call in calls.items():
+        with pytest.raises(GossipError) as caught:
+            call()
+        texts[name] = str(caught.value)
+    with pytest.raises(TypeError) as wrong:
+        replica(module)
+    texts["no replica"] = str(wrong.value)
+    frozen = network().requires_grad_(False)
+    assert fabric.setup_module(frozen).module is frozen
+    fabric.strategy.teardown()
+    fabric = fabric_of("gossip", plugins=MixedPrecision("16-mixed", "cpu"))
+    first, second = network(torch.float32), network(torch.float32)
+    fabric.setup(first, SGD(first.parameters()))
+    with pytest.raises(ValueError, match="one GradScaler") as caught_scaler:
+        fabric.setup(second, SGD(second.parameters()))
+    texts["scaler"] = str(caught_scaler.value)
+    fabric.strategy.teardown()
+    return texts
+
+
+def everything(folder: str) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {
+        name: (by_fabric(case, GossipFabricStrategy(**case.options)), by_hand(case)) for name, case in CASES.items()
+    }
+    other: Any = of_lightning_fabric.GossipFabricStrategy("ring")
+    outcomes["lightning_fabric"] = by_fabric(CASES["fused"], other, lightning_fabric), outcomes["fused"][1]
+    outcomes["by its name"] = by_fabric(CASES["fused"], "gossip"), outcomes["fused"][1]
+    outcomes["two models"] = two_models()
+    outcomes["saved"] = saved(folder)
+    outcomes["refused"] = refused()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(everything, str(tmp_path_factory.mktemp("fabric")), world_size=2)
+
+
+@pytest.mark.parametrize("name", [*CASES, "lightning_fabric", "by its name"])
+def test_fabric_is_the_loop_by_hand(outcomes: list[dict[str, Any]], name: str) -> None:
+    case = CASES.get(name, CASES["fused"])
+    for ranks in outcomes:
+        (parameters, step, _), (expected, expected_step) = ranks[name]
+        assert torch.equal(parameters, expected)
+        assert step == expected_step == NUM_BATCHES // case.accumulates, "one exchange for each step"
+    (first, _, average), (second, _, of_second) = (ranks[name][0] for ranks in outcomes)
+    assert not torch.equal(first, second)
+    assert torch.equal(average, of_second)
+
+
+def test_two_models_have_steps_of_their_own(outcomes: list[dict[str, Any]]) -> None:
+    assert [ranks["two models"] for ranks in outcomes] == [([NUM_BATCHES, NUM_BATCHES], True)] * 2
+
+
+def test_what_is_saved_is_restored_bit_for_bit(outcomes: list[dict[str, Any]]) -> None:
+    first, second = (ranks["saved"] for ranks in outcomes)
+    for found in (first, second):
+        assert found["is restored"]
+        assert found["goes on"]
+        assert (found["number"], found["rest"], found["steps"]) == (3, {}, NUM_BATCHES)
+        expected = (first["at saving"] + second["at saving"]) / 2
+        torch.testing.assert_close(found["average"], expected, rtol=1e-12, atol=0)
+        assert torch.equal(found["without replicas"], found["average"])
+    assert not torch.equal(first["at saving"], second["at saving"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("norm", r"max_norm=...\) finds no gradients.*clip_grad_norm to the strategy.*step_in_backward=False"),
+        ("value", r"clip_val=...\) finds no gradients.*step_in_backward=False"),
+        ("module alone", r"Sequential has parameters to be trained.*fabric.setup\(module, optimizer"),
+        ("optimizer alone", r"SGD was set up without the module.*fabric.setup\(module, optimizer"),
+        ("no replica", r"fabric.setup\(module, optimizer\) returned with a gossip strategy, got Sequential"),
+        ("scaler", 'precision="16-mixed".*"bf16-mixed"'),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(outcomes: list[dict[str, Any]], name: str, text: str) -> None:
+    assert re.search(text, outcomes[0]["refused"][name])

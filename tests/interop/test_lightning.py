@@ -1,0 +1,365 @@
+"""Lightning's Trainer by gossip: the same bits as the loop by hand, and the hooks in DDP's order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from lightning_modules import NUM_BATCHES, Net, batches, batches_of, flat, module_of, network, trainer_of
+from recursion import Momentum, dense_recursion
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.functional import mse_loss
+
+import topologies
+from gossip import GossipDataParallel, launch
+from gossip.integrations import lightning
+from gossip.integrations import pytorch_lightning as gossip_pytorch_lightning
+
+NUM_EPOCHS = 2
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+LBFGS = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list")
+
+
+@contextlib.contextmanager
+def collectives_counted() -> Iterator[list[str]]:
+    """The collectives of torch.distributed's default group that are called meanwhile."""
+    called: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") in (None, dist.group.WORLD):
+                called.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, counting(name)))
+        yield called
+
+
+class Collectives(pl.Callback):
+    """Counts them from the first batch to the last one, epochs' ends included."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self._stack = contextlib.ExitStack()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.called = self._stack.enter_context(collectives_counted())
+
+    def on_train_end(self, *_: Any) -> None:
+        self._stack.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained."""
+
+    step_in_backward: bool = True
+    clip: float | None = None
+    accumulates: int = 1
+    half: torch.dtype | None = None
+    algorithm: str = "awc"
+    interval: str = "step"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.half is None else torch.float32
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "topology": "one_peer_exponential",
+            "algorithm": self.algorithm,
+            "step_in_backward": self.step_in_backward,
+        }
+
+    def scaler(self) -> GradScaler:
+        return GradScaler("cpu", init_scale=2.0**18, growth_interval=3, enabled=self.half is torch.float16)
+
+    def precision(self) -> dict[str, Any]:
+        if self.half is torch.float16:
+            return {"plugins": MixedPrecision("16-mixed", "cpu", self.scaler())}
+        return {"precision": "32-true" if self.half is None else "bf16-mixed"}
+
+
+FUSED = Case()
+PLAIN = Case(step_in_backward=False)
+CASES = {
+    "fused": FUSED,
+    "plain": PLAIN,
+    "fused, clipped": Case(clip=0.5),
+    "plain, clipped": Case(step_in_backward=False, clip=0.5),
+    "fused, accumulated with a remainder": Case(accumulates=3),
+    "plain, accumulated with a remainder": Case(step_in_backward=False, accumulates=3, clip=0.5),
+    "fused, bfloat16": Case(half=torch.bfloat16),
+    "plain, bfloat16": Case(step_in_backward=False, half=torch.bfloat16),
+    "fused, float16": Case(half=torch.float16, clip=0.5),
+    "plain, float16": Case(half=torch.float16, clip=0.5, step_in_backward=False),
+    "fused, atc": Case(algorithm="atc"),
+    "rates by epoch": Case(interval="epoch"),
+}
+
+
+def by_trainer(case: Case, strategy: Any, library: Any = pl) -> tuple[torch.Tensor, int, list[str], torch.Tensor]:
+    module = module_of(library)(network(case.dtype), SGD, case.interval)
+    collectives = Collectives()
+    if library is not pl:
+        collectives = type("Other", (library.Callback,), dict(vars(Collectives)))()
+    trainer = trainer_of(
+        strategy,
+        library,
+        max_epochs=NUM_EPOCHS,
+        gradient_clip_val=case.clip,
+        accumulate_grad_batches=case.accumulates,
+        callbacks=[collectives],
+        **case.precision(),
+    )
+    trainer.fit(module, batches(case.dtype))
+    assert trainer.model is module
+    assert case.half is not torch.float16 or trainer.scaler.get_scale() < case.scaler().get_scale(), (
+        "nothing overflowed"
+    )
+    return module.trained[-1], module.num_steps, collectives.called, flat(module)
+
+
+def by_hand(case: Case) -> tuple[torch.Tensor, int]:
+    scaler = case.scaler()
+    fused = {"clip_grad_norm": case.clip} if case.step_in_backward else {}
+    module = network(case.dtype)
+    model = GossipDataParallel(module, SGD(module.parameters()), scaler=scaler, **case.options, **fused)
+    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 2, gamma=0.7)
+    for epoch in range(NUM_EPOCHS):
+        for number, (x, y) in enumerate(batches_of(dist.get_rank(), epoch, case.dtype), 1):
+            is_step = number % case.accumulates == 0 or number == NUM_BATCHES
+            with contextlib.nullcontext() if is_step else model.no_sync():
+                with torch.autocast("cpu", case.half, enabled=case.half is not None, cache_enabled=False):
+                    loss = mse_loss(model(x), y)
+                scaler.scale(loss / case.accumulates).backward()
+            if not is_step:
+                continue
+            if not case.step_in_backward:
+                scaler.unscale_(model.optimizer)
+                if case.clip is not None:
+                    model.clip_grad_norm_(case.clip)
+                scaler.step(model.optimizer)
+                scaler.update()
+                model.optimizer.zero_grad()
+            else:
+                model.optimizer.step()
+            if case.interval == "step":
+                scheduler.step()
+        if case.interval == "epoch":
+            scheduler.step()
+    outcome = flat(model), model.step
+    model.close()
+    return outcome
+
+
+class InTurn(pl.LightningModule):  # type: ignore[misc]
+    """Two networks, each with an optimizer of its own, that are trained in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.parts = nn.ModuleList([network(), network()])
+        self.trained = torch.empty(0)
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.parts[number](x) + self.parts[1 - number](x).detach()
+
+    def training_step(self, batch: Any, _: int) -> None:
+        x, y = batch
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(mse_loss(self(x, number), y))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [SGD(self.parts[0].parameters()), torch.optim.Adam(self.parts[1].parameters(), lr=0.01)]
+
+    def on_train_end(self) -> None:
+        self.trained = flat(self)
+        self.num_steps = self.trainer.model.step
+
+
+def in_turn_by_trainer(options: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    module = InTurn()
+    trainer_of(lightning.GossipStrategy(**options), max_epochs=1).fit(module, batches())
+    return module.trained, module.num_steps
+
+
+def in_turn_by_hand(options: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    module = InTurn()
+    model = GossipDataParallel(module, module.configure_optimizers(), **options)
+    for x, y in batches_of(dist.get_rank(), 0):
+        for number, optimizer in enumerate(model.optimizer):
+            module.parts[1 - number].requires_grad_(False)
+            optimizer.zero_grad()
+            mse_loss(model(x, number), y).backward()
+            optimizer.step()
+            module.parts[1 - number].requires_grad_(True)
+    outcome = flat(model), model.step
+    model.close()
+    return outcome
+
+
+class Events(pl.Callback):
+    """Which hooks were called, and when the rates changed."""
+
+    NAMES = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+    NAMES += ("on_before_optimizer_step", "on_train_batch_end")
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, float]] = []
+        for name in self.NAMES:
+            setattr(self, name, functools.partial(self.note, name))
+
+    def note(self, name: str, trainer: Any, *_: Any) -> None:
+        self.seen.append((name, trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+def events(strategy: Any) -> list[tuple[str, int, float]]:
+    seen = Events()
+    trainer_of(strategy, accumulate_grad_batches=2, callbacks=[seen]).fit(Net(), batches())
+    return seen.seen
+
+
+def lbfgs_by_trainer() -> torch.Tensor:
+    module = Net(optimizer=LBFGS)
+    trainer_of(lightning.GossipStrategy(step_in_backward=False), max_epochs=1).fit(module, batches())
+    return module.trained[-1]
+
+
+def lbfgs_by_hand() -> torch.Tensor:
+    model = GossipDataParallel(
+        network(), lambda named: torch.optim.LBFGS([p for _, p in named], lr=0.1, max_iter=3), step_in_backward=False
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 2, gamma=0.7)
+    for x, y in batches_of(dist.get_rank(), 0):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            model.optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        model.optimizer.step(closure)
+        scheduler.step()
+    outcome = flat(model)
+    model.close()
+    return outcome
+
+
+def line() -> nn.Module:
+    module = nn.Linear(4, 1, bias=False, dtype=torch.float64)
+    nn.init.ones_(module.weight)
+    return module
+
+
+def least_squares() -> torch.Tensor:
+    module = Net(line(), functools.partial(SGD, weight_decay=0.01))
+    module.lr_scheduler_step = lambda *_: None
+    trainer_of(lightning.GossipStrategy("ring")).fit(module, batches())
+    return module.trained[-1]
+
+
+def trained_both_ways() -> dict[str, Any]:
+    outcomes: dict[str, Any] = {
+        name: (by_trainer(case, lightning.GossipStrategy(**case.options)), by_hand(case))
+        for name, case in CASES.items()
+    }
+    outcomes["pytorch_lightning"] = (
+        by_trainer(FUSED, gossip_pytorch_lightning.GossipStrategy(**FUSED.options), pytorch_lightning),
+        outcomes["fused"][1],
+    )
+    outcomes["by its name"] = by_trainer(FUSED, "gossip"), outcomes["fused"][1]  # of two ranks all topologies are alike
+    outcomes["ddp"] = by_trainer(FUSED, "ddp")
+    for name, options in {"fused": {}, "plain": {"step_in_backward": False}}.items():
+        outcomes[f"manual, {name}"] = in_turn_by_trainer(options), in_turn_by_hand(options)
+        outcomes[f"events, {name}"] = events(lightning.GossipStrategy(**options))
+    outcomes["events, ddp"] = events("ddp")
+    outcomes["lbfgs"] = lbfgs_by_trainer(), lbfgs_by_hand()
+    outcomes["least squares"] = least_squares()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def both_ways() -> list[dict[str, Any]]:
+    return launch(trained_both_ways, world_size=2)
+
+
+@pytest.mark.parametrize("name", [*CASES, "pytorch_lightning", "by its name"])
+def test_trainer_is_the_loop_by_hand(both_ways: list[dict[str, Any]], name: str) -> None:
+    case = CASES.get(name, FUSED)
+    for outcomes in both_ways:
+        (parameters, step, called, _), (expected, expected_step) = outcomes[name]
+        assert torch.equal(parameters, expected)
+        assert step == expected_step == NUM_EPOCHS * -(-NUM_BATCHES // case.accumulates), "one exchange for each step"
+        assert called == [], "a step needs none of all ranks"
+    (first, *_, plain), (second, *_, of_second) = (outcomes[name][0] for outcomes in both_ways)
+    assert torch.allclose(first, second, rtol=1e-12) == (case.algorithm == "atc"), (
+        "replicas of their own, until they are averaged"
+    )
+    assert torch.equal(plain, of_second)
+    torch.testing.assert_close(plain, (first + second) / 2)
+
+
+def test_collectives_of_ddp_are_seen(both_ways: list[dict[str, Any]]) -> None:
+    assert "broadcast" in both_ways[0]["ddp"][2]
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [("fused", 2 * NUM_BATCHES), ("plain", NUM_BATCHES)])
+def test_manual_optimization_is_the_loop_by_hand(both_ways: list[dict[str, Any]], name: str, num_steps: int) -> None:
+    for outcomes in both_ways:
+        (parameters, step), (expected, expected_step) = outcomes[f"manual, {name}"]
+        assert torch.equal(parameters, expected)
+        assert step == expected_step == num_steps
+    first, second = (outcomes[f"manual, {name}"][0][0] for outcomes in both_ways)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["fused", "plain"])
+def test_hooks_and_rates_are_those_of_ddp(both_ways: list[dict[str, Any]], name: str) -> None:
+    for outcomes in both_ways:
+        assert outcomes[f"events, {name}"] == outcomes["events, ddp"]
+    assert len(both_ways[0]["events, ddp"]) > 4 * NUM_EPOCHS * NUM_BATCHES
+
+
+def test_optimizer_that_evaluates_its_closure_is_the_loop_by_hand(both_ways: list[dict[str, Any]]) -> None:
+    for outcomes in both_ways:
+        assert torch.equal(*outcomes["lbfgs"])
+
+
+def test_it_is_the_dense_recursion(both_ways: list[dict[str, Any]]) -> None:
+    dealt = [
+        [(x.numpy(), y.numpy()[:, 0]) for epoch in range(NUM_EPOCHS) for x, y in batches_of(rank, epoch)]
+        for rank in range(2)
+    ]
+
+    def gradient(rank: int, step: int, weights: np.ndarray) -> np.ndarray:
+        x, y = dealt[rank][step]
+        return 2 * x.T @ (x @ weights - y) / len(y)
+
+    expected = dense_recursion(topologies.build("ring", 2), np.ones(4), gradient, Momentum(), NUM_EPOCHS * NUM_BATCHES)
+    for outcomes, row in zip(both_ways, expected, strict=True):
+        np.testing.assert_allclose(outcomes["least squares"].numpy(), row, rtol=0, atol=1e-11)

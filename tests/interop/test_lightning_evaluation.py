@@ -1,0 +1,285 @@
+"""What Lightning's Trainer evaluates, finds and ends with by gossip."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_modules import NUM_BATCHES, Net, batches, flat, network, trainer_of
+from loguru import logger
+from torch import nn
+
+from gossip import launch
+from gossip.integrations.lightning import GossipStrategy
+
+
+def validated(options: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """Validation after every other batch, in the middle of what is accumulated."""
+    module = Net()
+    strategy = GossipStrategy("ring", **options)
+    trainer = trainer_of(strategy, val_check_interval=2, accumulate_grad_batches=3, limit_val_batches=1, max_epochs=1)
+    trainer.fit(module, batches(), batches())
+    return module.trained, module.validated, [float(trainer.callback_metrics["validated"]), module.num_steps]
+
+
+class Stopped(Net):
+    """Whose second validation raises."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if len(self.validated) == 2:
+            raise RuntimeError("stopped here")
+
+
+def stopped() -> tuple[bool, bool, bool]:
+    module = Stopped()
+    trainer = trainer_of(GossipStrategy("ring"), val_check_interval=2, limit_val_batches=1, max_epochs=1)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        trainer.fit(module, batches(), batches())
+    is_own = torch.equal(flat(module), module.trained[-1])
+    module.zero_grad()
+    module.net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    has_gradients = all(parameter.grad is not None for parameter in module.parameters())
+    return is_own, trainer.model is module, has_gradients
+
+
+class Signalled(Net):
+    """That gets SIGUSR1 and SIGTERM, on all ranks, before its third batch."""
+
+    def on_train_batch_start(self, _: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class RequeuesNothing(SLURMEnvironment):
+    """As a job of SLURM's has it whose signal is SIGUSR1, but of the ranks that are there."""
+
+    def __init__(self) -> None:
+        super().__init__(auto_requeue=True, requeue_signal=signal.SIGUSR1)
+
+    def validate_settings(self, *_: Any, **__: Any) -> None:
+        """Whatever is asked for."""
+
+
+def signalled() -> tuple[int, list[str]]:
+    module = Signalled()
+    texts: list[str] = []
+    sink = logger.add(lambda message: texts.append(str(message)), level="ERROR", format="{message}")
+    place = {name: str(dist.get_rank()) for name in ("SLURM_PROCID", "SLURM_LOCALID")}
+    of_slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0", **place}
+    with mock.patch.dict(os.environ, of_slurm), pytest.raises(SIGTERMException):
+        trainer_of(GossipStrategy("ring"), plugins=RequeuesNothing()).fit(module, batches())
+    logger.remove(sink)
+    return len(module.trained), texts
+
+
+class Plateau(Net):
+    """Whose rate follows what is validated."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validated"}}
+
+
+def stopped_early() -> tuple[int, float]:
+    trainer = trainer_of(
+        GossipStrategy("ring"), max_epochs=9, callbacks=[EarlyStopping("validated", min_delta=10.0, patience=2)]
+    )
+    module = Plateau()
+    trainer.fit(module, batches(), batches())
+    return trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def evaluated() -> tuple[torch.Tensor, torch.Tensor, int, dict[str, float]]:
+    """What test and predict see after training."""
+
+    class Tested(Net):
+        def test_step(self, *_: Any) -> None:
+            self.validated.append(flat(self))
+
+        def predict_step(self, batch: Any, _: int) -> torch.Tensor:
+            return self.net(batch[0])
+
+    module = Tested()
+    trainer = trainer_of(GossipStrategy("ring"), max_epochs=1)
+    trainer.fit(module, batches())
+    average = flat(module)
+    trainer.test(module, batches(), verbose=False)
+    predictions = trainer.predict(module, batches())
+    found = trainer.validate(module, batches(), verbose=False)
+    return average, module.validated[0], sum(map(len, predictions)), found[0]
+
+
+class Found(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def rate_found(folder: str, options: dict[str, Any]) -> tuple[float, bool, list[str], int]:
+    module = Found()
+    trainer = trainer_of(GossipStrategy("ring", **options), default_root_dir=folder, max_epochs=8)
+    found = Tuner(trainer).lr_find(module, batches(), min_lr=1e-3, max_lr=0.5, num_training=30)
+    assert found is not None
+    is_initial = torch.allclose(flat(module), flat(network()), rtol=0, atol=0)
+    suggestion = module.lr
+    trainer.fit(module, batches())
+    return suggestion, is_initial, sorted(os.listdir(folder)), module.num_steps
+
+
+def rate_found_on_the_way(folder: str) -> tuple[float, int]:
+    module = Found()
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=30)
+    trainer_of(GossipStrategy("ring"), default_root_dir=folder, max_epochs=8, callbacks=[finder]).fit(module, batches())
+    return module.lr, module.num_steps
+
+
+class Epochs(pl.Callback):
+    """The replicas that stochastic weight averaging sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_epoch_start(self, _: Any, module: Any) -> None:
+        self.seen.append(flat(module))
+
+
+def weights_averaged(norm: bool, options: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)] if norm else [network()]
+    torch.manual_seed(0)
+    module = Net(nn.Sequential(*layers).double())
+    epochs = Epochs()
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+    trainer = trainer_of(GossipStrategy("ring", **options), max_epochs=4, callbacks=[epochs, averaging])
+    trainer.fit(module, batches())
+    buffers = [buffer.double().flatten() for buffer in module.buffers()]
+    return flat(module), epochs.seen, torch.cat(buffers) if buffers else torch.empty(0)
+
+
+def everything(folder: str) -> dict[str, Any]:
+    return {
+        "validated": validated({}),
+        "plain, validated": validated({"step_in_backward": False}),
+        "atc, validated": validated({"algorithm": "atc"}),
+        "own": validated({"evaluate_averaged": False}),
+        "stopped": stopped(),
+        "signalled": signalled(),
+        "early": stopped_early(),
+        "evaluated": evaluated(),
+        "rate": rate_found(os.path.join(folder, "a"), {}),
+        "plain, rate": rate_found(os.path.join(folder, "b"), {"step_in_backward": False}),
+        "rate on the way": rate_found_on_the_way(folder),
+        "swa": weights_averaged(False, {}),
+        "swa, plain": weights_averaged(False, {"step_in_backward": False}),
+        "swa, norm": weights_averaged(True, {}),
+        "swa, atc": weights_averaged(False, {"algorithm": "atc"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    return launch(everything, str(folder), world_size=2)
+
+
+@pytest.mark.parametrize("name", ["validated", "plain, validated", "atc, validated"])
+def test_validation_is_of_the_average(outcomes: list[dict[str, Any]], name: str) -> None:
+    (trained, seen, found), (of_second, seen_by_second, found_by_second) = (ranks[name] for ranks in outcomes)
+    assert found == found_by_second
+    assert found[1] == 2
+    assert len(seen) == 2
+    for number, (average, other) in enumerate(zip(seen, seen_by_second, strict=True)):
+        assert torch.equal(average, other)
+        expected = (trained[2 * number + 1] + of_second[2 * number + 1]) / 2
+        torch.testing.assert_close(average, expected, rtol=1e-12, atol=0)
+
+
+def test_training_goes_on_as_if_nobody_had_looked(outcomes: list[dict[str, Any]]) -> None:
+    for ranks in outcomes:
+        assert all(map(torch.equal, ranks["validated"][0], ranks["own"][0]))
+
+
+def test_validation_may_be_of_each_replica(outcomes: list[dict[str, Any]]) -> None:
+    for ranks in outcomes:
+        trained, seen, _ = ranks["own"]
+        assert torch.equal(seen[1], trained[3])
+    assert not torch.equal(outcomes[0]["own"][1][1], outcomes[1]["own"][1][1])
+
+
+def test_exception_leaves_each_rank_its_replica_in_a_plain_module(outcomes: list[dict[str, Any]]) -> None:
+    assert [ranks["stopped"] for ranks in outcomes] == [(True, True, True)] * 2
+
+
+def test_signal_ends_training_after_the_batch(outcomes: list[dict[str, Any]]) -> None:
+    for rank, ranks in enumerate(outcomes):
+        num_batches, (text,) = ranks["signalled"]
+        assert num_batches == 3
+        assert re.match(f"rank {rank}: signal {signal.SIGUSR1:d}: the job is not requeued", text)
+
+
+def test_early_stopping_and_plateau(outcomes: list[dict[str, Any]]) -> None:
+    for ranks in outcomes:
+        epochs, rate = ranks["early"]
+        assert epochs == 3
+        assert rate == pytest.approx(0.1 * 0.1**epochs)
+
+
+def test_after_training_the_average_is_tested_and_predicts(outcomes: list[dict[str, Any]]) -> None:
+    (average, seen, num_predictions, metrics), second = (ranks["evaluated"] for ranks in outcomes)
+    assert torch.equal(average, seen)
+    assert torch.equal(average, second[0])
+    assert num_predictions == 3 * NUM_BATCHES
+    assert metrics == second[3]
+
+
+@pytest.mark.parametrize("name", ["rate", "plain, rate"])
+def test_rate_finder_leaves_nothing_behind(outcomes: list[dict[str, Any]], name: str) -> None:
+    (rate, is_initial, files, num_steps), (of_second, _, _, _) = (ranks[name] for ranks in outcomes)
+    assert rate == of_second != 0.1
+    assert is_initial
+    assert not any("lr_find" in file for file in files)
+    assert num_steps == 8 * NUM_BATCHES
+
+
+def test_rate_finder_as_a_callback(outcomes: list[dict[str, Any]]) -> None:
+    (rate, num_steps), (of_second, _) = (ranks["rate on the way"] for ranks in outcomes)
+    assert rate == of_second != 0.1
+    assert num_steps == 8 * NUM_BATCHES
+
+
+@pytest.mark.parametrize("name", ["swa", "swa, plain", "swa, atc"])
+def test_stochastic_weight_averaging_is_over_epochs_and_ranks(outcomes: list[dict[str, Any]], name: str) -> None:
+    (weights, epochs, _), (of_second, epochs_of_second, _) = (ranks[name] for ranks in outcomes)
+    assert torch.equal(weights, of_second)
+    expected = torch.stack([*epochs[1:4], *epochs_of_second[1:4]]).mean(0)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_stochastic_weight_averaging_estimates_batch_norm_anew(outcomes: list[dict[str, Any]]) -> None:
+    (weights, _, statistics), (of_second, _, statistics_of_second) = (ranks["swa, norm"] for ranks in outcomes)
+    assert torch.equal(weights, of_second)
+    assert torch.equal(statistics, statistics_of_second)
+    assert statistics.isfinite().all()
+    assert float(statistics[-1]) == NUM_BATCHES, "of the last pass over the data"

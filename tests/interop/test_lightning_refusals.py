@@ -1,0 +1,95 @@
+"""What Lightning's Trainer cannot do by gossip: refused by name before it begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lightning_modules import Net, batches, trainer_of
+
+from gossip import GossipError, launch
+from gossip.integrations.lightning import GossipFabricStrategy, GossipStrategy
+
+
+def fit(module: Any = None, options: dict[str, Any] | None = None, **of_trainer: Any) -> None:
+    """In this process alone: nothing is trained."""
+    trainer_of(GossipStrategy(**(options or {})), devices=1, **of_trainer).fit(module or Net(), batches())
+
+
+class ClipsItself(Net):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("not called")
+
+
+class ClipsInTurn(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(self.optimizers(), 0.5, "norm")
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "sync_batchnorm": (lambda: fit(sync_batchnorm=True), ValueError, r'sync_batchnorm=True.*buffers="average"'),
+    "value": (
+        lambda: fit(gradient_clip_val=0.5, gradient_clip_algorithm="value"),
+        ValueError,
+        'gradient_clip_algorithm="value".*step_in_backward=False',
+    ),
+    "clips itself": (lambda: fit(ClipsItself()), ValueError, r"ClipsItself.configure_gradient_clipping.*False"),
+    "clips in turn": (lambda: fit(ClipsInTurn()), GossipError, r"clip_gradients\(\) finds no gradients.*False"),
+    "clips twice": (
+        lambda: fit(options={"clip_grad_norm": 1.0}, gradient_clip_val=0.5),
+        ValueError,
+        "gradient_clip_val=0.5 of the Trainer and clip_grad_norm=1.0",
+    ),
+    "lbfgs": (
+        lambda: fit(Net(optimizer=torch.optim.LBFGS)),
+        ValueError,
+        "LBFGS evaluates a closure several times a step.*step_in_backward=False",
+    ),
+    "on exception": (
+        lambda: fit(callbacks=[ModelCheckpoint(save_on_exception=True)], enable_checkpointing=True),
+        ValueError,
+        r"ModelCheckpoint\(save_on_exception=True\).*every_n_train_steps",
+    ),
+    "on exception too": (
+        lambda: fit(callbacks=[OnExceptionCheckpoint("folder")], enable_checkpointing=True),
+        ValueError,
+        "OnExceptionCheckpoint.*every_n_train_steps",
+    ),
+    "average of a rank": (
+        lambda: fit(callbacks=[EMAWeightAveraging()]),
+        ValueError,
+        "EMAWeightAveraging averages the replica of each rank.*StochasticWeightAveraging",
+    ),
+    "unknown": (lambda: GossipStrategy(find_unused_parameters=True), TypeError, "no option 'find_unused_parameters'"),
+    "scaler": (lambda: GossipStrategy(scaler=None), TypeError, r'GossipStrategy\(scaler=...\).*precision="16-mixed"'),
+    "fabric": (lambda: GossipFabricStrategy(scaler=None), TypeError, r"GossipFabricStrategy\(scaler=...\)"),
+    "optimizer": (lambda: GossipStrategy(optimizer=None), TypeError, r"configure_optimizers\(\)"),
+}
+
+
+def refusals() -> dict[str, str]:
+    texts = {}
+    for name, (call, kind, _) in REFUSED.items():
+        with pytest.raises(kind) as caught:
+            call()
+        texts[name] = str(caught.value)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return launch(refusals, world_size=1)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_by_name(texts: dict[str, str], name: str) -> None:
+    assert re.search(REFUSED[name][2], texts[name])
