@@ -26,7 +26,9 @@ OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequen
 OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
 
 
-def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_bucket: bool) -> tuple[Optimizer, ...]:
+def build_optimizers(
+    optimizer: OptimizerArgument, module: nn.Module, *, in_backward: bool, by_bucket: bool
+) -> tuple[Optimizer, ...]:
     """The optimizers given, or what the factory makes of all named parameters.
 
     Raises
@@ -35,7 +37,7 @@ def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_buck
         Neither Optimizers nor a factory of them.
     ValueError
         One holds a parameter that the module does not have, or that another one holds too; or, to be stepped
-        ``by_bucket``, needs a closure or has step pre-hooks.
+        ``in_backward``, needs a closure, or, even ``by_bucket``, has step pre-hooks.
     """
     if optimizer is None:
         return ()
@@ -52,6 +54,11 @@ def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_buck
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, several, or a factory of them, got {type(single).__name__}"
             )
+        if in_backward and requires_closure(single):
+            raise ValueError(
+                f"{type(single).__name__} evaluates a closure several times a step, which cannot run inside backward; "
+                "wrap the module with step_in_backward=False, or choose an optimizer that steps from gradients alone"
+            )
         if by_bucket:
             _check_steps_by_bucket(single)
     check_parameters_held(optimizers, dict(module.named_parameters()))
@@ -60,11 +67,6 @@ def build_optimizers(optimizer: OptimizerArgument, module: nn.Module, *, by_buck
 
 def _check_steps_by_bucket(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    if requires_closure(optimizer):
-        raise ValueError(
-            f"{name} evaluates a closure several times a step, which cannot run inside backward; wrap the module with "
-            "step_in_backward=False, or choose an optimizer that steps from gradients alone"
-        )
     for key, value in vars(optimizer).items():
         if key not in ("state", "param_groups") and _holds_more(value):
             raise ValueError(

@@ -197,7 +197,8 @@ def _check(
     check_arguments(arguments, module)
     check_parameters(module)
     check_not_wrapped(module)
-    optimizers = build_optimizers(arguments.optimizer, module, by_bucket=arguments.updates_by_bucket)
+    in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
+    optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
     averages_buffers = arguments.buffers == "average"

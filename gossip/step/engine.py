@@ -81,6 +81,8 @@ class StepEngine(Liveness, ABC):
         Called once at the beginning of every step.
     on_step_end : callable or None
         Called once at the end of every step, when the number of steps has been counted up.
+    on_close : callable or None
+        Called when nothing can be trained any more.
     error : BaseException or None
         What ended the training on this rank: the ranks are no longer in step.
     """
@@ -111,6 +113,7 @@ class StepEngine(Liveness, ABC):
         self.on_forward: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.on_step_end: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
         self.error: BaseException | None = None
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
@@ -407,3 +410,5 @@ class StepEngine(Liveness, ABC):
             bucket.release()
         self.exchanges.in_flight = [None] * len(self.buckets)
         self.error = self.error or GossipError("this GossipDataParallel has been closed")
+        if self.on_close is not None:
+            self.on_close()

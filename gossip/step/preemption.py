@@ -40,13 +40,18 @@ class Preemption:
         self._is_due = False
 
     def install(self) -> None:
-        """Handle SIGTERM from now on. Local."""
+        """Handle SIGTERM from now on until the model is closed. Local."""
         is_main = threading.current_thread() is threading.main_thread()
         engine = self._engine()
         if engine is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        engine.on_forward = self._leave_if_due
+        engine.on_forward, engine.on_close = self._leave_if_due, self._remove
         signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _remove(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == self._on_signal:  # or another one is asked first by now
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         engine = self._engine()

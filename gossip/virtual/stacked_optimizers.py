@@ -33,7 +33,7 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
         As :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or one of them does not update element by
         element.
     """
-    optimizers = build_optimizers(optimizer, module, by_bucket=True)
+    optimizers = build_optimizers(optimizer, module, in_backward=True, by_bucket=True)
     for optimizer in optimizers:
         _check_elementwise(optimizer)
         stack_groups(optimizer, stacks)

@@ -165,8 +165,9 @@ def test_closure_optimizer_works_outside_backward_and_is_refused_inside() -> Non
     fit(model, model.optimizer)
     assert model.step == 3
     assert_equal(model, plain)
-    with pytest.raises(ValueError, match=r"LBFGS evaluates a closure several times a step.*step_in_backward=False"):
-        GossipDataParallel(make_module(), unnamed)
+    for options in ({}, {"clip_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
+        with pytest.raises(ValueError, match=r"LBFGS evaluates a closure several times a step.*step_in_backward=False"):
+            GossipDataParallel(make_module(), unnamed, **options)
 
 
 class CountingInGroup(torch.optim.SGD):

@@ -348,3 +348,15 @@ def test_there_must_be_a_store() -> None:
         gossip.join_training("nowhere")
     with pytest.raises(LaunchError, match=r"there is no key-value store at 127.0.0.1:1"):
         gossip.join_training("127.0.0.1:1", timeout=timedelta(seconds=1))
+
+
+def handlers_of_sigterm() -> list[Any]:
+    found = [signal.getsignal(signal.SIGTERM)]
+    model = make_model(4, {"topology": "ring"})
+    found.append(signal.getsignal(signal.SIGTERM))
+    model.close()
+    return [each is signal.SIG_DFL for each in (*found, signal.getsignal(signal.SIGTERM))]
+
+
+def test_sigterm_is_handled_until_the_model_is_closed() -> None:
+    assert gossip.launch(handlers_of_sigterm, world_size=2) == [[True, False, True]] * 2
