@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from repository import GOSSIP
 
-FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "sklearn", "safetensors", "tensorboard", "rich"}
+FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "sklearn", "safetensors", "rich"}
+FORBIDDEN |= {"mlflow", "tensorboard", "wandb"}
 TRAINERS = {"accelerate", "lightning", "transformers"}
 FORBIDDEN |= TRAINERS
 

@@ -35,12 +35,16 @@ def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
         "training.svg",
         "consensus.svg",
         "topology.svg",
+        "training.png",
+        "consensus.png",
+        "topology.png",
         "tensorboard",
+        "loggers",
     }
     config = OmegaConf.load(folder / "config.yaml")
     assert (config.method, config.topology.name, config.launch.world_size) == ("gossip", "one_peer_exponential", 2)
     assert json.loads((folder / "versions.json").read_text())["torch"] == torch.__version__
-    assert all(list((folder / "tensorboard" / f"rank{rank}").iterdir()) for rank in range(2))
+    assert list((folder / "tensorboard" / "mean").iterdir())
 
     summary = json.loads((folder / "summary.json").read_text())
     digits = datasets.digits()
@@ -53,6 +57,7 @@ def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
     for rank in range(2):
         records = read_jsonl(folder / f"rank{rank}.jsonl")
         assert [record["step"] for record in records] == list(range(summary["steps"]))
+        assert (records[0]["epoch"], records[-1]["epoch"]) == (0, 1)
         assert records[-1]["consensus_distance"] == summary["consensus_distance_before"] > 0
         assert sum("averaged_test_accuracy" in record for record in records) == 2
     assert f"{summary['averaged_test_accuracy']:.2%}" in run.stdout

@@ -29,9 +29,10 @@ def explain(error: BaseException, config_folder: Path, config_name: str = "train
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        names = sorted(error.options)
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        # Of a list of files hydra does not say what there is.
+        names = sorted(error.options or (path.stem for path in (config_folder / group).glob("*.yaml")))
         return f"there is no {group}={name}{nearest(name, names)} Available: {', '.join(names)}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no value; set it: {error.full_key}=..."
@@ -163,8 +164,9 @@ def _keys_of_this(config_folder: Path, config_name: str) -> Iterator[str]:
 def _chosen_files(arguments: Sequence[str], config_folder: Path) -> Iterator[str]:
     for argument in arguments:
         group, _, name = argument.partition("=")
-        is_registered = name in registered(group, config_folder)
-        if is_registered or (group and (config_folder / group / f"{name}.yaml").is_file()):
+        names = name[1:-1].split(",") if name.startswith("[") else [name]  # as of logger=[jsonl,wandb]
+        has_files = group and all((config_folder / group / f"{each.strip()}.yaml").is_file() for each in names)
+        if has_files or name in registered(group, config_folder):
             yield argument
 
 

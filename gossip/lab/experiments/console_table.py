@@ -29,10 +29,11 @@ def print_run(summary: Mapping[str, Any], folder: Path) -> None:
 
 def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Print one line per run, then why those failed that did."""
+    from rich.markup import escape  # a list such as logger=[jsonl,wandb] would be taken for a style
     from rich.table import Table
 
     common = _common_overrides(summaries)
-    table = Table(title=" ".join([f"{len(summaries)} runs", *common]))
+    table = Table(title=escape(" ".join([f"{len(summaries)} runs", *common])))
     for column in ("job", "overrides", "status"):
         table.add_column(column)
     for column in (
@@ -49,7 +50,7 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     for summary in summaries:
         cells = _sweep_cells(summary) if summary["status"] == "completed" else ()
         own = [override for override in summary["overrides"] if override not in common]
-        table.add_row(summary["job"], "\n".join(own), summary["status"], *cells)
+        table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
     print_table(table)
     for summary in summaries:
         if summary["status"] != "completed":

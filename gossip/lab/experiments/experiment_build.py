@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
 from gossip.lab.experiments.datasets import Data
-from gossip.lab.experiments.loggers import Logger
 from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
 from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
+from gossip.lab.loggers.logger_choice import JSONL, logging_settings
 from gossip.step.wrapper_arguments import prepare_algorithm
 from topologies import Topology
 from topologies.registry import Registry
@@ -57,8 +57,8 @@ class Experiment:
         ``(named parameters) -> Optimizer``.
     make_scheduler : callable
         ``(optimizer, total_steps) -> LRScheduler``, stepped once per step.
-    make_logger : callable
-        ``(folder) -> Logger`` for the numbers of one rank besides its JSON lines, or None.
+    is_followed : bool
+        Whether loggers are chosen besides the JSON lines.
     """
 
     settings: Settings
@@ -73,7 +73,7 @@ class Experiment:
     make_module: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
-    make_logger: Callable[[str], Logger] | None
+    is_followed: bool
 
     @property
     def total_steps(self) -> int:
@@ -128,7 +128,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config, "optimizer"),
         make_scheduler=_factory(config, "scheduler"),
-        make_logger=_factory(config, "logger") if config["logger"].get("_target_") else None,
+        is_followed=any(name != JSONL for name in config.get("logger") or ()),
     )
 
 
@@ -217,6 +217,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         options = wrapper_options(config)
         _checked(config, SECTION)
         check_wrapper_options(options, settings)
+        logging_settings(config)
         if meanwhile is not None:
             meanwhile()
         experiment = build(config)

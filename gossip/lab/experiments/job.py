@@ -20,7 +20,9 @@ from gossip.lab.experiments.new_folders import missing, remove_empty
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.experiments.stopping import signals_for_workers
-from gossip.lab.experiments.training import train, train_experiment
+from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
+from gossip.lab.loggers.following import Following
+from gossip.lab.loggers.logger import Ending
 from gossip.launching import DEFAULT_TIMEOUT, fork_server
 
 PRELOAD = (
@@ -114,6 +116,9 @@ def _run_in_folder(
 ) -> dict[str, Any]:
     """``takes_back``: whether the folder is given up if the run is refused before it has begun."""
     has_begun = False
+    following: Following | None = None
+    ending: Ending | None = None
+    figures: tuple[Path, ...] = ()
 
     def last_words(why: str) -> str:
         is_first = run_folder.write_failure(folder, _failure(config, overrides, f"rank {world.rank} failed: {why}"))
@@ -122,6 +127,7 @@ def _run_in_folder(
     try:
         with _refused_by_all(world):
             experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
+            following = Following(config, folder) if world.rank == 0 else None
         world.close()
         has_begun = True
         if world.rank == 0:
@@ -146,7 +152,10 @@ def _run_in_folder(
                 newest = max((max(change["members"]) for change in changes), default=0)
                 num_ranks = max(summary["world_size"], newest + 1)
                 run_folder.draw_figures(folder, num_ranks, experiment.topology, changes)
+                if following:
+                    figures = run_folder.draw_figures(folder, num_ranks, experiment.topology, changes, form="png")
             run_folder.write_summary(folder, summary)
+        ending = Ending("completed", summary, figures, folder / MODEL_FILE)
     except BaseException as error:
         is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)
         if takes_back and is_refused:
@@ -156,10 +165,14 @@ def _run_in_folder(
         why = reason(error)
         if dist.is_initialized() and isinstance(error, Exception) and not isinstance(error, ConfigurationError):
             why = f"rank {world.rank} failed: {why}"
-        if run_folder.write_failure(folder, _failure(config, overrides, why)) and not is_refusal(error):
+        failure = _failure(config, overrides, why)
+        ending = Ending("stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed", failure)
+        if run_folder.write_failure(folder, failure) and not is_refusal(error):
             on_failure()
         raise
     finally:
+        if following is not None:
+            following.end(ending)
         if world.rank == 0:
             restore_cursor()
     return summary
@@ -227,7 +240,7 @@ def _start_fork_server() -> None:
 
 @contextlib.contextmanager
 def _refused_by_all(world: World) -> Iterator[None]:
-    """A ConfigurationError of one rank within the block is raised on all of them, so that none waits for it in vain."""
+    """A ConfigurationError of one rank within the block is raised on all of them, so that none waits for it."""
     own: ConfigurationError | None = None
     try:
         yield

@@ -16,7 +16,7 @@ from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 
 CHECKPOINT_FOLDER = "checkpoints"
-MAY_CHANGE = ("launch", "checkpoint", "profile", "engine")
+MAY_CHANGE = ("launch", "checkpoint", "profile", "engine", "logger", "logging")
 """What of a configuration is no part of the mathematics. (The number of ranks is, but it is said and wanted.)"""
 
 _NOT_SET = object()
@@ -78,6 +78,8 @@ def continued_configuration(
             f"resume={asked['resume']} goes on as that run was configured, but {', '.join(texts)}; leave that out, or "
             "begin another run"
         )
+    if "logger" in prefixes:
+        config["logger"] = asked.get("logger") or {}  # a choice of files, which takes the place of the one there
     for key in different:
         if key in now:
             *path, last = key.split(".")

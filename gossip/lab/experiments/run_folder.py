@@ -145,7 +145,12 @@ def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
 
 def clear(folder: Path) -> None:
     """Forget a run that has left nothing to go on from, so that :func:`claim` can begin it again. Locked."""
-    for path in (folder / CONFIG_FILE, folder / SUMMARY_FILE, *folder.glob("rank*.jsonl")):
+    for path in (
+        folder / CONFIG_FILE,
+        folder / SUMMARY_FILE,
+        *folder.glob("rank*.jsonl"),
+        folder / records.TOGETHER_FILE,
+    ):
         path.unlink(missing_ok=True)
 
 
@@ -211,21 +216,29 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
 
 
 def draw_figures(
-    folder: Path, num_ranks: int, topology: Topology | None, changes: Sequence[Mapping[str, Any]] = ()
-) -> None:
-    """Draw loss and accuracy, the consensus distance, and the topology's rounds as SVG.
+    folder: Path,
+    num_ranks: int,
+    topology: Topology | None,
+    changes: Sequence[Mapping[str, Any]] = (),
+    *,
+    form: str = "svg",
+) -> tuple[Path, ...]:
+    """Draw loss and accuracy, the consensus distance, and the topology's rounds, as SVG or PNG (``form``).
 
     ``num_ranks`` counts those too that joined; ``changes`` are the summary's.
     """
     files = records.record_files(folder, num_ranks)
     by_rank = [records.read_jsonl(path) for path in files if path.exists()]  # who ended at once has written nothing
-    for draw, name in ((run_figures.training_figure, "training.svg"), (run_figures.consensus_figure, "consensus.svg")):
+    drawn: list[Path] = []
+    for draw, name in ((run_figures.training_figure, "training"), (run_figures.consensus_figure, "consensus")):
         try:
-            draw(by_rank, folder / name, changes)
+            drawn.append(draw(by_rank, folder / f"{name}.{form}", changes))
         except ValueError as error:  # a run that diverged has no numbers to draw, but has a result
-            logger.warning("{} is left out: {}", name, error)
+            logger.warning("{}.{} is left out: {}", name, form, error)
     if topology is not None:
-        topologies.draw(topology, folder / "topology.svg")
+        drawn.append(folder / f"topology.{form}")
+        topologies.draw(topology, drawn[-1])
+    return tuple(drawn)
 
 
 def versions() -> dict[str, str]:

@@ -56,7 +56,6 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "compression": (_own("gossip.compression"),),
     "optimizer": (_OPTIMIZERS, _own("gossip.optimizers.accum_adam")),
     "scheduler": (_own("gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
-    "logger": (_own("gossip.lab.experiments.loggers"),),
 }
 """By the section of the configuration, nested targets included; elsewhere there are none."""
 

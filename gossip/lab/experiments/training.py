@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch.autograd.profiler import record_function
 from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
-from gossip.lab.experiments.loggers import Logger
 from gossip.lab.experiments.progress_bar import ProgressBar, configure_logging
-from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, other_file
+from gossip.lab.experiments.records import cut_jsonl, other_file
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
@@ -27,6 +26,9 @@ from gossip.lab.experiments.stopping import Stopping
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
+from gossip.lab.loggers.following import say_begun
+from gossip.lab.loggers.jsonl_logger import JsonlLogger
+from gossip.lab.loggers.logger import Beginning, Ending, Logger
 
 MODEL_FILE = "model.safetensors"
 
@@ -91,20 +93,15 @@ def train_experiment(
         elif settings.resumes:
             state.load()
             _cut_records(folder, method, state.step)
-        records = JsonlWriter(folder / f"{method.name}.jsonl")
-        loggers: list[Logger] = [records]
-        if experiment.make_logger is not None:
-            loggers.append(experiment.make_logger(str(folder / "tensorboard" / method.name)))
-        for opened in loggers:
-            stack.callback(opened.close)
+        records = stack.enter_context(_begun_records(experiment, method, state, folder))
         if tracer is not None:
             stack.callback(tracer.close)
         bar = stack.enter_context(ProgressBar(state.total_steps, first_step=state.step, visible=world.rank == 0))
-        last, signal_number = _make_all_steps(experiment, method, tracer, state, bar, loggers, last_words)
+        last, signal_number = _make_all_steps(experiment, method, tracer, state, bar, records, last_words)
         if signal_number is None:
             summary = _finish(experiment, method, state, last)
             summary["wall_time_s"] = state.earlier_wall_time_s
-            _log(loggers, last)
+            _log(records, last)
         else:
             summary = {"signal": signal_number}
     if world.rank == 0 and signal_number is None:
@@ -119,7 +116,7 @@ def _make_all_steps(
     tracer: Tracer | None,
     state: RunState,
     bar: ProgressBar,
-    loggers: list[Logger],
+    records: Logger,
     last_words: Callable[[str], str],
 ) -> tuple[dict[str, Any], int | None]:
     """Train to the end, or until a signal asks all ranks to save and stop.
@@ -136,12 +133,10 @@ def _make_all_steps(
         for last in _steps(experiment, method, tracer, state):
             bar.update(last)
             if state.step < total_steps:
-                _log(loggers, last)
+                _log(records, last)
                 stops = not stopping.goes_on(state.step)
                 if stops or every(checkpoint_every, state.step):
-                    for opened in loggers:
-                        if isinstance(opened, JsonlWriter):
-                            opened.sync()  # a checkpoint that survives finds all the records before it
+                    records.flush()  # a checkpoint that survives finds all the records before it
                     state.save()
                 if stops:
                     return last, stopping.signal_number
@@ -242,9 +237,25 @@ def _cut_records(folder: Path, method: Method, step: int) -> None:
                 cut_jsonl(path, step)
 
 
-def _log(loggers: list[Logger], record: Mapping[str, Any]) -> None:
-    for opened in loggers:
-        opened.log(record["step"], {key: value for key, value in record.items() if key != "step"})
+@contextmanager
+def _begun_records(experiment: Experiment, method: Method, state: RunState, folder: Path) -> Iterator[Logger]:
+    """This process's records, within the block. Collective if the run is resumed."""
+    settings, world = experiment.settings, method.world
+    rank = world.member if settings.engine == "processes" else None
+    records = JsonlLogger()
+    records.begin(Beginning(folder, rank, world.world_size, state.step))
+    try:
+        if settings.resumes and experiment.is_followed:
+            world.gather_bytes(b"", "waiting until all ranks have cut their records")
+        if world.rank == 0 and experiment.is_followed:
+            say_begun(folder, state.step)
+        yield records
+    finally:
+        records.end(Ending("completed", {}))
+
+
+def _log(records: Logger, record: Mapping[str, Any]) -> None:
+    records.log(record["step"], {key: value for key, value in record.items() if key != "step"})
 
 
 def _consensus(method: Method) -> dict[str, float]:

@@ -152,8 +152,9 @@ def test_figures_without_matplotlib_name_the_extra(monkeypatch: pytest.MonkeyPat
 def test_experiment_modules_load_no_optional_package_and_figures_no_pyplot(tmp_path: Path) -> None:
     code = f"""
 import sys
-from gossip.lab.experiments import datasets, loggers, models, partition, records, run_figures
-optional = {{"sklearn", "matplotlib", "tensorboard", "rich", "hydra", "safetensors"}}
+from gossip.lab.experiments import datasets, models, partition, records, run_figures
+from gossip.lab.loggers import following
+optional = {{"sklearn", "matplotlib", "tensorboard", "wandb", "mlflow", "rich", "hydra", "safetensors"}}
 if loaded := sorted(optional & set(sys.modules)):
     sys.exit(f"loaded {{loaded}}")
 run_figures.consensus_figure([[{{"step": 0, "consensus_distance": 1.0}}]], {str(tmp_path / "consensus.png")!r})

@@ -1,17 +1,14 @@
-"""JSON line records, and the TensorBoard logger."""
+"""JSON line records."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gossip.lab.experiments.loggers import TensorBoardLogger
 from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, read_jsonl
 
 
@@ -114,26 +111,6 @@ def test_records_refuse_a_tensor_and_stay_whole(tmp_path: Path) -> None:
 def test_records_refuse_flush_every_zero(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="flush_every must be at least 1, got 0"):
         JsonlWriter(tmp_path / "rank0.jsonl", flush_every=0)
-
-
-def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path / "rank0")
-    logger.log(0, {"loss": 2.0, "accuracy": 0.25})
-    logger.log(5, {"loss": 1.0, "gradient_norm": None, "bytes_by_peer": {"1": 8, "2": 16}})
-    logger.close()
-    events = EventAccumulator(str(tmp_path / "rank0")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 2.0), (5, 1.0)]
-    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(0, 0.25)]
-    assert [(event.step, event.value) for event in events.Scalars("bytes_by_peer/2")] == [(5, 16)]
-
-
-def test_tensorboard_logger_without_tensorboard_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match=r"clone.*pip install '\.\[tensorboard\]'"):
-        TensorBoardLogger(tmp_path)
 
 
 def test_summary_of_a_diverged_run_is_valid_json(tmp_path: Path) -> None:

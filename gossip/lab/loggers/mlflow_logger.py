@@ -1,0 +1,119 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gossip.lab.experiments.records import without_non_finite
+from gossip.lab.loggers.logger import Beginning, Ending, flattened
+
+NAME = "mlflow"
+_MARK = "loss"  # every record has it; of a record it is handed over last
+_MAX_METRICS, _MAX_PARAMS = 1000, 100  # of a batch, by MLflow's limits
+_MAX_CHARACTERS = 6000  # of a parameter's value
+_STATUS = {"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+
+
+class MlflowLogger:
+    """An MLflow run; a resumed run is the same one, whose id is kept in the run's folder.
+
+    Parameters
+    ----------
+    tracking_uri : str or None
+        None: the SQLite file ``mlflow.db`` in the run's folder.
+    experiment : str
+        Made if there is none of that name.
+    """
+
+    libraries: tuple[str, ...] = (NAME, "sqlalchemy", "alembic")
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str = "gossip-training") -> None:
+        self._uri, self._experiment = tracking_uri, experiment
+
+    def begin(self, beginning: Beginning) -> int:
+        """Open the run that is kept for this tracking URI, or make one."""
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # of new tables it tells everybody
+        uri = self._uri or f"sqlite:///{beginning.folder.resolve()}/{NAME}.db"
+        self._client = MlflowClient(tracking_uri=uri)
+        self._pending: list[Any] = []
+        state = beginning.read_state(NAME)
+        if state.get("tracking_uri") == uri:
+            self._run_id = str(state["run_id"])
+            self._client.update_run(self._run_id, status="RUNNING")
+            history = self._client.get_metric_history(self._run_id, _MARK)
+            return max((metric.step + 1 for metric in history), default=0)
+        self._run_id = self._new_run(beginning)
+        beginning.write_state(NAME, {"tracking_uri": uri, "run_id": self._run_id})
+        return 0
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep its numbers for the next batch."""
+        from mlflow.entities import Metric
+
+        flat = flattened(values)
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, flat[key], now, step) for key in sorted(flat, key=lambda key: key == _MARK)]
+        if len(self._pending) + len(metrics) > _MAX_METRICS:
+            self.flush()
+        self._pending += metrics
+
+    def flush(self) -> None:
+        """Hand over the numbers that are kept, many at a time."""
+        while self._pending:
+            self._client.log_batch(self._run_id, metrics=self._pending[:_MAX_METRICS])
+            del self._pending[:_MAX_METRICS]
+
+    def end(self, ending: Ending) -> None:
+        """Add the summary's numbers as metrics, the files as artifacts, and end the run."""
+        from mlflow.entities import Metric
+
+        self.flush()
+        if ending.status == "completed":
+            now = int(time.time() * 1000)
+            leaves = _leaves(ending.summary, "summary")
+            self._pending = [
+                Metric(key, float(value), now, 0) for key, value in leaves if isinstance(value, int | float)
+            ]
+            self.flush()
+        self._client.log_dict(self._run_id, without_non_finite(ending.summary), "summary.json")
+        for path in ending.figures:
+            self._client.log_artifact(self._run_id, str(path), "figures")
+        if ending.model is not None:
+            self._client.log_artifact(self._run_id, str(ending.model), "model")
+        self._client.set_terminated(self._run_id, _STATUS[ending.status])
+
+    def _new_run(self, beginning: Beginning) -> str:
+        from mlflow.entities import Param
+
+        tags = dict.fromkeys(beginning.tags, "true") | {"records": beginning.records}
+        if beginning.group:
+            tags["group"] = beginning.group
+        run = self._client.create_run(self._experiment_id(beginning), run_name=beginning.name, tags=tags)
+        params = [Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in _leaves(beginning.config)]
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(run.info.run_id, params=params[first : first + _MAX_PARAMS])
+        return str(run.info.run_id)
+
+    def _experiment_id(self, beginning: Beginning) -> str:
+        from mlflow.exceptions import MlflowException
+
+        # Beside its own database; elsewhere the server says where artifacts are.
+        location = None if self._uri else (beginning.folder.resolve() / "mlflow_artifacts").as_uri()
+        with contextlib.suppress(MlflowException):  # it is there
+            return str(self._client.create_experiment(self._experiment, artifact_location=location))
+        return str(self._client.get_experiment_by_name(self._experiment).experiment_id)
+
+
+def _leaves(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        name = f"{above}/{key}" if above else str(key)
+        if isinstance(value, Mapping):
+            yield from _leaves(value, name)
+        else:
+            yield name, value

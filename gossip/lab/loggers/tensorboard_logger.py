@@ -1,0 +1,78 @@
+"""TensorBoard's event files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gossip.lab.experiments.records import without_non_finite
+from gossip.lab.loggers.logger import Beginning, Ending, flattened
+
+NAME = "tensorboard"
+
+
+class TensorBoardLogger:
+    """Scalars in ``tensorboard/mean`` or ``tensorboard/rank3`` of the run's folder; configuration and summary as texts.
+
+    A run that goes on writes a new event file there, which tells TensorBoard from which step on those before it do not
+    count. It keeps no model.
+    """
+
+    libraries: tuple[str, ...] = (NAME,)
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def begin(self, beginning: Beginning) -> int:
+        """Open an event file; what is not known to be written is written again, and counts instead."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._close_quietly()
+        self._beginning = beginning
+        self._next_step = min(int(beginning.read_state(NAME).get("next_step", 0)), beginning.step)
+        folder = beginning.folder / NAME / beginning.records
+        is_new = not any(folder.glob("events.*"))
+        self._writer = SummaryWriter(str(folder), purge_step=None if is_new else self._next_step)
+        about = {"name": beginning.name, "group": beginning.group, "tags": list(beginning.tags)}
+        self._writer.add_text("run", _code({**about, **beginning.config}), self._next_step)
+        return self._next_step
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add one scalar per number."""
+        for key, number in flattened(values).items():
+            self._writer.add_scalar(key, number, global_step=step)
+        self._next_step = step + 1
+
+    def flush(self) -> None:
+        """Write the event file, and note how far it goes."""
+        self._writer.flush()
+        self._beginning.write_state(NAME, {"next_step": self._next_step})
+
+    def end(self, ending: Ending) -> None:
+        """Add summary and figures, and close the event file."""
+        self._writer.add_text("summary", _code(ending.summary), self._next_step)
+        for path in ending.figures:
+            self._writer.add_image(f"figures/{path.stem}", _pixels(path), self._next_step, dataformats="HWC")
+        self.flush()
+        self._writer.close()
+
+    def _close_quietly(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+
+
+def _code(content: Mapping[str, Any]) -> str:
+    """Markdown that shows it as it is."""
+    text = json.dumps(without_non_finite(content), indent=2, default=str)
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _pixels(path: Any) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))

@@ -1,0 +1,61 @@
+"""How far the files go in which wandb keeps a run on this machine: LevelDB's log format, with a message per record.
+
+https://github.com/google/leveldb/blob/main/doc/log_format.md; wandb has no reader of its own from 0.30 on.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+_BLOCK_BYTES = 32768
+_FILE_HEADER_BYTES = 7
+_HEADER = struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def next_step(folder: Path, run_id: str) -> int:
+    """The step after the newest one that any file of a run has; 0 if there is none.
+
+    Parameters
+    ----------
+    folder : Path
+        In which wandb has made a folder for each attempt at the run.
+    run_id : str
+    """
+    files = folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
+    return max((step + 1 for path in files for step in _steps(path)), default=0)
+
+
+def _steps(path: Path) -> Iterator[int]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for message in _messages(path.read_bytes()):
+        record = Record.FromString(message)
+        if record.WhichOneof("record_type") == "history":
+            for item in record.history.item:
+                if item.key == "_step" or list(item.nested_key) == ["_step"]:
+                    yield int(json.loads(item.value_json))
+
+
+def _messages(content: bytes) -> Iterator[bytes]:
+    """The messages up to the first one that is not whole, at which a process was killed."""
+    position, parts = _FILE_HEADER_BYTES, b""
+    while True:
+        left = _BLOCK_BYTES - position % _BLOCK_BYTES
+        if left < _HEADER.size:
+            position += left
+        if position + _HEADER.size > len(content):
+            return
+        checksum, size, kind = _HEADER.unpack_from(content, position)
+        position += _HEADER.size
+        data = content[position : position + size]
+        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum:
+            return
+        position += size
+        parts = data if kind in (_FULL, _FIRST) else parts + data
+        if kind in (_FULL, _LAST):
+            yield parts

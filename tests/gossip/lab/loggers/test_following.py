@@ -1,0 +1,182 @@
+"""Loggers that fail, hang or are slow: the run goes on and ends, and what comes through is whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger as loguru_logger
+
+from gossip.lab.experiments.records import JsonlWriter
+from gossip.lab.loggers import following
+from gossip.lab.loggers.following import Following, say_begun
+from gossip.lab.loggers.logger import Beginning, Ending
+from gossip.lab.loggers.logger_choice import LOGGERS
+
+DONE = Ending("completed", {"loss": 0.5}, (), Path("model"))
+
+
+class Kept:
+    """A logger whose run outlives it, as one on a server does; ``faults`` are called before each record."""
+
+    libraries: tuple[str, ...] = ()
+    runs: dict[str, list[int]]
+    endings: dict[str, Ending]
+    beginnings: list[Beginning]
+    fault: Callable[[str, int], None]
+
+    def begin(self, beginning: Beginning) -> int:
+        self.beginnings.append(beginning)
+        self.steps = self.runs.setdefault(beginning.records, [])
+        self.records = beginning.records
+        return len(self.steps)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:  # noqa: ARG002
+        type(self).fault(self.records, step)
+        self.steps.append(step)
+
+    def flush(self) -> None:
+        pass
+
+    def end(self, ending: Ending) -> None:
+        self.endings[self.records] = ending
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
+    """The logger "kept", and no pauses."""
+    monkeypatch.setattr(following, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(following, "_RETRY_S", 0.001)
+    monkeypatch.setitem(LOGGERS._entries, "kept", Kept)
+    Kept.runs, Kept.endings, Kept.beginnings, Kept.fault = {}, {}, [], staticmethod(lambda *_: None)
+    yield Kept
+    for thread in threading.enumerate():
+        if thread.name == "gossip-kept":
+            thread.join()
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = loguru_logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    loguru_logger.remove(sink)
+
+
+def start(folder: Path, **logging: Any) -> Following:
+    config = {"logger": {"jsonl": {}, "kept": {}}, "logging": logging, "launch": {"world_size": 2}, "seed": 3}
+    return Following(config, folder)
+
+
+def train(folder: Path, steps: range) -> None:
+    for rank in range(2):
+        with JsonlWriter(folder / f"rank{rank}.jsonl") as writer:
+            for step in steps:
+                writer.log(step, {"loss": rank + step})
+
+
+def test_following_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
+    follows = start(tmp_path, name="mine", group="g", tags=["a"])
+    assert follows
+    say_begun(tmp_path, 0)
+    train(tmp_path, range(700))
+    follows.end(DONE)
+    assert kept.runs == {"mean": list(range(700))}
+    assert kept.endings["mean"].summary == {"loss": 0.5}
+    assert kept.endings["mean"].model is None  # it was not asked for
+    (beginning,) = kept.beginnings
+    assert (beginning.name, beginning.group, beginning.tags) == ("mine", "g", ("a",))
+    assert (beginning.rank, beginning.world_size, beginning.step) == (None, 2, 0)
+    assert beginning.config == {"launch": {"world_size": 2}, "seed": 3}
+    assert told == []
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+
+
+def test_following_of_a_run_that_goes_on_waits_for_the_ranks(tmp_path: Path, kept: type[Kept]) -> None:
+    kept.runs["mean"] = list(range(5))
+    train(tmp_path, range(3))
+    say_begun(tmp_path, 99)  # by an attempt that was killed
+    follows = start(tmp_path)
+    say_begun(tmp_path, 3)
+    train(tmp_path, range(3, 9))
+    follows.end(DONE)
+    assert kept.runs == {"mean": list(range(9))}
+    assert kept.beginnings[0].step == 3
+
+
+def test_following_each_rank(tmp_path: Path, kept: type[Kept]) -> None:
+    follows = start(tmp_path, ranks="each", name="mine")
+    say_begun(tmp_path, 0)
+    train(tmp_path, range(4))
+    follows.end(DONE)
+    assert kept.runs == {"rank0": [0, 1, 2, 3], "rank1": [0, 1, 2, 3]}
+    assert kept.endings.keys() == {"rank0", "rank1"}
+    assert {(each.rank, each.name) for each in kept.beginnings} == {(0, "mine rank 0"), (1, "mine rank 1")}
+
+
+@pytest.mark.parametrize("ranks", ["mean", "each"])
+def test_following_goes_on_after_an_outage_with_one_warning(
+    tmp_path: Path, kept: type[Kept], told: list[str], ranks: str
+) -> None:
+    failures: list[int] = []
+
+    def fault(records: str, step: int) -> None:
+        if records != "rank0" and step == 5 and len(failures) < 4:
+            failures.append(step)
+            raise ConnectionError("the server\nis away")
+
+    kept.fault = staticmethod(fault)
+    follows = start(tmp_path, ranks=ranks)
+    say_begun(tmp_path, 0)
+    train(tmp_path, range(9))
+    follows.end(DONE)
+    assert len(failures) == 4
+    assert all(steps == list(range(9)) for steps in kept.runs.values())
+    assert kept.endings.keys() == kept.runs.keys()
+    (line,) = told
+    assert "logger=kept has failed (ConnectionError: the server is away); training is not affected" in line
+
+
+def test_following_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def fault(_: str, step: int) -> None:
+        if step == 2:
+            hangs.set()
+            may_go_on.wait()
+
+    kept.fault = staticmethod(fault)
+    follows = start(tmp_path, wait_s=0.01)
+    say_begun(tmp_path, 0)
+    train(tmp_path, range(3))
+    hangs.wait()
+    train(tmp_path, range(3, 5))  # nobody waits
+    follows.end(DONE)
+    (line,) = told
+    assert f"logger=kept has not taken everything; training is not affected, and its records are in {tmp_path}" in line
+    assert kept.runs == {"mean": [0, 1]}
+    may_go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "gossip-kept":
+            thread.join()
+    assert kept.endings == {}  # it is not begun on what nobody waits for
+
+
+def test_following_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path: Path, kept: type[Kept]) -> None:
+    follows = start(tmp_path)
+    say_begun(tmp_path, 0)
+    train(tmp_path, range(3))
+    with JsonlWriter(tmp_path / "rank0.jsonl") as writer:
+        writer.log(3, {"loss": 1.0})
+    follows.end(Ending("failed", {"reason": "it"}))
+    assert kept.runs == {"mean": [0, 1, 2]}
+    assert kept.endings["mean"].status == "failed"
+
+
+def test_following_a_refused_run_begins_nothing(tmp_path: Path, kept: type[Kept]) -> None:
+    start(tmp_path).end(None)
+    assert kept.runs == {}
+    assert list(tmp_path.iterdir()) == []

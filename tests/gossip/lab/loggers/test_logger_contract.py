@@ -1,0 +1,160 @@
+"""What holds for every logger: a process is killed, the next one goes on, and nothing is missing or there twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from logger_readers import (
+    SCALARS,
+    assert_same,
+    by_key,
+    mlflow_run,
+    tensorboard_events,
+    wandb_id,
+    wandb_records,
+)
+from PIL import Image
+
+from gossip import LaunchError, launch
+from gossip.lab.loggers.logger import Beginning, Ending
+from gossip.lab.loggers.logger_choice import LOGGERS
+
+NUM_STEPS, FLUSHED, RESUMED_AT = 12, 7, 5
+SUMMARY = {"status": "completed", "reason": "", "loss": 0.25, "diverged": None, "wait_by_peer_s": {"1": 0.5}}
+
+
+def values_of(step: int) -> dict[str, Any]:
+    """As the ranks write them: some not measured, some by peer, some at some steps only, many at one."""
+    values: dict[str, Any] = {
+        "epoch": step // 4,
+        "loss": None if step == 6 else 1 / (step + 1),
+        "gradient_norm": None,
+        "wait_by_peer_s": {"1": 0.5 * step, "10": 3},
+    }
+    if step % 3 == 0:
+        values["averaged_test_loss"] = float(step)
+    if step == 8:
+        values["bytes_by_peer"] = {str(peer): peer for peer in range(1300)}  # more than fit into MLflow's batch
+    return values
+
+
+def beginning(folder: Path, step: int, rank: int | None) -> Beginning:
+    return Beginning(
+        folder,
+        rank,
+        world_size=2,
+        step=step,
+        config={"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "seed": 3},
+        name="a run",
+        group="a group",
+        tags=("first", "second"),
+    )
+
+
+def first_attempt(name: str, folder: Path, rank: int | None) -> None:
+    logger = LOGGERS.get(name)()
+    assert logger.begin(beginning(folder, 0, rank)) == 0
+    for step in range(FLUSHED + 2):
+        logger.log(step, values_of(step))
+        if step == FLUSHED - 1:
+            logger.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def second_attempt(name: str, folder: Path, rank: int | None, figure: str, model: str) -> int:
+    os.environ["WANDB_DATA_DIR"] = str(folder)  # where it stages artifacts
+    logger = LOGGERS.get(name)()
+    first = logger.begin(beginning(folder, RESUMED_AT, rank))
+    for step in range(first, NUM_STEPS - 2):
+        logger.log(step, values_of(step))
+    logger.flush()
+    for step in range(logger.begin(beginning(folder, NUM_STEPS - 2, rank)), NUM_STEPS):  # as after a failure
+        logger.log(step, values_of(step))
+    logger.end(Ending("completed", SUMMARY, (Path(figure),), Path(model)))
+    return first
+
+
+@pytest.fixture(scope="module", params=[*((name, None) for name in LOGGERS.available()), ("jsonl", 3)], ids=str)
+def twice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path, int]:
+    """The logger's name, whose records it got, the run's folder, and where the second attempt went on."""
+    name, rank = request.param
+    folder = tmp_path_factory.mktemp(name)
+    figure, model = folder / "training.png", folder / "model.safetensors"
+    Image.new("RGB", (3, 2), (255, 0, 0)).save(figure)
+    model.write_bytes(b"weights")
+    with pytest.raises(LaunchError, match="SIGKILL"):
+        launch(first_attempt, name, folder, rank, world_size=1)
+    (first,) = launch(second_attempt, name, folder, rank, str(figure), str(model), world_size=1)
+    return name, "mean" if rank is None else f"rank{rank}", folder, first
+
+
+def test_logger_has_every_step_of_every_key_once_after_a_kill(twice: tuple[str, str, Path, int]) -> None:
+    name, records, folder, first = twice
+    assert 0 < first <= FLUSHED + 2
+    assert_same(SCALARS[name](folder, records), by_key({step: values_of(step) for step in range(NUM_STEPS)}))
+
+
+def test_logger_keeps_what_is_not_a_number_of_a_step(twice: tuple[str, str, Path, int]) -> None:
+    name, records, folder, _ = twice
+    CHECKS[name](folder, records)
+
+
+def check_jsonl(folder: Path, _: str) -> None:
+    assert {path.name for path in folder.iterdir()} <= {
+        "rank3.jsonl",
+        "workers.jsonl",
+        "training.png",
+        "model.safetensors",
+    }
+
+
+def check_tensorboard(folder: Path, records: str) -> None:
+    events = tensorboard_events(folder, records)
+    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    run = json.loads(texts["run/text_summary"])
+    assert (run["name"], run["group"], run["tags"], run["seed"]) == ("a run", "a group", ["first", "second"], 3)
+    assert json.loads(texts["summary/text_summary"]) == SUMMARY
+    (image,) = events.Images("figures/training")
+    assert (image.width, image.height) == (3, 2)
+
+
+def check_wandb(folder: Path, records: str) -> None:
+    found = wandb_records(folder, wandb_id(folder, records))
+    for run in (record.run for record in found if record.WhichOneof("record_type") == "run"):
+        assert (run.display_name, run.run_group, list(run.tags)) == ("a run", "a group", ["first", "second"])
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["optimizer"] == {"lr": 0.1, "betas": [0.9, 0.99]}
+    summary: dict[str, Any] = {}
+    for record in found:
+        if record.WhichOneof("record_type") == "summary":
+            for item in record.summary.update:
+                summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    assert summary["loss"] == 0.25
+    assert summary["status"] == "completed"
+    image = summary["figures/training"]
+    assert list(folder.glob(f"wandb/offline-run-*/files/{image['path']}"))
+    (artifact,) = (record.artifact for record in found if record.WhichOneof("record_type") == "artifact")
+    assert (artifact.type, artifact.manifest.contents[0].path) == ("model", "model.safetensors")
+    assert [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"][-1] == 0
+
+
+def check_mlflow(folder: Path, records: str) -> None:
+    client, run = mlflow_run(folder, records)
+    assert (run.info.run_name, run.info.status) == ("a run", "FINISHED")
+    assert run.data.params == {"optimizer/lr": "0.1", "optimizer/betas": "[0.9, 0.99]", "seed": "3"}
+    tags = {"group": "a group", "first": "true", "second": "true", "records": records}
+    assert tags.items() <= run.data.tags.items()
+    assert run.data.metrics["summary/loss"] == 0.25
+    run_id = run.info.run_id
+    assert client.list_artifacts(run_id, "figures")[0].path == "figures/training.png"
+    assert client.list_artifacts(run_id, "model")[0].path == "model/model.safetensors"
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+CHECKS = {"jsonl": check_jsonl, "tensorboard": check_tensorboard, "wandb": check_wandb, "mlflow": check_mlflow}
+"""One row per logger."""

@@ -1,0 +1,124 @@
+"""Means over ranks from files that grow, while ranks are slow, lost, joining or fewer than before."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossip.lab.loggers import record_streams
+from gossip.lab.loggers.record_streams import MeanStream, RankStream
+
+
+def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) -> None:
+    """Append records whose loss is 10 step + rank."""
+    name = f"rank{rank}.jsonl" if isinstance(rank, int) else rank
+    with (folder / name).open("a") as file:
+        for step in steps:
+            loss = 10 * step + (rank if isinstance(rank, int) else 0)
+            file.write(json.dumps({"step": step, "loss": loss, **values}) + "\n")
+
+
+def losses(stream: MeanStream | RankStream, limit: int = 100, *, is_whole: bool = False) -> dict[int, float]:
+    found = stream.read(limit, is_whole=is_whole)
+    assert [step for step, _ in found] == sorted({step for step, _ in found})
+    return {step: values["loss"] for step, values in found}
+
+
+def test_mean_of_a_step_waits_for_the_slowest_rank(tmp_path: Path) -> None:
+    stream = MeanStream(tmp_path, 3, 0)
+    assert losses(stream) == {}
+    write(tmp_path, 0, range(4))
+    write(tmp_path, 1, range(2))
+    assert losses(stream) == {}
+    write(tmp_path, 2, range(1))
+    assert losses(stream) == {0: 1}
+    write(tmp_path, 2, range(1, 4))
+    assert losses(stream) == {1: 11}
+    write(tmp_path, 1, range(2, 4))
+    assert losses(stream, limit=1) == {2: 21}
+    assert losses(stream) == {3: 31}
+    assert losses(stream, is_whole=True) == {}
+
+
+def test_mean_is_over_those_that_have_a_value(tmp_path: Path) -> None:
+    write(tmp_path, 0, [0], wait_by_peer_s={"1": 1.0}, norm=None, diverged=None)
+    write(tmp_path, 1, [0], wait_by_peer_s={"1": 3.0, "2": 5.0}, norm=7, diverged=None)
+    ((_, values),) = MeanStream(tmp_path, 2, 0).read(9, is_whole=False)
+    assert math.isnan(values.pop("diverged"))
+    assert values == {"loss": 0.5, "wait_by_peer_s/1": 2.0, "wait_by_peer_s/2": 5.0, "norm": 7.0}
+
+
+def test_mean_without_a_line_that_is_not_finished(tmp_path: Path) -> None:
+    write(tmp_path, 0, [0])
+    (tmp_path / "rank1.jsonl").write_text('{"step": 0, "loss": 1')
+    stream = MeanStream(tmp_path, 2, 0)
+    assert losses(stream) == {}
+    with (tmp_path / "rank1.jsonl").open("a") as file:
+        file.write("}\n")
+    assert losses(stream) == {0: 0.5}
+
+
+def test_mean_after_a_loss_is_that_of_the_others(tmp_path: Path) -> None:
+    write(tmp_path, 0, range(3), num_ranks=3)
+    write(tmp_path, 1, range(3), num_ranks=3)
+    write(tmp_path, 2, range(2), num_ranks=3)  # and is killed in step 2
+    stream = MeanStream(tmp_path, 3, 0)
+    assert losses(stream) == {0: 1, 1: 11}
+    write(tmp_path, 0, [3], num_ranks=2)
+    assert losses(stream) == {2: 20.5}
+    write(tmp_path, 1, [3], num_ranks=2)
+    assert losses(stream) == {3: 30.5}
+
+
+def test_mean_with_a_rank_that_joins(tmp_path: Path) -> None:
+    write(tmp_path, 0, range(4), num_ranks=2)
+    write(tmp_path, 1, range(4), num_ranks=2)
+    stream = MeanStream(tmp_path, 2, 0)
+    assert losses(stream) == {step: 10 * step + 0.5 for step in range(4)}
+    for rank in (0, 1):
+        write(tmp_path, rank, [4], num_ranks=3)
+    assert losses(stream) == {}
+    write(tmp_path, 5, [4], num_ranks=3)
+    assert losses(stream) == {4: 42}
+
+
+def test_mean_of_what_is_settled_is_over_whoever_made_it(tmp_path: Path) -> None:
+    write(tmp_path, "workers.jsonl", range(2))  # in one process, at first
+    for rank in range(2):
+        write(tmp_path, rank, range(2, 4))  # then two, resumed with three at step 4
+    stream = MeanStream(tmp_path, 3, 0, settled_steps=4)
+    assert losses(stream) == {0: 0, 1: 10, 2: 20.5, 3: 30.5}
+    for rank in range(2):
+        write(tmp_path, rank, [4])
+    assert losses(stream) == {}
+    write(tmp_path, 2, [4])
+    assert losses(stream) == {4: 41}
+
+
+def test_mean_takes_what_there_is_once_the_run_is_whole(tmp_path: Path) -> None:
+    write(tmp_path, 0, range(3))  # the others are on a machine without this folder
+    stream = MeanStream(tmp_path, 2, 0)
+    assert losses(stream) == {}
+    assert losses(stream, is_whole=True) == {0: 0, 1: 10, 2: 20}
+
+
+@pytest.mark.parametrize("first", [0, 3, 500])
+def test_streams_begin_at_a_step_and_keep_little_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr(record_streams, "AHEAD", 4)
+    for rank in range(2):
+        write(tmp_path, rank, range(100))
+    means, own = MeanStream(tmp_path, 2, first), RankStream(tmp_path / "rank1.jsonl", first)
+    found: dict[int, float] = {}
+    while batch := losses(means, limit=7):
+        assert len(batch) <= 7
+        assert all(len(stream.waiting) <= 4 for stream in means._ranks.values())
+        found |= batch
+    assert found == {step: 10 * step + 0.5 for step in range(first, 100)}
+    assert losses(own, limit=1000) == {step: 10 * step + 1 for step in range(first, 100)}

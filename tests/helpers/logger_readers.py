@@ -1,0 +1,125 @@
+"""What each logger has of a run's folder, by the reader that its own library brings."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.loggers.logger import flattened
+
+Scalars = dict[str, list[tuple[int, float]]]
+"""By key the steps and values, in the order in which they were logged."""
+
+
+def by_key(records: Mapping[int, Mapping[str, Any]]) -> Scalars:
+    """The scalars of records by step."""
+    scalars: Scalars = {}
+    for step, values in records.items():
+        for key, value in flattened(values).items():
+            scalars.setdefault(key, []).append((step, value))
+    return scalars
+
+
+def jsonl_scalars(folder: Path, records: str) -> Scalars:
+    path = folder / ("workers.jsonl" if records == "mean" else f"{records}.jsonl")
+    lines = read_jsonl(path)
+    assert len({line["step"] for line in lines}) == len(lines)
+    return by_key({line.pop("step"): line for line in lines})
+
+
+def tensorboard_scalars(folder: Path, records: str) -> Scalars:
+    events = tensorboard_events(folder, records)
+    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def tensorboard_events(folder: Path, records: str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard" / records), size_guidance={"scalars": 0}).Reload()
+
+
+def wandb_records(folder: Path, run_id: str) -> list[Any]:
+    """Of all offline files of the run, in the order in which they were written."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    found = []
+    for path in sorted(folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        try:
+            while (message := store.scan_data()) is not None:
+                found.append(Record.FromString(message))
+        except AssertionError:  # where its writer was killed
+            pass
+        finally:
+            store.close()
+    return found
+
+
+def wandb_id(folder: Path, records: str) -> str:
+    return str(json.loads((folder / "loggers" / f"wandb_{records}.json").read_text())["id"])
+
+
+def wandb_scalars(folder: Path, records: str) -> Scalars:
+    scalars: Scalars = {}
+    for record in wandb_records(folder, wandb_id(folder, records)):
+        if record.WhichOneof("record_type") == "history":
+            values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            step = int(values["_step"])
+            for key, value in values.items():
+                if not key.startswith("_"):
+                    scalars.setdefault(key, []).append((step, float(json.loads(value))))
+    return scalars
+
+
+def mlflow_run(folder: Path, records: str) -> tuple[Any, Any]:
+    """A client, and the run."""
+    from mlflow import MlflowClient
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The ``noload`` loader strategy")  # MLflow's use of SQLAlchemy 2.1
+        client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    state = json.loads((folder / "loggers" / f"mlflow_{records}.json").read_text())
+    return client, client.get_run(state["run_id"])
+
+
+def mlflow_scalars(folder: Path, records: str) -> Scalars:
+    client, run = mlflow_run(folder, records)
+    histories = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+    return {
+        key: sorted((metric.step, metric.value) for metric in history)
+        for key, history in histories.items()
+        if not key.startswith("summary/")
+    }
+
+
+SCALARS: dict[str, Callable[[Path, str], Scalars]] = {
+    "jsonl": jsonl_scalars,
+    "tensorboard": tensorboard_scalars,
+    "wandb": wandb_scalars,
+    "mlflow": mlflow_scalars,
+}
+"""One row per logger."""
+
+
+def assert_same(found: Scalars, expected: Scalars, *, made_twice: range = range(0)) -> None:
+    """Every key at exactly its steps, with its values in single precision.
+
+    Of steps that were made twice the times are those of either attempt, and so are the peers whose messages came.
+    """
+    assert found.keys() == expected.keys()
+    for key in expected:
+        kept, wanted = (
+            [pair for pair in scalars[key] if not (pair[0] in made_twice and ("_s" in key or "estimate" in key))]
+            for scalars in (found, expected)
+        )
+        assert [step for step, _ in kept] == [step for step, _ in wanted], key
+        for (step, value), (_, other) in zip(kept, wanted, strict=True):
+            same = math.isnan(value) if math.isnan(other) else math.isclose(value, other, rel_tol=1e-6)
+            assert same, (key, step, value, other)
