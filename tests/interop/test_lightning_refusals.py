@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +77,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-def refusals() -> dict[str, str]:
+def refusals(folder: str) -> dict[str, str]:
+    os.chdir(folder)  # a callback writes what the refusal leaves
     texts = {}
     for name, (call, kind, _) in REFUSED.items():
         with pytest.raises(kind) as caught:
@@ -86,8 +88,8 @@ def refusals() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def texts() -> dict[str, str]:
-    return launch(refusals, world_size=1)[0]
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return launch(refusals, str(tmp_path_factory.mktemp("refusals")), world_size=1)[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
