@@ -96,6 +96,10 @@ class ModuleFace(nn.Module):
         """The module's own, with its own names. Local."""
         return self.module.named_buffers(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The module's own. Local: it reads no values, and waits for none."""
+        self.module.zero_grad(set_to_none)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own, with its own keys. Local."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)

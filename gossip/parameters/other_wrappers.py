@@ -10,10 +10,10 @@ from gossip.errors import GossipError
 from gossip.private_torch import active_ddp, is_sharded
 
 _REMEDY = (
-    "Call the model itself. With accelerate, leave it out of accelerator.prepare(...), which wraps it, and prepare the "
-    "rest. With transformers.Trainer, wrap the module with step_in_backward=False, pass the Trainer "
-    "optimizers=(model.optimizer, None), and before train() set trainer.accelerator.prepare_model = lambda model, **_: "
-    "model"
+    "Call the model itself. Libraries that wrap models take the bare module: with accelerate, "
+    "gossip.integrations.accelerate.prepare(accelerator, module, ...) in the place of accelerator.prepare(...); with "
+    'transformers, gossip.integrations.transformers.GossipTrainer; with Lightning, Trainer(strategy="gossip") after '
+    "import gossip.integrations.lightning"
 )
 
 

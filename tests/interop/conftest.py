@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import pytest
 from preloaded import PRELOAD
 
-LIBRARIES = ("accelerate", "lightning.pytorch", "peft", "transformers.models.gpt2", "transformers.models.llama", "transformers.trainer")
+LIBRARIES = (
+    "accelerate",
+    "lightning.pytorch",
+    "peft",
+    "transformers.models.gpt2",
+    "transformers.models.llama",
+    "transformers.trainer",
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Libraries that put DistributedDataParallel around a model: refused, and the remedy that is told works."""
+"""Libraries that put DistributedDataParallel around a model that is wrapped already: refused, with the remedy."""
 
 from __future__ import annotations
 
@@ -50,32 +50,24 @@ def make_trainer(model: GossipDataParallel, folder: str) -> Trainer:
     return Trainer(model=model, args=arguments, train_dataset=Tokens(), optimizers=(model.optimizer, None))
 
 
-def train_by_trainer() -> tuple[str, int, float, list[str]]:
+def trained_by_trainer() -> str:
     model = GossipDataParallel(make_module(), ADAMW, "ring", step_in_backward=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, folder)
         with pytest.raises(GossipError) as caught:
             trainer.train()
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        trainer = make_trainer(model, folder)
-        trainer.accelerator.prepare_model = lambda model, **_: model
-        trainer.train()
-        columns = list(next(iter(trainer.get_train_dataloader())))
-    distance, _ = model.consensus_distance()
     model.close()
-    return str(caught.value), model.step, distance, columns
+    return str(caught.value)
 
 
-def test_trainer_is_refused_and_trains_as_the_text_says() -> None:
-    for text, steps, distance, columns in launch(train_by_trainer, world_size=2):
+def test_trainer_is_refused() -> None:
+    for text in launch(trained_by_trainer, world_size=2):
         assert "wrapped by a DistributedDataParallel" in text
-        assert "trainer.accelerator.prepare_model = lambda model, **_: model" in text
-        assert steps == 3
-        assert distance > 0, "gradients were all-reduced"
-        assert columns == ["input_ids", "labels"], "found by the signature of forward"
+        assert "gossip.integrations.transformers.GossipTrainer" in text
 
 
-def train_by_accelerate() -> tuple[str, int, float]:
+def trained_by_accelerate() -> tuple[str, int, float]:
     accelerator = Accelerator(cpu=True)
     model = GossipDataParallel(make_module(), ADAMW, "ring")
     prepared, loader = accelerator.prepare(model, DataLoader(Tokens(), batch_size=2))
@@ -90,9 +82,9 @@ def train_by_accelerate() -> tuple[str, int, float]:
     return str(caught.value), model.step, distance
 
 
-def test_accelerate_is_refused_and_trains_as_the_text_says() -> None:
-    for text, steps, distance in launch(train_by_accelerate, world_size=2):
-        assert "leave it out of accelerator.prepare" in text
+def test_accelerate_is_refused_and_the_model_itself_trains() -> None:
+    for text, steps, distance in launch(trained_by_accelerate, world_size=2):
+        assert "gossip.integrations.accelerate.prepare(accelerator, module, ...)" in text
         assert steps == 4
         assert distance > 0, "gradients were all-reduced"
 

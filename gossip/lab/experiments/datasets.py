@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -191,6 +192,58 @@ def cifar10(folder: str | Path) -> Data:
     train_images = np.concatenate([images for images, _ in batches])
     train_targets = np.concatenate([targets for _, targets in batches])
     return _image_data("cifar10", train_images, train_targets, *_read_cifar10_batch(found / _CIFAR10_TEST_FILE))
+
+
+def as_data(made: Any, name: str) -> Data:
+    """What a user's function has returned, as a data set.
+
+    Parameters
+    ----------
+    made : Data, four arrays, or two datasets
+        Arrays are ``(train_inputs, train_targets, test_inputs, test_targets)``, tensors or numpy's. Datasets, of which
+        the second one is held out, have a length and samples ``(input, target)``, as torchvision's do; all of them are
+        read into memory.
+    name : str
+        Of the function.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is none of these, or targets are no classes from 0 on.
+    """
+    if isinstance(made, Data):
+        return made
+    parts = list(made) if isinstance(made, tuple | list) else []
+    if len(parts) == 2:
+        parts = [*_stacked(parts[0]), *_stacked(parts[1])]
+    if len(parts) != 4:
+        raise TypeError(
+            f"{name} must return a gossip.lab.experiments.datasets.Data, four arrays (train_inputs, train_targets, "
+            f"test_inputs, test_targets), or two datasets of (input, target), got {type(made).__name__}"
+        )
+    train_inputs, train_targets, test_inputs, test_targets = map(torch.as_tensor, parts)
+    for inputs, targets in ((train_inputs, train_targets), (test_inputs, test_targets)):
+        if len(inputs) != len(targets) or len(inputs) == 0:
+            raise ValueError(f"{name} returned {len(inputs)} inputs for {len(targets)} targets; each needs one")
+        if targets.is_floating_point() or targets.min() < 0:
+            raise ValueError(
+                f"{name} returned targets of {targets.dtype} from {targets.min()} on; they must be classes from 0 on"
+            )
+    targets = train_targets.long()
+    return Data(
+        name=name,
+        train_inputs=train_inputs.float() if train_inputs.is_floating_point() else train_inputs,
+        train_targets=targets,
+        test_inputs=test_inputs.float() if test_inputs.is_floating_point() else test_inputs,
+        test_targets=test_targets.long(),
+        num_classes=int(max(train_targets.max(), test_targets.max())) + 1,
+        train_labels=targets if targets.ndim == 1 else torch.arange(len(targets)),
+    )
+
+
+def _stacked(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = zip(*(dataset[index] for index in range(len(dataset))), strict=True)
+    return torch.stack([torch.as_tensor(each) for each in inputs]), torch.tensor([int(each) for each in targets])
 
 
 def _check_test_fraction(test_fraction: float) -> None:

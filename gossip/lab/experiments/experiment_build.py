@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
-from gossip.lab.experiments.datasets import Data
+from gossip.lab.experiments.datasets import Data, as_data
 from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
 from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
@@ -103,7 +103,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
     import_modules(config)
     check_targets(config)
     settings = Settings.from_config(config)
-    data: Data = _factory(config, "data", leaving_out=("partition", "on_loss"))()
+    data = as_data(_factory(config, "data", leaving_out=("partition", "on_loss"))(), config["data"][TARGET])
 
     def divide(world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
         return _partition(config, data, world_size, seed)

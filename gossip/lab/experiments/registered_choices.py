@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,16 @@ def summary_of(group: str, name: str) -> str:
 
 
 def options_of(group: str, name: str) -> dict[str, Any]:
-    """The options that have plain defaults, with these; and those that have to be set."""
-    parameters = list(inspect.signature(REGISTRIES[group].get(name)).parameters.values())
+    """Those of a registered name; a topology's first argument is the world size."""
+    return plain_options(REGISTRIES[group].get(name), leaving_out=int(group == "topology"))
+
+
+def plain_options(make: Callable[..., Any], *, leaving_out: int = 0) -> dict[str, Any]:
+    """The options that have plain defaults, with these; and those that have to be set; but for the first arguments."""
+    parameters = list(inspect.signature(make).parameters.values())
     return {
         parameter.name: _NEEDED if parameter.default is parameter.empty else parameter.default
-        for parameter in parameters[group == "topology" :]  # whose first one is the world size
+        for parameter in parameters[leaving_out:]
         if parameter.default is parameter.empty or isinstance(parameter.default, _PLAIN)
     }
 

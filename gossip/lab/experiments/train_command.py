@@ -16,7 +16,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import ExchangeError, LaunchError, World
-from gossip.lab.experiments import attempts, new_folders, registered_choices, resuming, run_folder
+from gossip.lab.experiments import attempts, new_folders, own_choices, registered_choices, resuming, run_folder
 from gossip.lab.experiments.attempts import State
 from gossip.lab.experiments.config_errors import check_flags, explain
 from gossip.lab.experiments.console_table import print_run
@@ -140,6 +140,7 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
 
     check_flags(sys.argv[1:])
     registered_choices.offer(sys.argv[1:], config_folder)
+    sys.argv[1:] = own_choices.offer(sys.argv[1:], config_folder)
     errors: list[Exception] = []
 
     def task(config: Any) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -224,3 +225,14 @@ def read_before_combined() -> str:
 def test_parameter_read_before_it_is_combined_is_refused_by_name() -> None:
     for text in launch(read_before_combined, world_size=2):
         assert "step 2, bucket 0: parameter 'layer.weight' was read before its exchange was combined" in text
+
+
+def test_zero_grad_waits_for_nobody() -> None:
+    with GossipDataParallel(
+        nn.Linear(2, 1), functools.partial(torch.optim.SGD, lr=0.1), "ring", algorithm="atc"
+    ) as model:
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        with mock.patch.object(model._engine, "combine_if_due", side_effect=AssertionError("it waits")):
+            model.zero_grad()
+        assert model.module.weight.grad is None

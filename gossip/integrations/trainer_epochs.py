@@ -1,0 +1,65 @@
+"""Epochs of a Trainer in which ranks have different numbers of batches."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import GreedyLR
+from transformers.trainer_callback import TrainerControl
+
+from gossip import GossipDataParallel
+
+_STEPPED_BY_METRICS = (ReduceLROnPlateau, GreedyLR)
+_DUE = ("should_log", "should_evaluate", "should_save")
+
+
+class UnevenEpoch:
+    """What is put off until all ranks have ended an epoch, in which each made its own number of steps.
+
+    Parameters
+    ----------
+    model : GossipDataParallel
+    trainer : Trainer
+        At the beginning of an epoch.
+    """
+
+    def __init__(self, model: GossipDataParallel, trainer: Any) -> None:
+        self._model, self._trainer = model, trainer
+        self._first, self._first_global = model.step, trainer.state.global_step
+        self._loss = trainer._tr_loss.clone()
+        self._due = dict.fromkeys(_DUE, False)
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+    def put_off(self, control: TrainerControl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what is due after a step, and what it was to be called with. Local."""
+        for name in _DUE:
+            self._due[name] |= getattr(control, name)
+        self._arguments = args, kwargs
+
+    def end(self) -> None:
+        """Count the steps that others made too; then do what is due on any rank. Collective."""
+        trainer, made = self._trainer, self._model.step - self._first
+        own = trainer.state.global_step - self._first_global
+        if not isinstance(trainer.lr_scheduler, _STEPPED_BY_METRICS):
+            for _ in range(made - own):
+                trainer.lr_scheduler.step()
+        trainer.state.global_step += made - own
+        if own:  # of as many steps as are counted
+            trainer._tr_loss.sub_(self._loss).mul_(made / own).add_(self._loss)
+        trainer.current_flos = float(trainer.current_flos)  # an int where there was no batch, and other bytes to gather
+        self._agree(made, own)
+        args, kwargs = self._arguments
+        trainer._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _agree(self, made: int, own: int) -> None:
+        """A rank without batches wants to end training; all go on as long as one has some."""
+        trainer, control = self._trainer, self._trainer.control
+        stops = control.should_training_stop and (own > 0 or made == 0)
+        said = json.dumps(self._due | {"stops": stops or trainer.state.global_step >= trainer.state.max_steps})
+        answers = self._model.world.gather_bytes(said.encode(), "agreeing on what is due at the end of an epoch")
+        due = [json.loads(answer) for answer in answers]
+        for name in _DUE:
+            setattr(control, name, any(each[name] for each in due))
+        control.should_training_stop = any(each["stops"] for each in due)

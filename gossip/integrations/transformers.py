@@ -1,0 +1,228 @@
+"""Training by gossip with the Trainer of Transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from loguru import logger
+from torch import nn
+from transformers import Trainer
+
+from gossip import GossipDataParallel, World, load, save
+from gossip.integrations.trainer_checks import (
+    check_accelerator,
+    check_arguments,
+    check_join,
+    check_lengths,
+    check_options,
+)
+from gossip.integrations.trainer_epochs import UnevenEpoch
+from gossip.wrapper import DEFAULT_TIMEOUT
+
+_FOLDER = "gossip"
+
+
+class GossipTrainer(Trainer):
+    """Transformers' Trainer, with a replica on each rank that is mixed with its peers', in place of DDP.
+
+    Takes what ``transformers.Trainer`` takes, and two arguments more. Everything that is not said here is the
+    Trainer's. In front of another Trainer it does the same for that one: ``class GossipSeq2SeqTrainer(GossipTrainer,
+    Seq2SeqTrainer): pass``.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Of the Trainer.
+    gossip : mapping, optional
+        Arguments of :class:`gossip.GossipDataParallel` by name, ``{"topology": "ring", "compression": "bf16"}``. Module
+        and optimizer are the Trainer's, ``clip_grad_norm`` is ``TrainingArguments.max_grad_norm``, and the scaler that
+        of ``fp16``.
+    join : bool
+        Ranks may have different numbers of batches. Within an epoch a rank that has no more batches keeps exchanging,
+        without updates, until all are done (:meth:`gossip.GossipDataParallel.join`); what is to be logged, evaluated
+        and saved in an epoch is logged, evaluated and saved at its end.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The Trainer is set up for something that gossip does not do (FSDP, DeepSpeed, tensor parallelism and others), or
+        an argument cannot be used; the text says what to do.
+
+    Notes
+    -----
+    ``train()``, and within it evaluating and saving, are collective; so are ``evaluate()`` and ``predict()``, as ever.
+
+    While ``train()`` runs ``trainer.model_wrapped`` is the :class:`gossip.GossipDataParallel`, and ``trainer.model`` is
+    the module inside it. Evaluation and ``save_model`` then see the average of all replicas. ``train()`` ends with
+    :meth:`gossip.GossipDataParallel.global_avg` and closes the wrapper: ``trainer.model`` is the same on all ranks.
+
+    A checkpoint has the averaged weights where the Trainer writes its own, and in the folder ``gossip``, in place of
+    ``optimizer.pt`` and ``scheduler.pt``, each rank's replica, the state of its optimizer and the messages in flight:
+    ``train(resume_from_checkpoint=...)`` goes on bit for bit. All ranks must see the same output folder.
+
+    Constructing it sets ``args.average_tokens_across_devices`` to False: it makes every step wait for all ranks.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, gossip: Mapping[str, Any] | None = None, join: bool = False, **kwargs: Any) -> None:
+        check_options(gossip, join)
+        self._gossip_options = dict(gossip or {})
+        self._joins = join
+        self._gossip_model: GossipDataParallel | None = None
+        self._training = contextlib.ExitStack()
+        self._epoch: UnevenEpoch | None = None
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; and refuse what cannot train by gossip."""
+        check_arguments(self.args, self.model)
+        super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator, self.args)
+        self.accelerator.unwrap_model = functools.partial(_unwrap_model, self.accelerator.unwrap_model)
+        if self.accelerator.dataloader_config.dispatch_batches is None:
+            self.accelerator.dataloader_config.dispatch_batches = False  # or rank 0 would broadcast every batch
+        if self.args.average_tokens_across_devices:
+            logger.debug("average_tokens_across_devices is set to False: it would make every step wait for all ranks")
+            self.args.average_tokens_across_devices = False
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; afterwards the module is the same on all ranks. Collective."""
+        with contextlib.ExitStack() as self._training:
+            return super().train(*args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """As the Trainer's; and compare the ranks' numbers of batches. Collective."""
+        values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
+        *others, steps_in_epoch, max_steps = values
+        lengths = self.accelerator.gather(torch.tensor([[steps_in_epoch, max_steps]], device=args.device)).tolist()
+        check_lengths(lengths, joins=self._joins)
+        return *others, steps_in_epoch, max(steps for _, steps in lengths)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self._joins:
+            check_join(self.args, resume_from_checkpoint)
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # of an earlier train()
+            self.optimizer = self.optimizer.optimizer
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._steps_in_backward:
+            self.optimizer.scaler = None  # the model has it
+        return prepared
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *_: Any, **__: Any) -> nn.Module:
+        if not training:
+            return model
+        module = self.accelerator.prepare_model(model, evaluation_mode=True)  # on its device, cast and compiled
+        scaler, max_norm = self.accelerator.scaler, self.args.max_grad_norm
+        clips = {"clip_grad_norm": max_norm} if self._steps_in_backward and max_norm > 0 else {}
+        wrapped = GossipDataParallel(module, self.optimizer, scaler=scaler, **clips, **self._gossip_options)
+        self._gossip_model = self._training.enter_context(wrapped)
+        self._training.callback(self._forget)
+        return wrapped
+
+    def _forget(self) -> None:
+        assert self._gossip_model is not None
+        self.model_wrapped = self._gossip_model.module
+        self._gossip_model = None
+
+    def training_step(self, model: GossipDataParallel, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. A backward pass that does not end an accumulation makes no step. Local."""
+        with contextlib.nullcontext() if self.accelerator.sync_gradients else model.no_sync():
+            return super().training_step(model, *args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return None if self._steps_in_backward else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return None if self._steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        steps: bool = self._gossip_options.get("step_in_backward", True)
+        return steps
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self._epoch is not None:
+            self._epoch.put_off(self.control, (tr_loss, grad_norm, *args), kwargs)
+            return
+        if self._steps_in_backward and self.control.should_log and self._gossip_model is not None:
+            grad_norm = self._gossip_model.grad_norm  # read only where it is logged: on a GPU that waits
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _run_epoch(self, model: GossipDataParallel, **kwargs: Any) -> None:
+        if not self._joins:
+            super()._run_epoch(model=model, **kwargs)
+            return
+        self._epoch = epoch = UnevenEpoch(model, self)
+        try:
+            with model.join():
+                super()._run_epoch(model=model, **kwargs)
+        finally:
+            self._epoch = None
+        epoch.end()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._gossip_model is not None
+        self.optimizer.eval()  # of a schedule-free optimizer: what is kept is what is evaluated
+        self._gossip_model.global_avg()
+        self._training.close()
+        return super()._finalize_training(*args, **kwargs)
+
+    # ------------------------------------------------------------------ evaluating and saving
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self._gossip_model is None else self._gossip_model.averaged():
+            yield
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, of the average of all replicas. Collective."""
+        with self._averaged():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, of the average of all replicas. Collective within ``train()``."""
+        with self._averaged():
+            super().save_model(*args, **kwargs)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        scaler = self.accelerator.scaler
+        return {"scheduler": self.lr_scheduler} | ({} if scaler is None else {"scaler": scaler})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self._gossip_model is not None
+        save(self._gossip_model, Path(output_dir) / _FOLDER, **self._parts)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        assert self._gossip_model is not None
+        if checkpoint is not None and (Path(checkpoint) / _FOLDER).is_dir():
+            load(self._gossip_model, Path(checkpoint) / _FOLDER, **self._parts)
+            return
+        if checkpoint is not None and self.args.process_index == 0:
+            logger.warning("{} holds no ranks' replicas: all start from its weights", checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        timeout = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
+        with contextlib.closing(World(timeout)) as world:  # a rank may not see the checkpoint's folder
+            tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+            world.broadcast_(tensors, "broadcasting the best model from rank 0")
+
+
+def _unwrap_model(unwrap_model: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Also from the wrapper: the Trainer asks the name of the model's class whether labels must be shifted."""
+    if isinstance(model, GossipDataParallel):
+        return unwrap_model(model.module, keep_torch_compile=False)
+    return unwrap_model(model, *args, **kwargs)

@@ -1,0 +1,105 @@
+"""A user's own data set and model, by where they are defined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from repository import CONFIGS
+from running import sweep, train
+
+from gossip.lab.experiments import own_choices
+from gossip.lab.experiments.datasets import as_data
+from gossip.lab.experiments.run_settings import ConfigurationError
+
+MODULE = """
+import torch
+from torch import nn
+
+
+def make(num_samples: int = 300, noise: float = 0.1):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(num_samples, 6, generator=generator)
+    targets = (inputs[:, 0] + noise * torch.randn(num_samples, generator=generator) > 0).long()
+    return inputs[50:], targets[50:], inputs[:50], targets[:50]
+
+
+class Net(nn.Sequential):
+    def __init__(self, input_shape, num_classes, width: int = 8):
+        super().__init__(nn.Linear(input_shape[0], width), nn.Tanh(), nn.Linear(width, num_classes))
+"""
+OWN = ("data=my_module:make", "data.noise=0.2", "model=my_module:Net", "model.width=16")
+TINY = ("training.epochs=2", "figures=false", "launch.num_threads=1")
+SAMPLES = [(torch.full((2,), float(number)), number % 3) for number in range(6)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_module.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_of_processes_trains_them(folder: Path) -> None:
+    done = train(folder, *OWN, *TINY, "launch.world_size=2", "hydra.run.dir=run", fresh=True)
+    assert done.status == 0, done.stderr
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    config = OmegaConf.load(folder / "run" / "config.yaml")
+    assert (config.data["_target_"], config.data.noise, config.model.width) == ("my_module.make", 0.2, 16)
+    assert config.data.partition.scheme == "iid"
+    assert list(config.trusted_targets) == ["my_module.make", "my_module.Net"]
+
+
+@pytest.mark.slow
+def test_a_sweep_over_data_sets_of_both_kinds(folder: Path) -> None:
+    grid = ("data=digits,my_module:make", "topology=ring", "launch.world_size=2", "training.epochs=1")
+    done = sweep(folder, *grid, "hydra/launcher=basic", "data.partition.scheme=iid", fresh=True)
+    assert done.status == 0, done.stderr
+    (table,) = folder.glob("outputs/sweeps/*/results.csv")
+    text = table.read_text()
+    assert "digits" in text
+    assert "my_module" in text
+
+
+def test_what_is_named_is_trusted_besides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    given = ["seed=1", "trusted_targets=[mine]", "data=my_module:make,digits"]
+    assert own_choices.offer(given, CONFIGS) == ["seed=1", "trusted_targets=[mine,my_module.make]", given[2]]
+    assert own_choices.offer(["data=digits", "topology=a:b"], CONFIGS) == ["data=digits", "topology=a:b"]
+    with pytest.raises(ConfigurationError, match=r"data=my_module\.maker cannot be .*did you mean my_module\.make\?"):
+        own_choices.offer(["data=my_module:maker"], CONFIGS)
+
+
+def test_arrays_and_datasets_are_data_sets() -> None:
+    inputs, targets = np.ones((4, 3)), np.array([0, 1, 2, 1])
+    data = as_data((inputs, targets, inputs[:2], targets[:2]), "mine")
+    assert (data.name, data.num_classes, data.input_shape) == ("mine", 3, (3,))
+    assert (data.train_inputs.dtype, data.test_targets.dtype) == (torch.float32, torch.int64)
+    assert as_data(data, "another") is data
+    data = as_data((SAMPLES[:4], SAMPLES[4:]), "mine")
+    assert data.train_inputs[:, 0].tolist() == [0, 1, 2, 3]
+    assert data.test_targets.tolist() == [1, 2]
+    text = torch.arange(12).view(3, 4)
+    assert as_data((text, text, text, text), "mine").train_labels.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "text"),
+    [
+        (None, TypeError, "mine must return .*four arrays.*or two datasets.*, got NoneType"),
+        ((1, 2, 3), TypeError, "got tuple"),
+        ((np.ones((2, 1)), np.zeros(3, int)) * 2, ValueError, "2 inputs for 3 targets"),
+        ((np.ones((2, 1)), np.ones(2)) * 2, ValueError, r"targets of torch\.float64 from 1\.0 on"),
+        ((np.ones((2, 1)), np.array([-1, 0])) * 2, ValueError, r"targets of torch\.int64 from -1 on"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(made: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        as_data(made, "mine")

@@ -1,0 +1,369 @@
+"""GossipTrainer: the same bits as the loop by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from recursion import Momentum, dense_recursion
+from tiny_gpt2 import VOCABULARY, batch_of, flat, make_module, sample
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
+from transformers.trainer_pt_utils import LabelSmoother
+
+import topologies
+from gossip import GossipDataParallel, launch
+from gossip.integrations.transformers import GossipTrainer
+
+NUM_STEPS = 10
+LR, MAX_NORM, WEIGHT_DECAY = 0.01, 0.5, 0.1
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "reduce",
+)
+
+
+class Columns(Dataset):
+    """One of which is no argument of the model."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**sample(index), "source": torch.tensor(index)}
+
+
+class Stream(IterableDataset):
+    """The same, without a length."""
+
+    def __init__(self, length: int) -> None:
+        self._columns = Columns(length)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self._columns[index] for index in range(len(self._columns)))
+
+
+class ScalingTrainer(GossipTrainer):
+    """With the loss scale that fp16 has on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+class Watch(TrainerCallback):
+    """What there is to be seen of a model before the end, and the default group's collectives but those of logging."""
+
+    def __init__(self) -> None:
+        self.replica = torch.empty(0)
+        self.norms: list[float] = []
+        self.steps: list[int] = []
+        self.called: list[str] = []
+        self.trainer: Any = None
+        self._counting = contextlib.ExitStack()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._counting.enter_context(collectives_counted(self.called))
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._counting.close()
+        self.replica = flat(self.trainer.model_wrapped)
+        self.steps.append(self.trainer.model_wrapped.step)
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        if "grad_norm" in logs:
+            self.norms.append(logs["grad_norm"])
+            self._counting.enter_context(collectives_counted(self.called))
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self._counting.close()
+
+
+@contextlib.contextmanager
+def collectives_counted(called: list[str]) -> Iterator[None]:
+    def counting(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") in (None, dist.group.WORLD):
+                called.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, counting(name)))
+        yield
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained."""
+
+    max_norm: float = 0.0
+    accumulates: int = 1
+    trains: int = 1
+    smoothing: float = 0.0
+    bf16: bool = False
+    compiles: bool = False
+    streams: bool = False
+    scales: bool = False
+    recomputes: bool = False
+    makes_models: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_fused(self) -> bool:
+        return self.options.get("step_in_backward", True)
+
+    @property
+    def num_batches(self) -> int:
+        """Of one rank: the last step has one batch less, if it has several."""
+        return NUM_STEPS * self.accumulates - (self.accumulates > 1)
+
+
+PLAIN = {"step_in_backward": False}
+CASES = {
+    "fused": Case(),
+    "fused, clipped": Case(max_norm=MAX_NORM),
+    "fused, clipped by bucket": Case(max_norm=MAX_NORM, options={"clip": "bucket", "bucket_cap_mb": 0.001}),
+    "plain, clipped": Case(max_norm=MAX_NORM, options=PLAIN),
+    "fused, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3),
+    "plain, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3, options=PLAIN),
+    "fused, bfloat16": Case(max_norm=MAX_NORM, bf16=True, trains=2),
+    "plain, bfloat16": Case(max_norm=MAX_NORM, bf16=True, options=PLAIN),
+    "label smoothing": Case(smoothing=0.1),
+    "atc, trained twice": Case(trains=2, options={"algorithm": "atc", "topology": "ring"}),
+    "plain, trained twice": Case(trains=2, options=PLAIN),
+    "compressed": Case(options={"compression": "int8"}),
+    "from a stream": Case(streams=True),
+    "activation checkpointing": Case(max_norm=MAX_NORM, recomputes=True),
+    "fused, scaled": Case(max_norm=MAX_NORM, scales=True),
+    "plain, scaled": Case(options=PLAIN, scales=True),
+    "of models that it makes": Case(makes_models=True, trains=2),
+    "compiled, trained twice": Case(compiles=True, trains=2),
+}
+
+
+def training_arguments(folder: str, **arguments: Any) -> TrainingArguments:
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    return TrainingArguments(folder, use_cpu=True, **quiet | {"per_device_train_batch_size": 2} | arguments)
+
+
+@dataclass
+class Outcome:
+    """Of one rank."""
+
+    replica: torch.Tensor
+    average: torch.Tensor
+    norms: list[float]
+    steps: list[int] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+
+
+def by_trainer(case: Case) -> Outcome:
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(
+            folder,
+            max_steps=NUM_STEPS,
+            train_sampling_strategy="sequential",
+            learning_rate=LR,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=case.max_norm,
+            gradient_accumulation_steps=case.accumulates,
+            label_smoothing_factor=case.smoothing,
+            bf16=case.bf16,
+            activation_checkpointing=case.recomputes,
+            torch_compile=case.compiles,
+            torch_compile_backend="aot_eager" if case.compiles else None,
+        )
+        trainer = (ScalingTrainer if case.scales else GossipTrainer)(
+            None if case.makes_models else make_module(),
+            arguments,
+            train_dataset=(Stream if case.streams else Columns)(2 * dist.get_world_size() * case.num_batches),
+            model_init=(lambda: make_module()) if case.makes_models else None,
+            callbacks=[watch],
+            gossip=case.options or None,
+        )
+        watch.trainer = trainer
+        with contextlib.redirect_stdout(None):
+            if case.compiles:
+                trainer.evaluate(Columns(2))
+            for _ in range(case.trains):
+                trainer.train()
+    columns = list(next(iter(trainer.get_train_dataloader())))
+    assert trainer.model_wrapped is trainer.model or case.compiles
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule) == case.compiles
+    if case.bf16:
+        assert trainer.model._original_forward.__func__ is type(trainer.model).forward, "cast once"
+    return Outcome(watch.replica, flat(trainer.model), watch.norms, watch.steps, watch.called, columns)
+
+
+def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    decayed = Trainer.get_decay_parameter_names(None, module)  # type: ignore[arg-type]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": WEIGHT_DECAY}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in module.named_parameters():
+        groups[name not in decayed]["params"].append(parameter)
+    return torch.optim.AdamW(groups, lr=LR, fused=True)
+
+
+def by_hand(case: Case) -> Outcome:
+    module = make_module()
+    optimizer = make_optimizer(module)
+    clips = {"clip_grad_norm": case.max_norm} if case.is_fused and case.max_norm else {}
+    norms: list[float] = []
+    for number in range(case.trains):
+        if case.makes_models and number:
+            module = make_module()
+            optimizer = make_optimizer(module)
+        called = torch.compile(module, backend="aot_eager") if case.compiles else module
+        model = GossipDataParallel(called, optimizer, **clips, **case.options)
+        train_by_hand(case, model, norms)
+        replica = flat(model)
+        model.global_avg()
+        model.close()
+    return Outcome(replica, flat(module), norms)
+
+
+def train_by_hand(case: Case, model: GossipDataParallel, norms: list[float]) -> None:
+    firsts = range(2 * model.rank, 2 * model.world_size * case.num_batches, 2 * model.world_size)
+    batches = [batch_of(range(first, first + 2)) for first in firsts]
+    scheduler = get_linear_schedule_with_warmup(model.optimizer, 0, NUM_STEPS)
+    for first in range(0, len(batches), case.accumulates):
+        window = batches[first : first + case.accumulates]
+        num_items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
+        for number, batch in enumerate(window, 1):
+            with (
+                contextlib.nullcontext() if number == len(window) else model.no_sync(),
+                torch.autocast("cpu", torch.bfloat16, enabled=case.bf16),
+            ):
+                if case.smoothing:
+                    logits = model(input_ids=batch["input_ids"], num_items_in_batch=num_items)
+                    smoother = LabelSmoother(case.smoothing)
+                    loss = smoother(logits, batch["labels"], shift_labels=True, num_items_in_batch=num_items)
+                else:
+                    loss = model(**batch, num_items_in_batch=num_items).loss
+                loss.backward()
+        if case.is_fused:
+            norms.append(model.grad_norm)  # type: ignore[arg-type]
+        else:
+            norms.append(float(model.clip_grad_norm_(case.max_norm or float("inf"))))
+            model.optimizer.step()
+            model.zero_grad()
+        scheduler.step()
+
+
+def both(names: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
+    return {name: (by_trainer(CASES[name]), by_hand(CASES[name])) for name in names}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, tuple[Outcome, Outcome]]]:
+    return launch(both, list(CASES), world_size=2)
+
+
+def check(name: str, ranks: list[tuple[Outcome, Outcome]]) -> None:
+    case = CASES[name]
+    for trained, expected in ranks:
+        torch.testing.assert_close(trained.replica, expected.replica, rtol=0, atol=0)
+        torch.testing.assert_close(trained.average, expected.average, rtol=0, atol=0)
+        torch.testing.assert_close(trained.average, ranks[0][0].average, rtol=0, atol=0)
+        if not case.scales or case.is_fused:
+            assert trained.norms == pytest.approx(expected.norms, rel=1e-6), "norms that are logged"
+        assert trained.steps == [*range(1, NUM_STEPS + 1)] * case.trains, "one exchange for each step"
+        assert trained.called == [], "collectives of the default group within steps"
+        assert trained.columns == ["input_ids", "labels"], "found by the signature of forward"
+        if case.max_norm:
+            assert max(expected.norms) > case.max_norm, "nothing was clipped"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trainer_makes_the_same_bits_as_the_loop_by_hand(
+    name: str, outcomes: list[dict[str, tuple[Outcome, Outcome]]]
+) -> None:
+    ranks = [of_rank[name] for of_rank in outcomes]
+    assert not torch.equal(ranks[0][1].replica, ranks[1][1].replica)
+    check(name, ranks)
+
+
+def test_single_process_accumulates_without_a_step_for_each_batch() -> None:
+    name = "fused, accumulated with a remainder"
+    [outcome] = launch(both, [name], world_size=1)
+    check(name, [outcome[name]])
+
+
+# ---------------------------------------------------------------------- the dense recursion
+
+
+def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """In float64, which the model's own loss leaves for float32."""
+    del num_items_in_batch
+    logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1))
+
+
+def in_float64(options: dict[str, Any]) -> torch.Tensor:
+    module, watch = make_module(torch.float64), Watch()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        arguments = training_arguments(
+            folder, num_train_epochs=1, train_sampling_strategy="sequential", max_grad_norm=0.0
+        )
+        watch.trainer = trainer = GossipTrainer(
+            module,
+            arguments,
+            train_dataset=Columns(2 * dist.get_world_size() * NUM_STEPS),
+            callbacks=[watch],
+            compute_loss_func=loss_of,
+            optimizers=(optimizer, constant),
+            gossip=options,
+        )
+        trainer.train()
+    return watch.replica
+
+
+@pytest.mark.parametrize("step_in_backward", [True, False])
+def test_trainer_follows_the_dense_recursion(*, step_in_backward: bool) -> None:
+    module = make_module(torch.float64)
+
+    def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
+        nn.utils.vector_to_parameters(torch.from_numpy(x.copy()), module.parameters())
+        first = 4 * step + 2 * rank
+        batch = batch_of(range(first, first + 2))
+        loss = loss_of(module(input_ids=batch["input_ids"]), batch["labels"])
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        return torch.cat([each.flatten() for each in gradients]).numpy()
+
+    topology = topologies.build("one_peer_exponential", 2)
+    expected = dense_recursion(topology, flat(module).numpy(), gradient, Momentum(), NUM_STEPS)
+    options = {"topology": "one_peer_exponential", "step_in_backward": step_in_backward}
+    for rank, replica in enumerate(launch(in_float64, options, world_size=2)):
+        np.testing.assert_allclose(replica.numpy(), expected[rank], rtol=0, atol=1e-11)

@@ -1,0 +1,139 @@
+"""GossipTrainer on ranks of different numbers of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_gpt2 import Tokens, batch_of, flat, make_module, make_trainer, sample
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback, get_linear_schedule_with_warmup
+
+from gossip import GossipDataParallel, launch
+from gossip.integrations.transformers import GossipTrainer
+
+LR, NUM_STEPS = 0.05, 10
+
+
+def num_batches() -> int:
+    """Of this rank in an epoch: 3 and 5."""
+    return 3 + 2 * dist.get_rank()
+
+
+def first_sample() -> int:
+    return 100 * dist.get_rank()
+
+
+class Stream(IterableDataset):
+    """Of some samples of this rank's own, once, and at most 8 in an epoch."""
+
+    def __init__(self, length: int) -> None:
+        self._indices = iter(range(first_sample(), first_sample() + length))
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(sample, itertools.islice(self._indices, 8))
+
+
+class OwnData(GossipTrainer):
+    """Each rank's own samples, which accelerate does not divide."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_dataset, batch_size=2)
+
+
+class Watch(TrainerCallback):
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.losses: list[float] = []
+
+
+def by_hand(options: dict[str, Any]) -> tuple[torch.Tensor, list[float]]:
+    module = make_module()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    losses = []
+    with GossipDataParallel(module, optimizer, **options) as model:
+        scheduler = get_linear_schedule_with_warmup(model.optimizer, 0, NUM_STEPS)
+        for _ in range(2):
+            total = torch.zeros(())
+            with model.join():
+                for number in range(num_batches()):
+                    first = first_sample() + 2 * number
+                    batch = batch_of(range(first, first + 2))
+                    num_items = (batch["labels"] != -100).sum()
+                    loss = model(**batch, num_items_in_batch=num_items).loss
+                    loss.backward()
+                    total += loss.detach()
+                    model.optimizer.step()
+                    model.zero_grad()
+                    scheduler.step()
+            for _ in range(5 - num_batches()):
+                scheduler.step()
+            means = [torch.empty(()) for _ in range(2)]
+            dist.all_gather(means, total / num_batches())
+            losses.append(float(sum(means)) / 2)
+        model.global_avg()
+        return flat(module), losses
+
+
+def train(folder: Path, options: dict[str, Any]) -> None:
+    expected, losses = by_hand(options)
+    data = Tokens(2 * num_batches(), first_sample())
+    given = {"learning_rate": LR, "max_grad_norm": 0.0, "train_dataset": data, "gossip": options}
+    saving = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "epoch"}
+    with pytest.raises(ValueError, match=r"different numbers of batches in an epoch, 3, 5.*join=True"):
+        make_trainer(folder, make_module(), Watch(), OwnData, **given).train()
+
+    trainer = make_trainer(folder, make_module(), Watch(), OwnData, join=True, **given, **saving)
+    trainer.train()
+    torch.testing.assert_close(flat(trainer.model), expected, rtol=0, atol=0)
+    assert trainer.state.global_step == NUM_STEPS
+    logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [(5, pytest.approx(losses[0])), (10, pytest.approx(losses[1]))]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [5, 10]
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]
+
+    for argument, value in (("average_tokens_across_devices", True), ("include_num_input_tokens_seen", "all")):
+        refused = make_trainer(folder, make_module(), Watch(), OwnData, join=True, **given)
+        setattr(refused.args, argument, value)
+        with pytest.raises(ValueError, match=f"{argument}=.*join=True"):
+            refused.train()
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*join=True"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def train_on_streams(folder: Path, options: dict[str, Any]) -> None:
+    """3 batches and 10, two to a step and four to an epoch: one rank has none from the second epoch on."""
+    trainer = make_trainer(
+        folder,
+        make_module(),
+        Watch(),
+        OwnData,
+        train_dataset=Stream(6 + 14 * dist.get_rank()),
+        max_steps=100,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        metric_for_best_model="loss",
+        eval_strategy="epoch",
+        gradient_accumulation_steps=2,
+        join=True,
+        gossip=options,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 5
+
+
+def both(folder: Path) -> None:
+    with contextlib.redirect_stdout(None):
+        for name, options in (("fused", {}), ("plain", {"step_in_backward": False})):
+            train(folder / name, options)
+            train_on_streams(folder / name / "streams", options)
+
+
+def test_ranks_of_different_lengths_join(tmp_path: Path) -> None:
+    launch(functools.partial(both, tmp_path), world_size=2)

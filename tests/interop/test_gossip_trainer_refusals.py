@@ -1,0 +1,121 @@
+"""GossipTrainer: what cannot train by gossip is refused at the start, by name and with the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ParallelismConfig
+from tiny_gpt2 import Tokens, make_module
+from torch import nn
+from transformers import TrainingArguments
+
+import gossip.integrations.trainer_checks
+from gossip import GossipDataParallel, launch
+from gossip.integrations.transformers import GossipTrainer
+
+
+def of_arguments(**given: Any) -> Callable[[TrainingArguments, nn.Module], dict[str, Any]]:
+    def change(arguments: TrainingArguments, _: nn.Module) -> dict[str, Any]:
+        for name, value in given.items():
+            setattr(arguments, name, value)
+        return {}
+
+    return change
+
+
+def of_model(**given: Any) -> Callable[[TrainingArguments, nn.Module], dict[str, Any]]:
+    def change(_: TrainingArguments, module: nn.Module) -> dict[str, Any]:
+        for name, value in given.items():
+            setattr(module, name, value)
+        return {}
+
+    return change
+
+
+def of_options(**given: Any) -> Callable[[TrainingArguments, nn.Module], dict[str, Any]]:
+    return lambda *_: {"gossip": given}
+
+
+def wrapped(_: TrainingArguments, module: nn.Module) -> dict[str, Any]:
+    return {"model": GossipDataParallel(module, None)}
+
+
+CASES: dict[str, tuple[Callable[[TrainingArguments, nn.Module], dict[str, Any]], str]] = {
+    "DeepSpeed": (of_arguments(deepspeed={"zero_optimization": {"stage": 2}}), r"deepspeed=\{.*a whole replica"),
+    "FSDP": (of_arguments(fsdp=True), r"fsdp=True.*a whole replica"),
+    "batch size": (of_arguments(auto_find_batch_size=True), r"auto_find_batch_size=True.*per_device_train_batch_size"),
+    "just in time": (of_arguments(enable_jit_checkpoint=True), r"enable_jit_checkpoint=True.*save_steps"),
+    "unused parameters": (of_arguments(ddp_find_unused_parameters=False), "ddp_find_unused_parameters=False.*no flag"),
+    "buckets of DDP": (of_arguments(ddp_bucket_cap_mb=10), r"ddp_bucket_cap_mb=10.*gossip=\{.bucket_cap_mb"),
+    "LOMO": (of_arguments(optim="lomo"), "optim='lomo'.*choose another"),
+    "layerwise": (of_arguments(optim="galore_adamw_layerwise"), "optim='galore_adamw_layerwise'.*choose another"),
+    "DataParallel": (of_arguments(_n_gpu=2), r"DataParallel for 2 GPUs.*torchrun --nproc-per-node"),
+    "tensor parallelism": (of_model(_tp_size=2), "tensor, context or sequence parallelism.*without tp_plan"),
+    "sharded when loaded": (of_model(_is_distributed_loading_by_transformers=True), "without tp_plan"),
+    "groups of ranks": (of_arguments(parallelism_config=ParallelismConfig(tp_size=1, cp_size=2)), "parallelism_config"),
+    "a wrapped model": (wrapped, "model is a GossipDataParallel: give the module itself"),
+    "a norm": (of_options(clip_grad_norm=1.0), r"clip_grad_norm=1.0: leave it out.*max_grad_norm"),
+    "an optimizer": (of_options(optimizer=None), r"optimizer=None: leave it out.*optimizers=\(optimizer, None\)"),
+    "going on without a rank": (of_options(on_peer_loss="continue"), "on_peer_loss='continue'.*cannot go on without"),
+    "a misspelled option": (
+        of_options(topologie="ring"),
+        "'topologie', which is none of .*topology",
+    ),
+    "no mapping": (lambda *_: {"gossip": "ring"}, r"gossip must be a mapping.*'topology': 'ring'.*got 'ring'"),
+    "no truth value": (lambda *_: {"join": 1}, "join must be True or False, got 1"),
+}
+
+
+@contextlib.contextmanager
+def sagemaker() -> Iterator[None]:
+    with mock.patch.object(gossip.integrations.trainer_checks, "is_sagemaker_dp_enabled", return_value=True):
+        yield
+
+
+@contextlib.contextmanager
+def accelerate_launched_with_fsdp() -> Iterator[None]:
+    with mock.patch.object(Accelerator, "distributed_type", DistributedType.FSDP):
+        yield
+
+
+SURROUNDINGS = {
+    "SageMaker": (sagemaker, "SageMaker's parallelism.*torchrun"),
+    "accelerate's FSDP": (accelerate_launched_with_fsdp, "accelerate's FSDP.*accelerate config"),
+}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    texts = {}
+    surroundings = dict.fromkeys(CASES, contextlib.nullcontext) | {
+        name: made for name, (made, _) in SURROUNDINGS.items()
+    }
+    for name, surrounding in surroundings.items():
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
+        module = make_module()
+        changes = CASES[name][0](arguments, module) if name in CASES else {}
+        with surrounding(), pytest.raises((ValueError, TypeError)) as caught:
+            GossipTrainer(**{"model": module, "args": arguments, "train_dataset": Tokens(2)} | changes)
+        texts[name] = str(caught.value)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    [of_rank] = launch(refusals, tmp_path_factory.mktemp("refusals"), world_size=1)
+    return of_rank
+
+
+@pytest.mark.parametrize("name", [*CASES, *SURROUNDINGS])
+def test_what_cannot_train_by_gossip_is_refused_by_name(name: str, texts: dict[str, str]) -> None:
+    _, pattern = (CASES | SURROUNDINGS)[name]
+    assert re.search(pattern, texts[name]), texts[name]
