@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
+from collectives import collectives_counted
 from recursion import Momentum, dense_recursion
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +28,6 @@ from gossip.integrations.accelerate import prepare
 
 NUM_STEPS = 10
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "gather", "reduce")
 
 
 def accelerator_of(**options: Any) -> Accelerator:
@@ -51,27 +50,6 @@ def data(num_batches: int = 2 * NUM_STEPS, dtype: torch.dtype = torch.float64) -
 
 def flat(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
-
-
-@contextlib.contextmanager
-def collectives_counted() -> Iterator[list[str]]:
-    """The collectives of torch.distributed's default group that are called meanwhile."""
-    called: list[str] = []
-
-    def counting(name: str) -> Callable[..., Any]:
-        function = getattr(dist, name)
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") in (None, dist.group.WORLD):
-                called.append(name)
-            return function(*args, **kwargs)
-
-        return count
-
-    with contextlib.ExitStack() as stack:
-        for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(dist, name, counting(name)))
-        yield called
 
 
 @dataclass(frozen=True)
@@ -125,7 +103,7 @@ def by_accelerate(case: Case, rank: int) -> tuple[torch.Tensor, list[float], int
     norms: list[float] = []
     batches = iter(loader)
     first = next(batches)  # an iterator begins with a collective for the random numbers
-    with collectives_counted() as called:
+    with collectives_counted([]) as called:
         for x, y in itertools.chain([first], batches):
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)

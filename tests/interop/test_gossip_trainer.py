@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import collectives_counted
 from recursion import Momentum, dense_recursion
 from tiny_gpt2 import VOCABULARY, batch_of, flat, make_module, sample
 from torch import nn
@@ -31,17 +31,6 @@ from gossip.integrations.transformers import GossipTrainer
 
 NUM_STEPS = 10
 LR, MAX_NORM, WEIGHT_DECAY = 0.01, 0.5, 0.1
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "reduce",
-)
 
 
 class Columns(Dataset):
@@ -101,24 +90,6 @@ class Watch(TrainerCallback):
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self._counting.close()
-
-
-@contextlib.contextmanager
-def collectives_counted(called: list[str]) -> Iterator[None]:
-    def counting(name: str) -> Callable[..., Any]:
-        function = getattr(dist, name)
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") in (None, dist.group.WORLD):
-                called.append(name)
-            return function(*args, **kwargs)
-
-        return count
-
-    with contextlib.ExitStack() as stack:
-        for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(dist, name, counting(name)))
-        yield
 
 
 @dataclass(frozen=True)

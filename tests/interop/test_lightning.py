@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
+from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, batches_of, flat, module_of, network, trainer_of
 from recursion import Momentum, dense_recursion
@@ -30,28 +29,6 @@ from gossip.integrations import pytorch_lightning as gossip_pytorch_lightning
 NUM_EPOCHS = 2
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LBFGS = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
-COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list")
-
-
-@contextlib.contextmanager
-def collectives_counted() -> Iterator[list[str]]:
-    """The collectives of torch.distributed's default group that are called meanwhile."""
-    called: list[str] = []
-
-    def counting(name: str) -> Callable[..., Any]:
-        function = getattr(dist, name)
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") in (None, dist.group.WORLD):
-                called.append(name)
-            return function(*args, **kwargs)
-
-        return count
-
-    with contextlib.ExitStack() as stack:
-        for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(dist, name, counting(name)))
-        yield called
 
 
 class Collectives(pl.Callback):
@@ -62,7 +39,7 @@ class Collectives(pl.Callback):
         self._stack = contextlib.ExitStack()
 
     def on_train_start(self, *_: Any) -> None:
-        self.called = self._stack.enter_context(collectives_counted())
+        self.called = self._stack.enter_context(collectives_counted([]))
 
     def on_train_end(self, *_: Any) -> None:
         self._stack.close()
