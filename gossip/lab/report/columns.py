@@ -10,6 +10,7 @@ from gossip.lab.report.report_document import Metric, Row
 from gossip.lab.report.series import setting
 
 _FACETS = ("world_size", "partition")
+_DECIDING = ("average_difference", "loss_ratio", "predicted_time_to_target_s", "bytes_to_target")
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,13 @@ def value_names(rows: Sequence[Row]) -> list[str]:
 
 
 def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
-    """The columns in which any row has a value, that of the metric first; a name that is not known is its own title."""
+    """The columns in which any row has a value, those that decide first; a name that is not known is its own title."""
     known = {column.name: column for column in _COLUMNS}
     present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
     if same_steps(rows) is not None:
         present.remove("steps")
-    present.sort(key=lambda name: name != f"averaged_{metric.name}")
+    first = [f"averaged_{metric.name}", *_DECIDING]
+    present.sort(key=lambda name: first.index(name) if name in first else len(first))
     return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
 
 

@@ -6,6 +6,7 @@ from gossip.lab.report.columns import columns
 from gossip.lab.report.report_document import Document, Row
 from gossip.lab.report.report_table import SETTINGS, setting_text
 from gossip.lab.report.series import varying
+from gossip.lab.report.verdict import verdict
 
 _SHOWN = (
     "averaged_accuracy", "averaged_loss", "local_accuracy_worst", "average_difference", "loss_ratio",
@@ -14,7 +15,7 @@ _SHOWN = (
 
 
 def markdown(document: Document) -> str:
-    """The table, under a line that says what its numbers are."""
+    """The verdict, and the table under a line that says what its numbers are."""
     rows = document.rows
     settings = [name for name in varying(rows, list(SETTINGS)) if name != "topology"]
     values = [column for column in columns(rows, document.metric) if column.name in _SHOWN]
@@ -35,7 +36,9 @@ def markdown(document: Document) -> str:
     alignment = ["---"] * (1 + len(settings)) + ["---:"] * (len(parameters) + len(values)) + ["---"] * has_bars
     lines = [headings, alignment, *map(line, rows)]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
-    return f"{document.title}: means over the seeds ± sample standard deviation, or (95 % interval)\n\n{table}\n"
+    sentences = "".join(f"- {sentence}\n" for sentence in verdict(document))
+    legend = f"{document.title}: means over the seeds ± sample standard deviation, or (95 % interval)"
+    return "\n\n".join(filter(None, (sentences.rstrip(), legend, table))) + "\n"
 
 
 def _tuned(row: Row, parameter: str) -> str:

@@ -13,6 +13,7 @@ from gossip.lab.report.report_figures import make_figures
 from gossip.lab.report.report_pictures import make_gallery
 from gossip.lab.report.report_table import SETTINGS, make_filters, make_table, setting_text
 from gossip.lab.report.series import varying
+from gossip.lab.report.verdict import verdict
 
 _CLUSTER = {
     "num_nodes": "nodes",
@@ -61,7 +62,9 @@ def _header(document: Document) -> Element:
     num_failed = sum(row.num_failed for row in document.rows)
     ran = f"{_counted(len(document.rows), 'setting')}, {_counted(num_runs, 'run')}, "
     failed = element("span", f"{num_failed or 'none'} failed", class_="failed" if num_failed else None)
-    return extend(header, element("p", ran, failed, ".", class_="summary"))
+    extend(header, element("p", ran, failed, ".", class_="summary"))
+    sentences = [element("li", sentence) for sentence in verdict(document)]
+    return extend(header, element("ul", *sentences, class_="verdict")) if sentences else header
 
 
 def _counted(number: int, what: str) -> str:

@@ -1,0 +1,92 @@
+"""What a report says in sentences, and which columns come first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import report_documents
+
+from gossip.lab.report.columns import columns
+from gossip.lab.report.report_document import read_document
+from gossip.lab.report.report_markdown import markdown
+from gossip.lab.report.report_page import render_page
+from gossip.lab.report.verdict import verdict
+
+TEST = "(95 % interval, Student's t over 20 pairs of the same seed)"
+
+
+def compared(label: str, mean: float, ends: list[float] | None, name: str = "average_difference", **more: Any) -> Any:
+    """A row that is compared with all-reduce's."""
+    row = report_documents.row(label, **more)
+    row["values"][name] = {"mean": mean, "spread": 0.1, "count": 20 if ends else 1, "interval": ends}
+    return row
+
+
+def sentences(rows: list[dict[str, Any]], **changes: Any) -> list[str]:
+    return list(verdict(read_document(report_documents.document(rows, **changes))))
+
+
+@pytest.mark.parametrize(
+    ("mean", "ends", "found"),
+    [
+        (-0.03, [-0.19, 0.14], "no significant difference"),
+        (-0.72, [-0.89, -0.55], "significantly worse"),
+        (0.50, [0.10, 0.90], "significantly better"),
+    ],
+)
+def test_the_best_setting_is_held_against_all_reduce(mean: float, ends: list[float], found: str) -> None:
+    rows = [report_documents.row("all-reduce"), compared("star", mean - 1, [-3.0, -2.0]), compared("ring", mean, ends)]
+    (sentence,) = sentences(rows)
+    start = "16 ranks, iid: of 2 gossip settings ring (adapt_while_communicating) has the best averaged model, "
+    assert sentence.startswith(f"{start}accuracy to all-reduce's: ")
+    assert f"{found} {TEST}; it sends " in sentence
+    assert sentence.endswith("of all-reduce's.")
+
+
+def test_each_number_of_ranks_and_partition_has_a_sentence() -> None:
+    rows = [
+        compared("ring", -0.1, [-0.2, 0.0], world_size=n, partition=partition)
+        for n in (16, 64)
+        for partition in ("iid", "by_class(2)")
+    ]
+    starts = [sentence.partition(":")[0] for sentence in sentences(rows)]
+    assert starts == ["16 ranks, iid", "16 ranks, by_class(2)", "64 ranks, iid", "64 ranks, by_class(2)"]
+    assert all("the averaged model of ring" in sentence for sentence in sentences(rows))
+
+
+def test_of_one_seed_nothing_is_said_about_how_sure_it_is() -> None:
+    (sentence,) = sentences([compared("ring", -0.1, None)])
+    assert "of one seed, which says nothing about how sure that is" in sentence
+    assert "significant" not in sentence
+
+
+def test_a_loss_is_better_below_one() -> None:
+    metric = {"name": "loss", "higher_is_better": False, "target": None}
+    rows = [
+        report_documents.row("all-reduce"),
+        compared("ring", 0.97, [0.95, 0.99], "loss_ratio"),
+        compared("star", 1.2, [1.1, 1.3], "loss_ratio"),
+    ]
+    (sentence,) = sentences(rows, metric=metric)
+    assert "ring" in sentence
+    assert "its loss as a part of all-reduce's: 0.970 (0.950 to 0.990), significantly better" in sentence
+
+
+def test_without_a_comparison_there_is_no_verdict() -> None:
+    whole = report_documents.comparison()
+    assert sentences(whole["rows"]) == []
+    assert 'class="verdict"' not in render_page(read_document(whole))
+
+
+def test_page_and_markdown_begin_with_the_verdict() -> None:
+    document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
+    (sentence,) = verdict(document)
+    assert sentence in render_page(document).replace("&#x27;", "'")
+    assert markdown(document).startswith(f"- {sentence}\n\n")
+
+
+def test_what_decides_stands_first() -> None:
+    document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
+    names = [column.name for column in columns(document.rows, document.metric)]
+    assert names[:4] == ["averaged_accuracy", "average_difference", "predicted_time_to_target_s", "bytes_to_target"]
