@@ -137,18 +137,71 @@ def stdlib_text(
     FileNotFoundError
         This Python was installed without its source files.
     """
+    notes = f"standard library of Python {platform.python_version()}"
+    return _text_data("stdlib_text", _stdlib_sources(), context_length, max_bytes, test_fraction, split_seed, notes)
+
+
+def text_files(
+    folder: str | Path,
+    pattern: str = "**/*.txt",
+    context_length: int = 128,
+    max_bytes: int = 2_000_000,
+    test_fraction: float = 0.1,
+    split_seed: int = 0,
+) -> Data:
+    """Text files of one's own, read and divided as :func:`stdlib_text` does with its modules.
+
+    Of a single file the end is held out.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Searched for files.
+    pattern : str
+        Which of them, as :meth:`pathlib.Path.glob` takes it: ``**/`` stands for sub-folders.
+    context_length, max_bytes, test_fraction, split_seed
+        As of :func:`stdlib_text`.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or a split would hold no sample.
+    FileNotFoundError
+        There is no such file.
+    """
+    found = Path(folder).expanduser()
+    sources = sorted(path for path in found.glob(pattern) if path.is_file())
+    if not sources:
+        what = f"no file {pattern} is in it" if found.is_dir() else "it is not a folder"
+        raise FileNotFoundError(
+            f"text files: {found}: {what}; set data.folder=... and data.pattern=..., such as '**/*.md'"
+        )
+    return _text_data("text_files", sources, context_length, max_bytes, test_fraction, split_seed, str(found))
+
+
+def _text_data(
+    name: str,
+    sources: Sequence[Path],
+    context_length: int,
+    max_bytes: int,
+    test_fraction: float,
+    split_seed: int,
+    notes: str,
+) -> Data:
     if context_length < 1:
         raise ValueError(f"context_length must be at least 1, got {context_length}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
     _check_test_fraction(test_fraction)
-    sources = _stdlib_sources()
     shuffled = [sources[i] for i in np.random.default_rng(split_seed).permutation(len(sources))]
     max_bytes = min(max_bytes, sum(path.stat().st_size for path in shuffled))
     test_bytes = int(max_bytes * test_fraction)
-    test_texts = _read_texts(shuffled, test_bytes)
-    train_texts = _read_texts(shuffled[len(test_texts) :], max_bytes - test_bytes)
-
+    if len(shuffled) == 1:
+        ((path, content),) = _read_texts(shuffled, max_bytes)
+        train_texts, test_texts = [(path, content[: max_bytes - test_bytes])], [(path, content[-test_bytes:])]
+    else:
+        test_texts = _read_texts(shuffled, test_bytes)
+        train_texts = _read_texts(shuffled[len(test_texts) :], max_bytes - test_bytes)
     test_pieces, _ = _cut(test_texts, context_length)
     train_pieces, train_labels = _cut(sorted(train_texts), context_length)
     for split, pieces in (("test", test_pieces), ("training", train_pieces)):
@@ -158,14 +211,14 @@ def stdlib_text(
                 f"raise max_bytes (now {max_bytes}) or change test_fraction (now {test_fraction})"
             )
     return Data(
-        name="stdlib_text",
+        name=name,
         train_inputs=train_pieces[:, :-1].contiguous(),
         train_targets=train_pieces[:, 1:].contiguous(),
         test_inputs=test_pieces[:, :-1].contiguous(),
         test_targets=test_pieces[:, 1:].contiguous(),
         num_classes=len(VOCABULARY),
         train_labels=train_labels,
-        notes=f"standard library of Python {platform.python_version()}",
+        notes=notes,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from gossip.lab.experiments.datasets import VOCABULARY, Data, cifar10, digits, stdlib_text
+from gossip.lab.experiments.datasets import VOCABULARY, Data, cifar10, digits, stdlib_text, text_files
 
 TRAIN_FILES = [f"data_batch_{i}.bin" for i in range(1, 6)]
 
@@ -221,3 +221,30 @@ def test_cifar10_class_out_of_range_is_refused(tmp_path: Path) -> None:
     write_cifar10(tmp_path, top_class=10)
     with pytest.raises(ValueError, match="holds the class 10, allowed are 0 to 9"):
         cifar10(tmp_path)
+
+
+def test_text_files_are_read_like_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    for number, path in enumerate([tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "below" / "c.txt"]):
+        path.write_text(chr(97 + number) * 100)
+    (tmp_path / "other.md").write_text("z" * 100)
+    data = text_files(tmp_path, context_length=9, test_fraction=0.3)
+    shown = {VOCABULARY[token] for token in torch.cat([data.train_inputs, data.test_inputs]).unique()}
+    assert shown == {"a", "b", "c"}
+    assert data.train_labels.unique().tolist() == [0, 1], "whole files are held out"
+    assert not set(data.train_inputs.unique().tolist()) & set(data.test_inputs.unique().tolist())
+    assert text_files(tmp_path, "*.md", context_length=4).num_classes == len(VOCABULARY)
+
+
+def test_of_one_text_file_the_end_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "only.txt").write_text("a" * 150 + "b" * 50)
+    data = text_files(tmp_path, context_length=4, test_fraction=0.25)
+    assert VOCABULARY[data.train_inputs.unique().item()] == "a"
+    assert VOCABULARY[data.test_inputs.unique().item()] == "b"
+
+
+def test_without_text_files_the_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file \*\*/\*\.txt is in it; set data\.folder"):
+        text_files(tmp_path)
+    with pytest.raises(FileNotFoundError, match="absent: it is not a folder"):
+        text_files(tmp_path / "absent")
