@@ -32,7 +32,7 @@ EXPECTED = list(PRINTED.values())
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 EXTRAS = SETUP["options.extras_require"]
-ADVICE = re.compile(r"(gossip(?:-training)?|\.)\[([a-z]+)\](?=['\"`\s])")
+ADVICE = re.compile(r"(gossip(?:-training)?|\.)\[([a-z,]+)\](?=['\"`\s])")
 """An extra of this distribution, as pip is told it; ``gossip["x"]`` and ``gossip[5]`` are code."""
 
 
@@ -106,9 +106,15 @@ def test_readme_and_errors_name_extras_as_a_clone_has_them() -> None:
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for folder in ("gossip", "topologies", "scripts", "configs", "notebooks"):
         paths += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".yaml", ".ipynb")]
-    found = {(path, *match) for path in paths for match in ADVICE.findall(path.read_text(encoding="utf-8"))}
+    found = {
+        (path, whose, extra)
+        for path in paths
+        for whose, extras in ADVICE.findall(path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
     assert not [each for each in found if each[1] != "." or each[2] not in EXTRAS]
-    assert {"weights", "plot", "lab", "tensorboard", "bench"} <= {extra for _, _, extra in found}
+    named = {"weights", "plot", "lab", "tensorboard", "wandb", "mlflow", "bench", "accelerate", "lightning"}
+    assert named | {"transformers"} <= {extra for _, _, extra in found}
 
 
 def test_readme_names_files_that_exist() -> None:

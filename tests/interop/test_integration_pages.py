@@ -1,7 +1,9 @@
-"""The examples of the pages about other libraries run as they stand there."""
+"""The examples of the pages and docstrings about other libraries run as they stand there."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import subprocess
 import sys
@@ -32,3 +34,8 @@ def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert re.search(PRINTED[page, number], run.stdout), run.stdout
+
+
+def test_the_example_of_prepare() -> None:
+    result = doctest.testmod(importlib.import_module("gossip.integrations.accelerate"))
+    assert (result.attempted > 0, result.failed) == (True, 0)
