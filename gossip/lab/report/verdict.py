@@ -43,10 +43,12 @@ def _named(row: Row) -> str:
 
 
 def _compared(value: Value, quantity: Quantity, equal: float) -> str:
-    what = "accuracy to all-reduce's: " if equal == 0.0 else "its loss as a part of all-reduce's: "
+    what = "its accuracy less all-reduce's, in points: " if equal == 0.0 else "its loss as a part of all-reduce's: "
     text = what + quantity.value_text(value)
     if value.interval is None:
         return f"{text}, of one seed, which says nothing about how sure that is"
+    if value.interval[0] == value.interval[1]:
+        return f"{text}, the same with all {value.count} seeds, from which no interval follows"
     low, high = value.interval
     if low <= equal <= high:
         found = "no significant difference"

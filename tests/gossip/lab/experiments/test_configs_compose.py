@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from composing import composed
 from hydra import compose, initialize_config_dir
-from repository import CONFIGS
+from repository import CONFIGS, REPOSITORY
 
 import topologies
 from gossip.lab.experiments.experiment_build import build, check
@@ -76,6 +76,13 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
         }.get(option, overrides[1])
         if "cifar10" in option:
             overrides.append(f"data.folder={cifar10_folder}")
+        if option == "text_files":
+            overrides += [
+                *TEXT[1:],
+                "model=char_transformer",
+                f"data.folder={REPOSITORY / 'docs'}",
+                "data.pattern=*.md",
+            ]
         if option in ("char_transformer", "stdlib_text"):
             overrides += [*TEXT, "model=char_transformer"]
         if option == "char_lm":

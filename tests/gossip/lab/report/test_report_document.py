@@ -159,7 +159,9 @@ def test_verdict_is_met_only_if_every_bar_is(met: dict[str, bool | None], verdic
 
 def test_markdown_is_one_line_per_row(tmp_path: Path) -> None:
     write_report(document([compared_row("ring"), row("all-reduce"), failed_row("torus")]), tmp_path)
-    _, _, headings, alignment, ring, all_reduce, torus = (tmp_path / "results.md").read_text().splitlines()
+    sentence, _, _, _, headings, alignment, *lines = (tmp_path / "results.md").read_text().splitlines()
+    ring, all_reduce, torus = lines
+    assert sentence.startswith("- 16 ranks, iid: the averaged model of ring ")
     assert {line.count("|") for line in (headings, alignment, ring, all_reduce, torus)} == {headings.count("|")}
     assert headings.startswith("| setting | optimizer.lr | accuracy of the averaged model | ")
     assert ring.startswith("| ring | 0.1, at the end of the grid | ")

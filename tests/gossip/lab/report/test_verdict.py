@@ -39,7 +39,7 @@ def test_the_best_setting_is_held_against_all_reduce(mean: float, ends: list[flo
     rows = [report_documents.row("all-reduce"), compared("star", mean - 1, [-3.0, -2.0]), compared("ring", mean, ends)]
     (sentence,) = sentences(rows)
     start = "16 ranks, iid: of 2 gossip settings ring (adapt_while_communicating) has the best averaged model, "
-    assert sentence.startswith(f"{start}accuracy to all-reduce's: ")
+    assert sentence.startswith(f"{start}its accuracy less all-reduce's, in points: ")
     assert f"{found} {TEST}; it sends " in sentence
     assert sentence.endswith("of all-reduce's.")
 
@@ -58,6 +58,12 @@ def test_each_number_of_ranks_and_partition_has_a_sentence() -> None:
 def test_of_one_seed_nothing_is_said_about_how_sure_it_is() -> None:
     (sentence,) = sentences([compared("ring", -0.1, None)])
     assert "of one seed, which says nothing about how sure that is" in sentence
+    assert "significant" not in sentence
+
+
+def test_of_equal_differences_nothing_is_called_significant() -> None:
+    (sentence,) = sentences([compared("ring", -0.1, [-0.1, -0.1])])
+    assert "the same with all 20 seeds, from which no interval follows" in sentence
     assert "significant" not in sentence
 
 
