@@ -17,6 +17,7 @@ from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweep_plan import Plan, make_plan, read_variants
+from gossip.lab.sweeps.sweep_progress import told
 from gossip.lab.sweeps.sweep_tuning import read_tuning
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class GridSweeper:
         logger.info("{} runs, {} of them finished before; sweep folder: {}", len(jobs), num_finished, folder)
         for job in waiting:
             job.forget(folder)
-        self._run(waiting, folder)
+        with told([job.name for job in waiting], folder):
+            self._run(waiting, folder)
 
     def _run(self, jobs: Sequence[Job], folder: Path) -> None:
         """Launch the jobs. One whose process is killed takes joblib's other processes with it: these run again."""

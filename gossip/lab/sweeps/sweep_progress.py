@@ -1,0 +1,65 @@
+"""How far a sweep has come, said while its runs are under way, whoever runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from loguru import logger
+
+from gossip.lab.experiments.run_folder import SUMMARY_FILE
+
+PAUSE_S = 10.0
+_MINUTE_S, _HOUR_S = 60, 3600
+
+
+@contextlib.contextmanager
+def told(
+    names: Sequence[str], folder: Path, *, pause_s: float = PAUSE_S, say: Callable[[str], object] = logger.info
+) -> Iterator[None]:
+    """Within the block say from time to time how many of these runs have ended, if more have than before.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of the runs, which are folders in ``folder``; one that has ended has left its summary there.
+    folder : Path
+    pause_s : float
+        Seconds between two looks.
+    say : callable
+    """
+    began_at = time.monotonic()
+    is_over = threading.Event()
+
+    def look() -> None:
+        num_said = 0
+        while not is_over.wait(pause_s):
+            num_ended = sum((folder / name / SUMMARY_FILE).exists() for name in names)
+            if num_said < num_ended < len(names):
+                say(line(num_ended, len(names), time.monotonic() - began_at))
+                num_said = num_ended
+
+    thread = threading.Thread(target=look, name="gossip-sweep-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def line(num_ended: int, num_runs: int, elapsed_s: float) -> str:
+    """ "3 of 12 runs have ended, about 6 min left", at the pace so far."""
+    left_s = elapsed_s / num_ended * (num_runs - num_ended)
+    return f"{num_ended} of {num_runs} runs have ended, about {_rounded(left_s)} left"
+
+
+def _rounded(seconds: float) -> str:
+    if seconds < _MINUTE_S:
+        return f"{seconds:.0f} s"
+    if seconds < _HOUR_S:
+        return f"{seconds / _MINUTE_S:.0f} min"
+    return f"{seconds / _HOUR_S:.1f} h"
