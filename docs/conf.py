@@ -29,3 +29,12 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 nitpicky = True
 nitpick_ignore = [("py:class", "collections.abc.Generator")]  # of an alias; no network is needed to build this
+
+
+def link_within_the_site(_: object, __: str, source: list[str]) -> None:
+    """Pages link to the notebooks where they are in the repository; on the site there are copies."""
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+
+def setup(app: object) -> None:
+    app.connect("source-read", link_within_the_site)  # type: ignore[attr-defined]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.registered_choices import plain_options
+from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, TARGET, locate
 
 _GIVEN_BY_THE_RUN = {"data": 0, "model": 2}
@@ -51,7 +55,7 @@ def offer(arguments: Sequence[str], config_folder: Path) -> list[str]:
             target = name.replace(":", ".")
             node: dict[str, Any] = {
                 TARGET: target,
-                **plain_options(locate(group, target), leaving_out=_GIVEN_BY_THE_RUN[group]),
+                **plain_options(_located(group, name), leaving_out=_GIVEN_BY_THE_RUN[group]),
             }
             if group == "data":
                 of_digits: Any = OmegaConf.load(config_folder / "data" / "digits.yaml")
@@ -59,6 +63,23 @@ def offer(arguments: Sequence[str], config_folder: Path) -> list[str]:
             ConfigStore.instance().store(name, node, group=group)
             trusted.append(target)
     return _trusting(arguments, trusted)
+
+
+def _located(group: str, name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{group}={name} cannot be imported: {error}; put its folder on the path, PYTHONPATH=folder (PYTHONPATH=. "
+            "for this one)"
+        ) from error
+    try:
+        return locate(group, f"{module}.{attribute}")
+    except ConfigurationError as error:
+        near = difflib.get_close_matches(attribute, vars(sys.modules[module]), n=1)
+        hint = f"; did you mean {module}:{near[0]}?" if near else ""
+        raise ConfigurationError(f"{group}={name}: {module} has no {attribute}{hint}") from error
 
 
 def _trusting(arguments: Sequence[str], names: Sequence[str]) -> list[str]:

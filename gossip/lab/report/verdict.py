@@ -8,6 +8,9 @@ from gossip.lab.report.columns import best, columns
 from gossip.lab.report.quantities import BYTES, POINTS, RATIO, SECONDS, Quantity
 from gossip.lab.report.report_document import Document, Row, Value
 
+_FEWEST = 3
+"""With fewer seeds nothing is called significant."""
+
 #: What a row is compared with all-reduce by, with what it is where both are equal; the first that there is.
 _COMPARED = {"accuracy": ("average_difference", POINTS, 0.0), "loss": ("loss_ratio", RATIO, 1.0)}
 
@@ -49,6 +52,8 @@ def _compared(value: Value, quantity: Quantity, equal: float) -> str:
         return f"{text}, of one seed, which says nothing about how sure that is"
     if value.interval[0] == value.interval[1]:
         return f"{text}, the same with all {value.count} seeds, from which no interval follows"
+    if value.count < _FEWEST:
+        return f"{text}, of {value.count} seeds, which says little about how sure that is"
     low, high = value.interval
     if low <= equal <= high:
         found = "no significant difference"

@@ -8,10 +8,12 @@ from pathlib import Path
 from gossip.lab.experiments.console_table import print_table
 from gossip.lab.experiments.run_summary import percent, size
 from gossip.lab.report import Document, Value
+from gossip.lab.report.report_files import PAGE_FILE
+from gossip.lab.report.verdict import verdict
 
 
 def print_rows(document: Document, folder: Path) -> None:
-    """Print the rows, then why runs failed that did, and where the report is."""
+    """Print the rows, then why runs failed that did, what was found, and where the report is."""
     from rich.table import Table
 
     rows, metric = document.rows, document.metric
@@ -23,10 +25,10 @@ def print_rows(document: Document, folder: Path) -> None:
     columns = _columns(metric.name)
     for heading, _, _ in columns:
         table.add_column(heading.format(target=target), justify="right")
-    verdicts = [row.verdict for row in rows]
-    if any(verdicts):
+    outcomes = [row.verdict for row in rows]
+    if any(outcomes):
         table.add_column("bars")
-    for row, verdict in zip(rows, verdicts, strict=True):
+    for row, outcome in zip(rows, outcomes, strict=True):
         table.add_row(
             row.label,
             str(row.world_size),
@@ -36,13 +38,15 @@ def print_rows(document: Document, folder: Path) -> None:
             f"{len(row.seeds) - row.num_failed}" + (f" of {len(row.seeds)}" if row.num_failed else ""),
             *("" if row.tuning is None else row.tuning.text for _ in parameters),
             *(_cell(row.values.get(name), shown) for _, name, shown in columns),
-            *([verdict] if any(verdicts) else ()),
+            *([outcome] if any(outcomes) else ()),
         )
     print_table(table)
     for row in rows:
         for reason in row.reasons:
             print(f"{row.label}, {row.world_size} ranks, {row.partition}: failed: {reason}")
-    print(f"sweep folder: {folder}")
+    for sentence in verdict(document):
+        print(sentence)
+    print(f"report: {folder / PAGE_FILE}")
 
 
 def _columns(metric: str) -> list[tuple[str, str, Callable[[float], str]]]:

@@ -73,8 +73,12 @@ def test_what_is_named_is_trusted_besides(folder: Path, monkeypatch: pytest.Monk
     given = ["seed=1", "trusted_targets=[mine]", "data=my_module:make,digits"]
     assert own_choices.offer(given, CONFIGS) == ["seed=1", "trusted_targets=[mine,my_module.make]", given[2]]
     assert own_choices.offer(["data=digits", "topology=a:b"], CONFIGS) == ["data=digits", "topology=a:b"]
-    with pytest.raises(ConfigurationError, match=r"data=my_module\.maker cannot be .*did you mean my_module\.make\?"):
+    with pytest.raises(
+        ConfigurationError, match=r"data=my_module:maker: .* has no maker; did you mean my_module:make\?"
+    ):
         own_choices.offer(["data=my_module:maker"], CONFIGS)
+    with pytest.raises(ConfigurationError, match=r"model=nowhere:Net cannot be imported.*PYTHONPATH=\. for this one"):
+        own_choices.offer(["model=nowhere:Net"], CONFIGS)
 
 
 def test_arrays_and_datasets_are_data_sets() -> None:

@@ -67,6 +67,13 @@ def test_of_equal_differences_nothing_is_called_significant() -> None:
     assert "significant" not in sentence
 
 
+def test_of_two_seeds_nothing_is_called_significant() -> None:
+    row = compared("ring", -0.1, [-0.2, -0.1])
+    row["values"]["average_difference"]["count"] = 2
+    (sentence,) = sentences([row])
+    assert "of 2 seeds, which says little about how sure that is" in sentence
+
+
 def test_a_loss_is_better_below_one() -> None:
     metric = {"name": "loss", "higher_is_better": False, "target": None}
     rows = [
