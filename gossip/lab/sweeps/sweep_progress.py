@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from gossip.communication import daemon_threads
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
 
 PAUSE_S = 10.0
@@ -42,8 +43,7 @@ def told(
                 say(line(num_ended, len(names), time.monotonic() - began_at))
                 num_said = num_ended
 
-    thread = threading.Thread(target=look, name="gossip-sweep-progress", daemon=True)
-    thread.start()
+    thread = daemon_threads.start("gossip-sweep-progress", look, end=is_over.set)
     try:
         yield
     finally:
