@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gossip.lab.experiments.own_choices import OWN
 from gossip.lab.experiments.registered_choices import registered
 from gossip.lab.experiments.run_settings import ConfigurationError, nearest
 
@@ -33,7 +34,8 @@ def explain(error: BaseException, config_folder: Path, config_name: str = "train
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         # Of a list of files hydra does not say what there is.
         names = sorted(error.options or (path.stem for path in (config_folder / group).glob("*.yaml")))
-        return f"there is no {group}={name}{nearest(name, names)} Available: {', '.join(names)}"
+        own = f"; {group}={OWN[group].written} for {OWN[group].meaning}" if group in OWN else ""
+        return f"there is no {group}={name}{nearest(name, names)} Available: {', '.join(names)}{own}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no value; set it: {error.full_key}=..."
     if isinstance(error, OverrideParseException):

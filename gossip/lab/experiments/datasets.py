@@ -176,7 +176,9 @@ def text_files(
         raise FileNotFoundError(
             f"text files: {found}: {what}; set data.folder=... and data.pattern=..., such as '**/*.md'"
         )
-    return _text_data("text_files", sources, context_length, max_bytes, test_fraction, split_seed, str(found))
+    size_bytes = sum(path.stat().st_size for path in sources)
+    notes = f"{min(max_bytes, size_bytes):,} of {size_bytes:,} bytes in {len(sources)} files of {found}"
+    return _text_data("text_files", sources, context_length, max_bytes, test_fraction, split_seed, notes)
 
 
 def _text_data(

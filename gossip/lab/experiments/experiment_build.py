@@ -269,9 +269,11 @@ def _check_model_takes_data(module: nn.Module, data: Data) -> None:
             logits = module.eval()(data.train_inputs[:2])
     except (RuntimeError, ValueError, IndexError) as error:
         first_line = str(error).splitlines()[0]
+        is_text = data.train_inputs.dtype == torch.int64 and data.train_targets.ndim > 1
+        remedy = "model=char_transformer takes text" if is_text else "choose another model=... or data=..."
         raise ConfigurationError(
             f"{type(module).__name__} cannot take the inputs of {data.name} ({data.train_inputs.dtype}, "
-            f"{list(data.train_inputs.shape[1:])} a sample): {first_line}; choose another model=... or data=..."
+            f"{list(data.train_inputs.shape[1:])} a sample): {first_line}; {remedy}"
         ) from error
     if logits.shape != (*data.train_targets[:2].shape, data.num_classes):
         raise ConfigurationError(

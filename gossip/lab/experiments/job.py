@@ -132,6 +132,8 @@ def _run_in_folder(
         has_begun = True
         if world.rank == 0:
             logger.info("run folder: {}", folder)
+            if experiment.data.notes:
+                logger.info("data: {}", experiment.data.notes)
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
         if dist.is_initialized():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from gossip.lab.experiments.own_choices import OWN
 from gossip.lab.experiments.registered_choices import options_of, registered, summary_of
 
 FLAGS = ("--help", "-h")
@@ -51,6 +52,9 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
             lines += ["", f"{group}={path.stem}", *(f"  {line}" for line in _comment(path))]
             if group != "experiment":  # an experiment's file sets the options of others
                 lines += _options(path, group)
+        if group in OWN:
+            own = OWN[group]
+            lines += ["", f"{group}={own.written}", f"  {own.meaning.capitalize()} (docs/experiments.md)."]
         for name in registered(group, config_folder):
             lines += ["", f"{group}={name}", f"  {summary_of(group, name)}".rstrip()]
             lines += [f"  {group}.options.{option}={value}" for option, value in options_of(group, name).items()]

@@ -6,7 +6,8 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,31 @@ from gossip.lab.experiments.registered_choices import plain_options
 from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, TARGET, locate
 
-_GIVEN_BY_THE_RUN = {"data": 0, "model": 2}
-"""By the group of the configuration, how many arguments come first: a model's are the input shape and the classes."""
+
+@dataclass(frozen=True)
+class Own:
+    """What the command line may name of a user's own modules in place of a group's file.
+
+    Attributes
+    ----------
+    written : str
+        How it is written.
+    meaning : str
+        What it stands for.
+    num_given : int
+        How many arguments the run passes first: a model's are the input shape and the number of classes.
+    """
+
+    written: str
+    meaning: str
+    num_given: int
+
+
+OWN: Mapping[str, Own] = {
+    "data": Own("my_module:function", "a function of your own that returns the data", 0),
+    "model": Own("my_module:Class", "a model of your own", 2),
+}
+"""By the group of the configuration."""
 
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _OF_EVERY_DATA_SET = ("partition", "on_loss")
@@ -49,13 +73,13 @@ def offer(arguments: Sequence[str], config_folder: Path) -> list[str]:
     trusted = []
     for argument in arguments:
         group, _, value = argument.partition("=")
-        for name in value.split(",") if group in _GIVEN_BY_THE_RUN else ():
+        for name in value.split(",") if group in OWN else ():
             if not _OWN.fullmatch(name):
                 continue
             target = name.replace(":", ".")
             node: dict[str, Any] = {
                 TARGET: target,
-                **plain_options(_located(group, name), leaving_out=_GIVEN_BY_THE_RUN[group]),
+                **plain_options(_located(group, name), leaving_out=OWN[group].num_given),
             }
             if group == "data":
                 of_digits: Any = OmegaConf.load(config_folder / "data" / "digits.yaml")

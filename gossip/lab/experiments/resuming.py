@@ -60,7 +60,7 @@ def continued_configuration(
         What is asked for now is another run; the text names every key that differs, with both values.
     """
     config = saved_configuration(folder)
-    check_imports(config.get("imports") or (), asked, str(folder / run_folder.CONFIG_FILE))
+    check_imports(config, asked, str(folder / run_folder.CONFIG_FILE))
     config[OPTION] = list(trusted_names(asked))  # a folder cannot say that it is to be trusted
     saved, now, without = (dict(_leaves(tree)) for tree in (config, asked, defaults))
     prefixes = tuple(keys)

@@ -81,8 +81,9 @@ def check_targets(config: Mapping[str, Any]) -> None:
     for place, name in found:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigurationError(f"{place}={name!r} is no name of a class or function, as package.module.Name is")
-        if not any(_is_within(name, group.written) for group in _allowed_at(place)) and not _is_trusted(name, trusted):
-            raise _refusal(place, name, name)
+    refused = _refused(found, trusted)
+    if refused:
+        raise _refusal([(place, name, name) for place, name in refused], trusted)
     for place, name in found:
         if name not in trusted:
             _check_definition(place, name, trusted)
@@ -92,29 +93,36 @@ def check_targets(config: Mapping[str, Any]) -> None:
                 raise ConfigurationError(f"{place}={value}: a run's configuration has no ${{...}}; put the value there")
 
 
-def check_imports(names: Sequence[str], asked: Mapping[str, Any], path: str) -> None:
-    """Refuse what a run that goes on would import unless this command names it too. Local.
+def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str) -> None:
+    """Refuse what a run that continues would import unless this command names it too. Local.
 
     Parameters
     ----------
-    names : sequence of str
-        ``imports`` of the folder's configuration.
+    config : mapping
+        The folder's configuration.
     asked : mapping
         What this command amounts to.
     path : str
-        Of that configuration, for the error.
+        The file that holds ``config``, for the error.
 
     Raises
     ------
     ConfigurationError
-        A module is not among this command's ``imports`` or ``trusted_targets``.
+        A module in ``imports`` of ``config`` is not among this command's ``imports`` or ``trusted_targets``. The text
+        names all that must be trusted, the targets of the folder included.
     """
     trusted = trusted_names(asked)
-    for name in names:
-        if name not in (asked.get("imports") or ()) and not _is_trusted(str(name), trusted):
-            raise ConfigurationError(
-                f"{path} has imports=[{name}], which would run that module here; if you trust it, add {OPTION}=[{name}]"
-            )
+    names = [str(name) for name in config.get("imports") or ()]
+    refused = [name for name in names if name not in (asked.get("imports") or ()) and not _is_trusted(name, trusted)]
+    if not refused:
+        return
+    targets = [name for _, name in _refused([each for each in _targets(config) if isinstance(each[1], str)], trusted)]
+    and_targets = f" and names {', '.join(targets)}" if targets else ""
+    raise ConfigurationError(
+        f"{path} has imports=[{','.join(refused)}], which would run "
+        f"{'that module' if len(refused) == 1 else 'these modules'} here{and_targets}; if you trust "
+        f"{'it' if len(refused) + len(targets) == 1 else 'them'}, add {_trusting(refused + targets, trusted)}"
+    )
 
 
 def locate(place: str, name: str) -> Any:
@@ -205,14 +213,34 @@ def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
     for package in _allowed_at(place):
         if _is_within(module, package.defined) and is_public and (package.functions or inspect.isclass(target)):
             return
-    raise _refusal(place, name, defined)
+    raise _refusal([(place, name, defined)], trusted)
 
 
-def _refusal(place: str, name: str, defined: str) -> ConfigurationError:
-    allowed = [f"{'functions' if kind.functions else 'classes'} of {kind.defined}" for kind in _allowed_at(place)]
-    section = place.partition(".")[0]
-    what = f"{place}={name}" + (f" is {defined}, which" if defined != name else "")
+def _refused(targets: Sequence[tuple[str, str]], trusted: Sequence[str]) -> list[tuple[str, str]]:
+    """Those whose names are neither allowed where they stand nor trusted."""
+    return [
+        (place, name)
+        for place, name in targets
+        if not any(_is_within(name, group.written) for group in _allowed_at(place)) and not _is_trusted(name, trusted)
+    ]
+
+
+def _refusal(refused: Sequence[tuple[str, str, str]], trusted: Sequence[str]) -> ConfigurationError:
+    """The error for targets, each with its place, its name and where it is defined."""
+    texts = []
+    for place, name, defined in refused:
+        allowed = [f"{'functions' if kind.functions else 'classes'} of {kind.defined}" for kind in _allowed_at(place)]
+        what = f"{place}={name}" + (f" is {defined}, which" if defined != name else "")
+        texts.append(
+            f"{what} is not among the targets that a configuration may name: below {place.partition('.')[0]} these are "
+            f"{' and '.join(allowed) or 'none'}"
+        )
     return ConfigurationError(
-        f"{what} is not among the targets that a configuration may name: below {section} these are "
-        f"{' and '.join(allowed) or 'none'}. If you trust that code with what it is given, add {OPTION}=[{defined}]"
+        f"{'; '.join(texts)}. If you trust that code with what it is given, add "
+        f"{_trusting([defined for _, _, defined in refused], trusted)}"
     )
+
+
+def _trusting(names: Sequence[str], trusted: Sequence[str]) -> str:
+    """The option that trusts these names too; it takes the place of the one that the command has."""
+    return f"{OPTION}=[{','.join(dict.fromkeys([*trusted, *names]))}]"

@@ -91,6 +91,8 @@ def main(config_folder: Path, config_name: str) -> int:
 
 def _prepare_sweep() -> None:
     """Let hydra sweep whatever the arguments are: where it cannot compose them, it would take them for one run's."""
+    from gossip.lab.sweeps import sweep_folder
+
     arguments = sys.argv[1:]
     if not any(argument.startswith("-") for argument in arguments):
         sys.argv.append("--multirun")
@@ -100,6 +102,7 @@ def _prepare_sweep() -> None:
             "the runs of a sweep are shared among the cores by hydra-joblib-launcher, which is not installed; install "
             "it in a clone of the repository, pip install '.[lab]', or set hydra/launcher=basic"
         )
+    sys.argv[1:1] = sweep_folder.option(arguments)
 
 
 def report(error: BaseException, config_folder: Path, config_name: str) -> int:

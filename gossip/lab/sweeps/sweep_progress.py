@@ -1,4 +1,4 @@
-"""How far a sweep has come, said while its runs are under way, whoever runs them."""
+"""What a sweep says while its runs are under way, whoever runs them: how many have ended, and SLURM's job array."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from gossip.communication import daemon_threads
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
 
 PAUSE_S = 10.0
+LOGS = ".submitit"
+"""The folder within a sweep's in which hydra's launcher keeps the output of each job, by SLURM's number of it."""
+
 _MINUTE_S, _HOUR_S = 60, 3600
 
 
@@ -21,23 +24,33 @@ _MINUTE_S, _HOUR_S = 60, 3600
 def told(
     names: Sequence[str], folder: Path, *, pause_s: float = PAUSE_S, say: Callable[[str], object] = logger.info
 ) -> Iterator[None]:
-    """Within the block say from time to time how many of these runs have ended, if more have than before.
+    """Within the block, say from time to time how many of these runs have ended, and name a job array once.
 
     Parameters
     ----------
     names : sequence of str
-        Of the runs, which are folders in ``folder``; one that has ended has left its summary there.
+        The runs' folders in ``folder``; a run that has ended has left its summary in its own.
     folder : Path
+        The folder of the sweep.
     pause_s : float
         Seconds between two looks.
     say : callable
+        Takes each line.
     """
     began_at = time.monotonic()
     is_over = threading.Event()
+    earlier = _job_arrays(folder)
 
     def look() -> None:
         num_said = 0
-        while not is_over.wait(pause_s):
+        named = set(earlier)
+        while True:
+            is_last = is_over.wait(pause_s)
+            for array in sorted(_job_arrays(folder) - named):
+                say(f"SLURM job array {array}: squeue --job {array} lists its tasks, {folder / LOGS} has their output")
+                named.add(array)
+            if is_last:
+                return
             num_ended = sum((folder / name / SUMMARY_FILE).exists() for name in names)
             if num_said < num_ended < len(names):
                 say(line(num_ended, len(names), time.monotonic() - began_at))
@@ -49,6 +62,12 @@ def told(
     finally:
         is_over.set()
         thread.join()
+
+
+def _job_arrays(folder: Path) -> set[str]:
+    """The numbers of job arrays, whose tasks have folders such as 123_4."""
+    found = (folder / LOGS).glob("*_*") if (folder / LOGS).is_dir() else ()
+    return {path.name.partition("_")[0] for path in found if path.name.replace("_", "").isdigit()}
 
 
 def line(num_ended: int, num_runs: int, elapsed_s: float) -> str:

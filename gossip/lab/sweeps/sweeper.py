@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -172,9 +173,27 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
     summaries = [job.summary(folder) for job in (*trials, *plan.jobs)]
     write_csv(summaries, folder / SWEEP_FILE)
     document = make_document(plan, folder, title=folder.name)
+    num_left_out = _num_left_out(document, folder)
+    if num_left_out:
+        logger.warning(
+            "the report leaves out {} runs of the earlier one, which this command does not ask for; their folders stay "
+            "in {}, and hydra.sweep.dir=... chooses another folder for a report of its own", num_left_out, folder,
+        )  # fmt: skip
     write_report(document, folder)
     print_rows(read_document(document), folder)
     return summaries
+
+
+def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
+    """How many runs of the report that is there are not in the new one."""
+    from gossip.lab.report.report_files import DOCUMENT_FILE
+
+    try:
+        earlier = json.loads((folder / DOCUMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+    commands = [{command for row in each["rows"] for command in row["commands"]} for each in (earlier, document)]
+    return len(commands[0] - commands[1])
 
 
 def _warn_of_ends(plan: Plan) -> None:

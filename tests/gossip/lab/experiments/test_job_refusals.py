@@ -24,7 +24,16 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
         (["experiment=nope"], "error: there is no experiment=nope; did you mean none? Available: algorithms, "),
         (["data.folder=x"], "error: the configuration has no key data.folder; it is an option of data=cifar10"),
         (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
-        (["data=stdlib_text"], "error: MLP cannot take the inputs of stdlib_text"),
+        (
+            ["data=stdlib_text"],
+            "error: MLP cannot take the inputs of stdlib_text (torch.int64, [128] a sample): mat1 and mat2 must have the "
+            "same dtype, but got Long and Float; model=char_transformer takes text",
+        ),
+        (
+            ["data=my_module"],
+            "error: there is no data=my_module. Available: cifar10, digits, stdlib_text, text_files; "
+            "data=my_module:function for a function of your own that returns the data",
+        ),
         (["output_root=/proc/nowhere"], "error: /proc/nowhere: No such file or directory; output_root=..."),
         (["topology.name=rign"], "error: topology.name=rign: unknown topology 'rign'. Did you mean 'ring'?"),
         (["topolgy=ring"], "error: the configuration has no key topolgy; did you mean topology?"),

@@ -285,6 +285,25 @@ def test_imports_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
         assert continued_configuration(folder, asked, composed(), [option])["imports"] == [models]
 
 
+def test_all_that_a_folder_needs_to_be_trusted_is_named_at_once(models: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = composed(f"imports=[one,{models}]", f"model._target_={models}.Net", "~model.hidden")
+    claim(folder, config)
+    asked = composed(f"resume={folder}", "trusted_targets=[torch.nn.functional]")
+    with pytest.raises(ConfigurationError) as caught:
+        continued_configuration(folder, asked, composed(), ["trusted_targets"])
+    assert str(caught.value) == (
+        f"{folder}/config.yaml has imports=[one,{models}], which would run these modules here and names {models}.Net; "
+        f"if you trust them, add trusted_targets=[torch.nn.functional,one,{models},{models}.Net]"
+    )
+    del config["imports"]
+    config["optimizer"] = {"_target_": "elsewhere.Optimizer"}
+    with pytest.raises(ConfigurationError, match="add trusted_targets=") as caught:
+        check_targets(config)
+    assert f"model._target_={models}.Net is not among" in str(caught.value)
+    assert str(caught.value).endswith(f"add trusted_targets=[elsewhere.Optimizer,{models}.Net]")
+
+
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${oc.create:{_target_: torch.load}}", "${oc.decode:'1'}"])
 def test_interpolations_of_a_folder_are_not_resolved(value: str, tmp_path: Path) -> None:
     config = composed()

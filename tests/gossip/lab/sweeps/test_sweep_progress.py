@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
-from gossip.lab.sweeps.sweep_progress import line, told
+from gossip.lab.sweeps.sweep_progress import LOGS, line, told
 
 TIMEOUT_S = 30
 
@@ -39,3 +39,23 @@ def test_runs_that_have_ended_are_counted_until_all_have(tmp_path: Path) -> None
         assert said.get(timeout=TIMEOUT_S).startswith("2 of 3 runs")
         end("c")
     assert said.empty(), "that all have ended is what the report says"
+
+
+def test_job_array_is_named_once_and_not_one_of_an_earlier_command(tmp_path: Path) -> None:
+    said: queue.Queue[str] = queue.Queue()
+    logs = tmp_path / LOGS
+    (logs / "41_0").mkdir(parents=True)
+    with told(["a", "b"], tmp_path, pause_s=0.001, say=said.put):
+        for name in ("42_0", "42_1", "4711", "%j"):
+            (logs / name).mkdir()
+        assert said.get(timeout=TIMEOUT_S) == (
+            f"SLURM job array 42: squeue --job 42 lists its tasks, {logs} has their output"
+        )
+    assert said.empty()
+
+
+def test_job_array_of_runs_that_end_at_once_is_named_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    with told(["a"], tmp_path, pause_s=TIMEOUT_S, say=said.append):
+        (tmp_path / LOGS / "42_0").mkdir(parents=True)
+    assert [text.partition(":")[0] for text in said] == ["SLURM job array 42"]

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 
 Sweep = Callable[..., int]
 
+FOLDER = Path("outputs/sweeps/mine")
 TINY = ("hydra/launcher=basic", "engine=virtual", "training.steps=2", "training.batch_size=4", "model.hidden=[4]")
-FOLDER = Path("outputs/sweeps/none")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sweep]:
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr("sys.argv", ["sweep.py", *TINY, *arguments])
+        monkeypatch.setattr("sys.argv", ["sweep.py", *TINY, f"hydra.sweep.dir={FOLDER}", *arguments])
         try:
             return train_command.main(CONFIGS, "sweep")
         except SystemExit as ended:  # as sys.exit in a script

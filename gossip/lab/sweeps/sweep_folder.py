@@ -1,0 +1,65 @@
+"""Where a sweep without an experiment is kept: a folder that the same sweep finds again, also with more values."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+_OPTION = "hydra.sweep.dir"
+_EXPERIMENT = "experiment"
+_NOT_OF_THE_NAME = ("seed", "figures", "output_root", "sweep", "hydra")
+"""Keys, and parts of the configuration, that do not make another sweep."""
+
+_MOST_CHARACTERS = 80
+
+
+def option(arguments: Sequence[str]) -> list[str]:
+    """Return the option that chooses the folder of a sweep; none where the command line chooses it.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        The command line without the script.
+
+    Returns
+    -------
+    list of str
+        Empty with ``experiment=`` (after which the folder is named) or ``hydra.sweep.dir=``, and for arguments that
+        hydra cannot read, which it reports itself.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        overrides = OverridesParser.create().parse_overrides([each for each in arguments if each[:1] != "-"])
+    except OverrideParseException:
+        return []
+    if {_OPTION, _EXPERIMENT} & {override.key_or_group for override in overrides}:
+        return []
+    parts = {}
+    for override in overrides:
+        key = override.get_key_element().lstrip("+~")
+        if key.partition(".")[0].partition("/")[0] not in _NOT_OF_THE_NAME:
+            is_swept = override.is_sweep_override()
+            parts[key] = key if is_swept else f"{key}={override.get_value_element_as_str()}"
+    return [f"{_OPTION}=${{output_root}}/sweeps/{name(list(parts.values()))}"]
+
+
+def name(parts: Sequence[str]) -> str:
+    """Return a folder name for keys that are swept and ``key=value`` of those that are not, in any order.
+
+    Examples
+    --------
+    >>> name(["topology", "launch.world_size=8"]) == name(["launch.world_size=8", "topology"])
+    True
+    >>> name(["topology", "launch.world_size=8"])
+    'world_size-8_topology_1c65def6'
+    """
+    parts = sorted(parts)
+    short = [
+        f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in (part.partition("=") for part in parts)
+    ]
+    slug = "_".join(re.sub(r"[^\w.]+", "-", part).strip("-") for part in short) or "defaults"
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+    return f"{slug[:_MOST_CHARACTERS]}_{digest}"
