@@ -26,8 +26,8 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
         (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
         (
             ["data=stdlib_text"],
-            "error: MLP cannot take the inputs of stdlib_text (torch.int64, [128] a sample): mat1 and mat2 must have the "
-            "same dtype, but got Long and Float; model=char_transformer takes text",
+            "error: MLP cannot take the inputs of stdlib_text (torch.int64, [128] a sample): mat1 and mat2 must have "
+            "the same dtype, but got Long and Float; model=char_transformer takes text",
         ),
         (
             ["data=my_module"],
