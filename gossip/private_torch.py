@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -173,3 +173,83 @@ def end_coalescing(group: Any, device: torch.device) -> dist.Work:
     """Post them; the handle of all."""
     work: dist.Work = group._end_coalescing(device)
     return work
+
+
+# ---------------------------------------------------------------------- fully_shard
+
+
+class FSDPParameter:
+    """A parameter that ``fully_shard`` manages, with the memory that it is gathered from."""
+
+    def __init__(self, managed: Any) -> None:
+        self._managed = managed
+
+    @property
+    def sharded(self) -> torch.Tensor:
+        """The DTensor that the module has between passes."""
+        return self._managed.sharded_param
+
+    def padded(self) -> torch.Tensor:
+        """The rows of this rank, with rows of zeros up to as many as the first rank has."""
+        return self._managed._sharded_param_data.view(self._managed.padded_sharded_param_size)
+
+    def address(self) -> int:
+        """Where the rows that are gathered begin."""
+        return self._managed._sharded_param_data.data_ptr()
+
+    def place(self, home: torch.Tensor) -> None:
+        """Gather from ``home``, of the shape of :meth:`padded`, from now on."""
+        managed = self._managed
+        local = managed.sharded_param._local_tensor
+        dimension = managed.fsdp_placement.dim
+        length = local.size(dimension) if local.numel() else 0
+        managed._sharded_param_data = home.view(-1)
+        managed.sharded_param._local_tensor = home.narrow(dimension, 0, length)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient of this rank's rows, padded, which the parameter no longer has then."""
+        managed = self._managed
+        gradient = managed.sharded_param.grad
+        if gradient is None:
+            return None
+        managed.sharded_param.grad = None
+        local = gradient._local_tensor
+        if local.shape == managed.padded_sharded_param_size:
+            return local
+        padded = local.new_zeros(managed.padded_sharded_param_size)
+        if local.numel():
+            padded.narrow(managed.fsdp_placement.dim, 0, local.size(managed.fsdp_placement.dim)).copy_(local)
+        return padded
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh over which it is sharded."""
+        return self._managed.mesh_info.mesh
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it is kept in the memory of the host."""
+        return self._managed.offload_to_cpu
+
+
+def fsdp_modules(module: nn.Module) -> list[Any]:
+    """Return the parts of a module to which ``fully_shard`` was applied."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParameter]:
+    """Yield what ``fully_shard`` manages of a module, each parameter once."""
+    for part in fsdp_modules(module):
+        state = part._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                yield from map(FSDPParameter, group.fsdp_params)
+
+
+def call_gradient_hooks(parameter: torch.Tensor) -> None:
+    """Call the hooks that ``register_post_accumulate_grad_hook`` has registered."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 
 from gossip.algorithms import Algorithm
 from gossip.communication.transport import TransportFactory
@@ -180,6 +181,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         fallback_topology: str = "base",
         soft_deadline: timedelta | float | None = None,
         partition_timeout: timedelta | float | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -201,6 +203,7 @@ class GossipDataParallel(ModuleFace, Outermost):
             fallback_topology=fallback_topology,
             soft_deadline=soft_deadline,
             partition_timeout=partition_timeout,
+            mesh=mesh,
         )
         world = make_world(arguments, timeout, process_group)
         try:
@@ -273,7 +276,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         engine = self._engine
         if engine is None:
             return self.module(*args, **kwargs)
-        self.check_outermost()
+        self.check_outermost(is_sharded_inside=engine.shards is not None)
         engine.begin_forward()
         call = engine.watched(self.module)
         with fast_range("gossip::forward"):
@@ -341,7 +344,13 @@ class GossipDataParallel(ModuleFace, Outermost):
                 "clip_grad_norm_ finds no gradients: the updates have been made inside backward; pass "
                 f"clip_grad_norm={max_norm:g} to GossipDataParallel, or step_in_backward=False to keep the usual loop"
             )
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return self._live().updater.clip_(max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. Local."""
+        super().zero_grad(set_to_none)
+        if self._engine is not None and self._engine.shards is not None:
+            self._engine.shards.replica.zero_grad(set_to_none)
 
     # ------------------------------------------------------------------ averaging
 

@@ -105,7 +105,7 @@ def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]
 def consensus_distance(
     buckets: Sequence[Bucket], frozen: FrozenParameters, world: World, weights: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
+    """Root mean square distance of the replicas from their mean, and the mean's norm. Collective."""
     squares = torch.zeros(2, dtype=torch.float64)
     mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
     exchanged = [(f"bucket {bucket.index}", bucket.block, weights.get(bucket.names[0], 1.0)) for bucket in buckets]
@@ -116,7 +116,7 @@ def consensus_distance(
         mean_norm = math.hypot(mean_norm, _norm(mean))
     world.sum_(squares, "consensus distance")
     distance = math.sqrt(float(squares[0]) / world.world_size)
-    return distance, distance / mean_norm if mean_norm else 0.0
+    return distance, mean_norm
 
 
 def _norm(values: torch.Tensor) -> float:

@@ -25,8 +25,13 @@ class Outermost(nn.Module):
 
     module: nn.Module
 
-    def check_outermost(self) -> None:
+    def check_outermost(self, *, is_sharded_inside: bool = False) -> None:
         """Raise if this forward pass is another wrapper's. Local.
+
+        Parameters
+        ----------
+        is_sharded_inside : bool
+            Whether the module is sharded with this wrapper's knowledge.
 
         Raises
         ------
@@ -36,7 +41,7 @@ class Outermost(nn.Module):
         outer = active_ddp()
         if outer is not None and any(part is self for part in outer.modules()):
             self._refuse("a DistributedDataParallel, which all-reduces the gradients that are exchanged here by gossip")
-        if is_sharded(self) or is_sharded(self.module):
+        if is_sharded(self) or (is_sharded(self.module) and not is_sharded_inside):
             self._refuse("FullyShardedDataParallel or fully_shard, which leave a part of each parameter to each rank")
 
     def _replicate_for_data_parallel(self) -> NoReturn:

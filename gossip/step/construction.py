@@ -7,6 +7,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +49,9 @@ from gossip.step.wrapper_arguments import (
 )
 from topologies import Topology
 
+if TYPE_CHECKING:
+    from gossip.sharding.shard_group import ShardGroup
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -83,12 +87,20 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     ManifestError
         The ranks differ, or another one has refused; raised on every rank.
     """
+    shards: ShardGroup | None = None
     try:
+        if arguments.mesh is not None:
+            from gossip.sharding.shard_group import ShardGroup
+
+            shards = ShardGroup(module, arguments.mesh, world.timeout)
+            module = shards.replica
         topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
     except Exception as error:
         # The other ranks are about to compare manifests: tell them, rather than let them wait.
         with contextlib.suppress(GossipError):
             compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
+        if shards is not None:
+            shards.close()
         raise
     compare_manifests(world, manifest)
 
@@ -116,6 +128,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         clip=arguments.clip,
         scaler=None if scaler is None else SharedScaler(scaler, make_flag(world, "agreeing on the loss scale")),
         rank=world.member,
+        shards=shards,
     )
     place = world.rank if world.is_alone else world.member  # of those at the beginning, though some may be lost by now
     exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, place)
@@ -133,7 +146,10 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         rank=world.member,
         bucket_cap_bytes=arguments.bucket_cap_bytes,
         watch=OptimizerWatch(module.named_parameters(), optimizers),
+        shards=shards,
     )
+    if shards is not None:
+        shards.attach(engine.combine_if_due)
     if not world.is_alone:
         forks.watch(engine)
     for optimizer in optimizers:
@@ -145,6 +161,12 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
     """The ranks that train together. Collective."""
+    if arguments.mesh is not None:
+        from gossip.sharding.shard_group import gossip_group
+
+        if process_group is not None:
+            raise ValueError("process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out")
+        process_group = gossip_group(arguments.mesh)
     if arguments.continues:
         from gossip.communication.survivors.living_world import LivingWorld
 
@@ -179,6 +201,8 @@ def make_flag(world: World, what: str) -> Flag:
 def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
     """Undo what :func:`construct` did around the module: hooks, threads, communicators, the optimizers' own steps."""
     engine.close()
+    if engine.shards is not None:
+        engine.shards.close()
     if engine.updater.scaler is not None:
         engine.updater.scaler.flag.close()
     world.close()

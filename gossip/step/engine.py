@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from gossip.step.step_progress import StepProgress
 from gossip.step.updating import Updater
 from topologies import Topology
 
+if TYPE_CHECKING:
+    from gossip.sharding.shard_group import ShardGroup
+
 #: So many steps in a row with values that are not finite, and the training has gone wrong for good.
 MAX_NON_FINITE_STEPS = 16
 
@@ -60,9 +63,12 @@ class StepEngine(Liveness, ABC):
     watch : OptimizerWatch
     bucket_cap_bytes : int
         What a bucket of parameters that are unfrozen later may hold.
+    shards : ShardGroup, optional
+        The ranks with which this one holds a replica.
 
     Attributes
     ----------
+    shards : ShardGroup or None
     unfrozen : list of list of str
         Names of the parameters that got buckets since the model was wrapped, those of one step together.
     step : int
@@ -98,6 +104,7 @@ class StepEngine(Liveness, ABC):
         rank: int,
         bucket_cap_bytes: int,
         watch: OptimizerWatch,
+        shards: ShardGroup | None = None,
     ) -> None:
         self.module = module
         self.buckets = list(buckets)
@@ -114,6 +121,7 @@ class StepEngine(Liveness, ABC):
         self.on_step_begin: Callable[[], None] | None = None
         self.on_step_end: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
+        self.shards = shards
         self.error: BaseException | None = None
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
@@ -146,6 +154,10 @@ class StepEngine(Liveness, ABC):
             # The whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost.
             self._queue_callback()
         self.check_places()
+        if self.shards is not None and not is_in_backward():
+            self.combine_if_due()  # before anything is gathered
+            with self.fatal():
+                self.shards.before_forward(self.step)
 
     def check_places(self) -> None:
         """Take over parameters that were replaced in the module, or raise."""

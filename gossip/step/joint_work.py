@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -83,6 +84,8 @@ class JointWork:
             def average() -> None:
                 self.catch_up()
                 engine.frozen.compare()
+                if engine.shards is not None:
+                    before.callback(engine.shards.changed)
                 before.callback(snapshot(self._module, self.buckets))
                 before.callback(engine.frozen.snapshot())
                 before.callback(evaluate(engine.updater.optimizers))
@@ -132,7 +135,11 @@ class JointWork:
 
         def measure() -> tuple[float, float]:
             engine.frozen.compare()
-            return consensus_distance(self.buckets, engine.frozen, self._world, engine.weights())
+            distance, norm = consensus_distance(self.buckets, engine.frozen, self._world, engine.weights())
+            if engine.shards is not None:
+                squares = engine.shards.sums((distance**2, norm**2), "consensus distance over the shard group")
+                distance, norm = map(math.sqrt, squares)
+            return distance, distance / norm if norm else 0.0
 
         with engine.fatal():
             return self.jointly(measure)
@@ -147,6 +154,9 @@ class JointWork:
         average_module_(
             self._module, self.buckets, engine.frozen, self._world, engine.weights(), is_put_back=is_put_back
         )
+        if engine.shards is not None:
+            engine.shards.average_buffers_()
+            engine.shards.changed()
 
 
 def settle(engine: StepEngine, world: World) -> None:

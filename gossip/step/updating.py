@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
@@ -21,6 +21,9 @@ from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors
 from gossip.step.rank_exchanges import AnyBucket
+
+if TYPE_CHECKING:
+    from gossip.sharding.shard_group import ShardGroup
 
 Direct = Callable[[], None]
 """Called right before the optimizers step by gradients that are complete, clipped and finite."""
@@ -46,6 +49,8 @@ class Updater:
         "global" or "bucket".
     scaler : SharedScaler or None
     rank : int
+    shards : ShardGroup, optional
+        The ranks with which this one holds a replica: norms are those of its gradients on all of them.
     """
 
     def __init__(
@@ -58,7 +63,9 @@ class Updater:
         clip: str,
         scaler: SharedScaler | None,
         rank: int,
+        shards: ShardGroup | None = None,
     ) -> None:
+        self._shards = shards
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
         self._buckets: list[AnyBucket] = []
@@ -96,7 +103,7 @@ class Updater:
         if not gradients:
             return None
         with _timed(meter):
-            norm = _norm(gradients, bucket)
+            norm = self._of_replica(_norm(gradients, bucket))
             return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
 
     def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter, direct: Direct) -> None:
@@ -114,7 +121,7 @@ class Updater:
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to all gradients, and drop them."""
         with fast_range("gossip::update"), _timed(meter):
-            overflowed = self.scaler is not None and self.scaler.unscale_(self.optimizers)
+            overflowed = self.scaler is not None and self._anywhere(self.scaler.unscale_(self.optimizers))
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
                 if gradients:
@@ -150,7 +157,7 @@ class Updater:
         for bucket in self._buckets:
             gradients = _gradients(p for p in bucket.parameters if held is None or id(p) in held)
             if gradients:
-                norm = _norm(gradients, bucket)
+                norm = self._of_replica(_norm(gradients, bucket))
                 if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                     return False
         return True
@@ -184,7 +191,7 @@ class Updater:
         if found is None:
             return False
         optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
-        if bool(found):
+        if self._anywhere(bool(found)):
             self._has_overflowed = True
             return True
         if scale is not None:
@@ -195,7 +202,7 @@ class Updater:
         return False
 
     def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
-        norm = _total_norm([_values(gradient) for gradient in gradients])
+        norm = self._of_replica(_total_norm([_values(gradient) for gradient in gradients]))
         if not self._is_finite(norm, gradients, f"step {step}", meter):
             return False
         if self._clip_grad_norm is None:
@@ -204,10 +211,24 @@ class Updater:
             for bucket in self._buckets:
                 gradients = _gradients(bucket.parameters)
                 if gradients:
-                    _clip_(bucket.parameters, self._clip_grad_norm, _norm(gradients, bucket))
+                    _clip_(bucket.parameters, self._clip_grad_norm, self._of_replica(_norm(gradients, bucket)))
         else:
             _clip_(self._parameters, self._clip_grad_norm, norm)
         return True
+
+    def clip_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip all gradients to this norm; the norm before."""
+        held = [parameter for parameter in self._parameters if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in held if parameter.grad is not None], norm_type)
+        norm = norm if self._shards is None else self._shards.norm(norm, norm_type)
+        clip_grads_with_norm_(held, max_norm, norm)
+        return norm
+
+    def _of_replica(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm if self._shards is None else self._shards.norm(norm)
+
+    def _anywhere(self, found: bool) -> bool:
+        return found if self._shards is None else self._shards.any(found)
 
     def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:
         if not norm.is_cpu:  # reading it would hold the host until the device is done
@@ -215,7 +236,7 @@ class Updater:
             return True
         value = float(norm)
         meter.gradient_norms.append(value)
-        if value - value == 0.0 or all(bool(_values(gradient).isfinite().all()) for gradient in gradients):
+        if value - value == 0.0 or (self._shards is None and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)):
             return True
         meter.num_skipped += 1
         logger.warning("rank {}: {}: a gradient is not finite; the update is skipped", self._rank, where)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import topologies
@@ -46,6 +47,7 @@ class Arguments:
     fallback_topology: str = "base"
     soft_deadline: timedelta | float | None = None
     partition_timeout: timedelta | float | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def continues(self) -> bool:
@@ -120,6 +122,11 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     resolve_transport(arguments.transport)
     _check_peer_loss(arguments)
+    if arguments.mesh is not None and arguments.continues:
+        raise ValueError(
+            'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '
+            'its replica; leave one of them out'
+        )
     if arguments.clip_grad_norm is not None:
         if not arguments.step_in_backward:
             raise ValueError(

@@ -1,0 +1,108 @@
+"""The shards of a module to which ``fully_shard`` was applied, as a module of plain parameters that can be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gossip.errors import GossipError
+from gossip.private_torch import FSDPParameter, call_gradient_hooks, fsdp_modules, fsdp_parameters, own_parameters
+
+
+class LocalShards(nn.Module):
+    """What this rank holds of a sharded module, under the names of the module.
+
+    Its parameters are plain tensors, [rows of this rank, padded to those of the first rank, ...], in the memory from
+    which FSDP gathers. Its buffers are the module's. A gradient that FSDP has reduced over the shard group becomes the
+    gradient of the plain parameter, whose hooks are then called.
+
+    Parameters
+    ----------
+    module : Module
+        With all parameters managed by ``fully_shard``, over one mesh dimension.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        managed = list(fsdp_parameters(module))
+        self._shards = [(each, nn.Parameter(each.padded(), each.sharded.requires_grad)) for each in managed]
+        local_of = {id(each.sharded): local for each, local in self._shards}
+        _mirror(module, self, local_of, {module: self})
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Let FSDP gather from the memory in which the plain parameters lie now, and watch for gradients. Local."""
+        for each, local in self._shards:
+            each.place(local.data)
+            if local.requires_grad:
+                self._handles.append(each.sharded.register_post_accumulate_grad_hook(_Receiver(each, local)))
+
+    def reshard(self) -> None:
+        """Drop what FSDP has gathered: values are about to change. Local."""
+        for part in fsdp_modules(self._module):
+            part.reshard()
+
+    def check(self) -> None:
+        """Raise if a parameter was replaced (``load_state_dict(assign=True)``, ``module.to()``). Local.
+
+        Raises
+        ------
+        GossipError
+            Names the parameter.
+        """
+        for (name, local), (each, _) in zip(self.named_parameters(), self._shards, strict=True):
+            if each.address() != local.data_ptr():
+                raise GossipError(
+                    f"parameter {name!r} has left the memory from which it is exchanged (load_state_dict with "
+                    "assign=True, or module.to()); copy values in place, or close() the model and wrap the module again"
+                )
+
+    def close(self) -> None:
+        """Remove the hooks; the module keeps its values, in the memory that the plain parameters have now. Local."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for each, local in self._shards:
+            each.place(local.data)
+
+
+class _Receiver:
+    """Hands a reduced gradient to the plain parameter."""
+
+    def __init__(self, source: FSDPParameter, local: nn.Parameter) -> None:
+        self._source, self._local = source, local
+
+    @torch.no_grad()
+    def __call__(self, sharded: torch.Tensor) -> None:
+        gradient = self._source.take_gradient()
+        if gradient is None:
+            return
+        if self._local.grad is None:
+            self._local.grad = gradient
+        else:
+            self._local.grad += gradient
+        call_gradient_hooks(self._local)
+
+
+def _mirror(
+    module: nn.Module, mirror: nn.Module, local_of: dict[int, nn.Parameter], known: dict[nn.Module, nn.Module]
+) -> None:
+    for key, parameter in own_parameters(module).items():
+        mirror._parameters[key] = None if parameter is None else local_of[id(parameter)]
+    mirror._buffers = module._buffers  # live: modules replace buffers as they like
+    mirror._non_persistent_buffers_set = module._non_persistent_buffers_set
+    for key, child in module.named_children():
+        if child not in known:
+            known[child] = nn.Module()
+            _mirror(child, known[child], local_of, known)
+        mirror._modules[key] = known[child]
+
+
+def unsharded_parameters(module: nn.Module) -> Iterator[str]:
+    """Return the names of the parameters that ``fully_shard`` does not manage."""
+    managed = {id(each.sharded) for each in fsdp_parameters(module)}
+    return (name for name, parameter in module.named_parameters() if id(parameter) not in managed)

@@ -1,0 +1,163 @@
+"""The ranks that hold one replica together, each a shard of it: one gossip worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gossip.communication.world import World
+from gossip.parameters.buffers import is_averaged
+from gossip.private_torch import fsdp_modules, fsdp_parameters
+from gossip.sharding.local_shards import LocalShards, unsharded_parameters
+
+DIMENSIONS = ("gossip", "shard")
+
+
+class ShardGroup:
+    """The shard group of this rank, and what of its replica this rank holds.
+
+    Parameters
+    ----------
+    module : Module
+        Sharded by ``fully_shard`` over ``mesh["shard"]``.
+    mesh : DeviceMesh
+        Of the dimensions "gossip" and "shard".
+    timeout : timedelta
+        How long any wait for the other ranks of the group can last before it raises.
+
+    Attributes
+    ----------
+    replica : LocalShards
+        What this rank trains and exchanges.
+    world : World
+        The ranks of the group.
+
+    Notes
+    -----
+    Construction is collective over the group.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, timeout: timedelta) -> None:
+        _check_sharding(module, mesh)
+        self._module = module
+        self.replica = LocalShards(module)
+        self._step = 0
+        self._on_state_dict: Any = None
+        self.world = World(timeout, mesh.get_group("shard"))
+
+    def attach(self, combine: Callable[[], None]) -> None:
+        """Train what the replica's plain parameters hold; ``combine`` is called before the module's values are read."""
+        self.replica.attach()
+        self._on_state_dict = self._module.register_state_dict_pre_hook(lambda *_: combine())
+
+    def before_forward(self, step: int) -> None:
+        """Drop what was gathered before the newest step. Local.
+
+        Raises
+        ------
+        GossipError
+            A parameter is no longer where it is exchanged from.
+        """
+        self.replica.check()
+        if step != self._step:
+            self._step = step
+            self.replica.reshard()
+
+    def changed(self) -> None:
+        """Drop what was gathered: the values have been replaced. Local."""
+        self.replica.reshard()
+
+    def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+        """The norm of the gradients of the whole replica, from that of this rank's. Collective over the group."""
+        if self.world.is_alone:
+            return norm
+        if order == math.inf:
+            norms = self.world.gather_bytes(norm.to(torch.float64).cpu().numpy().tobytes(), "the norm of all gradients")
+            largest = max(float(torch.frombuffer(bytearray(each), dtype=torch.float64)) for each in norms)
+            return torch.tensor(largest, dtype=norm.dtype, device=norm.device)
+        power = norm.to(torch.float64) ** order
+        self.world.sum_(power, "the norm of all gradients")
+        return (power ** (1.0 / order)).to(norm.dtype)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank of the group. Collective over the group."""
+        if self.world.is_alone:
+            return flag
+        count = torch.tensor(float(flag))
+        self.world.sum_(count, "agreeing within the shard group")
+        return bool(count)
+
+    def sums(self, values: Iterable[float], what: str) -> list[float]:
+        """The sums over the ranks of the group. Collective over the group."""
+        summed = torch.tensor(list(values), dtype=torch.float64)
+        self.world.sum_(summed, what)
+        return summed.tolist()
+
+    def average_buffers_(self) -> None:
+        """Each buffer's mean over the ranks of the group, or its first rank's value. Collective over the group."""
+        for name, buffer in self._module.named_buffers():
+            if is_averaged(buffer):
+                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                self.world.average_(values, f"averaging buffer {name!r} over the shard group")
+            else:
+                self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
+
+    def close(self) -> None:
+        """Remove the hooks, and let the module keep what it has. Local."""
+        if self._on_state_dict is not None:
+            self._on_state_dict.remove()
+        self.replica.close()
+        self.world.close()
+
+
+def gossip_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold the same shard of other replicas.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``mesh`` is not a mesh of the two dimensions.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    if mesh.mesh_dim_names != DIMENSIONS:
+        raise ValueError(
+            f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by init_device_mesh("
+            'device, (num_groups, ranks_per_group), mesh_dim_names=("gossip", "shard"))'
+        )
+    group: dist.ProcessGroup = mesh.get_group("gossip")
+    return group
+
+
+def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a module that is not sharded over the mesh's shard dimension, and over nothing else."""
+    if not fsdp_modules(module):
+        raise ValueError(
+            'mesh: the module is not sharded; apply torch.distributed.fsdp.fully_shard(module, mesh=mesh["shard"]) '
+            "before wrapping it, or leave mesh out"
+        )
+    shard = mesh["shard"]
+    for each in fsdp_parameters(module):
+        if each.mesh.ndim != 1 or not torch.equal(each.mesh.mesh, shard.mesh):
+            raise ValueError(
+                f"mesh: the module is sharded over {each.mesh}, which is not mesh[\"shard\"], {shard}; apply "
+                'fully_shard(..., mesh=mesh["shard"]): between the groups there is gossip, which a mesh that also '
+                "replicates (hybrid sharding) would all-reduce"
+            )
+        if each.is_offloaded:
+            raise ValueError(
+                "mesh: the module was sharded with CPUOffloadPolicy, which moves shards while they are exchanged; leave "
+                "offload_policy out"
+            )
+    for name in unsharded_parameters(module):
+        raise ValueError(
+            f"mesh: parameter {name!r} is not sharded, so nothing would average its gradients within the shard group; "
+            'apply fully_shard(module, mesh=mesh["shard"]) to the whole module last, without ignored_params'
+        )
