@@ -187,15 +187,18 @@ class FSDPParameter:
     @property
     def sharded(self) -> torch.Tensor:
         """The DTensor that the module has between passes."""
-        return self._managed.sharded_param
+        sharded: torch.Tensor = self._managed.sharded_param
+        return sharded
 
     def padded(self) -> torch.Tensor:
         """The rows of this rank, with rows of zeros up to as many as the first rank has."""
-        return self._managed._sharded_param_data.view(self._managed.padded_sharded_param_size)
+        gathered: torch.Tensor = self._managed._sharded_param_data
+        return gathered.view(self._managed.padded_sharded_param_size)
 
     def address(self) -> int:
         """Where the rows that are gathered begin."""
-        return self._managed._sharded_param_data.data_ptr()
+        gathered: torch.Tensor = self._managed._sharded_param_data
+        return gathered.data_ptr()
 
     def place(self, home: torch.Tensor) -> None:
         """Gather from ``home``, of the shape of :meth:`padded`, from now on."""
@@ -213,10 +216,10 @@ class FSDPParameter:
         if gradient is None:
             return None
         managed.sharded_param.grad = None
-        local = gradient._local_tensor
+        local: torch.Tensor = gradient._local_tensor
         if local.shape == managed.padded_sharded_param_size:
             return local
-        padded = local.new_zeros(managed.padded_sharded_param_size)
+        padded: torch.Tensor = local.new_zeros(managed.padded_sharded_param_size)
         if local.numel():
             padded.narrow(managed.fsdp_placement.dim, 0, local.size(managed.fsdp_placement.dim)).copy_(local)
         return padded
@@ -229,7 +232,7 @@ class FSDPParameter:
     @property
     def is_offloaded(self) -> bool:
         """Whether it is kept in the memory of the host."""
-        return self._managed.offload_to_cpu
+        return bool(self._managed.offload_to_cpu)
 
 
 def fsdp_modules(module: nn.Module) -> list[Any]:

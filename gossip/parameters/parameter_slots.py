@@ -181,7 +181,8 @@ def check_not_wrapped(module: nn.Module) -> None:
         if is_sharded(part):
             raise ValueError(
                 f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
-                "has other parameters; wrap the module without sharding it"
+                "has other parameters; pass the mesh, GossipDataParallel(..., mesh=mesh), over whose shard dimension "
+                "fully_shard was applied, or wrap the module without sharding it"
             )
     taken = {parameter for places in _open_places for parameter in places._known}
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""The shards of a module to which ``fully_shard`` was applied, as a module of plain parameters that can be exchanged."""
+"""What a rank holds of a module to which ``fully_shard`` was applied, as a module of plain parameters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ class LocalShards(nn.Module):
         With all parameters managed by ``fully_shard``, over one mesh dimension.
     """
 
+    _module: nn.Module
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "_module", module)
-        managed = list(fsdp_parameters(module))
-        self._shards = [(each, nn.Parameter(each.padded(), each.sharded.requires_grad)) for each in managed]
-        local_of = {id(each.sharded): local for each, local in self._shards}
+        sources = {id(each.sharded): each for each in fsdp_parameters(module)}
+        local_of = {key: nn.Parameter(each.padded(), each.sharded.requires_grad) for key, each in sources.items()}
         _mirror(module, self, local_of, {module: self})
+        self._shards = [
+            (name, sources[id(sharded)], local_of[id(sharded)]) for name, sharded in module.named_parameters()
+        ]
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Let FSDP gather from the memory in which the plain parameters lie now, and watch for gradients. Local."""
-        for each, local in self._shards:
+        for _, each, local in self._shards:
             each.place(local.data)
             if local.requires_grad:
                 self._handles.append(each.sharded.register_post_accumulate_grad_hook(_Receiver(each, local)))
@@ -54,7 +58,7 @@ class LocalShards(nn.Module):
         GossipError
             Names the parameter.
         """
-        for (name, local), (each, _) in zip(self.named_parameters(), self._shards, strict=True):
+        for name, each, local in self._shards:
             if each.address() != local.data_ptr():
                 raise GossipError(
                     f"parameter {name!r} has left the memory from which it is exchanged (load_state_dict with "
@@ -66,7 +70,7 @@ class LocalShards(nn.Module):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for each, local in self._shards:
+        for _, each, local in self._shards:
             each.place(local.data)
 
 
@@ -77,7 +81,7 @@ class _Receiver:
         self._source, self._local = source, local
 
     @torch.no_grad()
-    def __call__(self, sharded: torch.Tensor) -> None:
+    def __call__(self, _: torch.Tensor) -> None:
         gradient = self._source.take_gradient()
         if gradient is None:
             return

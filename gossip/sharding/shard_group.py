@@ -147,14 +147,14 @@ def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
     for each in fsdp_parameters(module):
         if each.mesh.ndim != 1 or not torch.equal(each.mesh.mesh, shard.mesh):
             raise ValueError(
-                f"mesh: the module is sharded over {each.mesh}, which is not mesh[\"shard\"], {shard}; apply "
+                f'mesh: the module is sharded over {each.mesh}, which is not mesh["shard"], {shard}; apply '
                 'fully_shard(..., mesh=mesh["shard"]): between the groups there is gossip, which a mesh that also '
                 "replicates (hybrid sharding) would all-reduce"
             )
         if each.is_offloaded:
             raise ValueError(
-                "mesh: the module was sharded with CPUOffloadPolicy, which moves shards while they are exchanged; leave "
-                "offload_policy out"
+                "mesh: the module was sharded with CPUOffloadPolicy, which moves shards while they are exchanged; "
+                "leave offload_policy out"
             )
     for name in unsharded_parameters(module):
         raise ValueError(

@@ -165,7 +165,9 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
         from gossip.sharding.shard_group import gossip_group
 
         if process_group is not None:
-            raise ValueError("process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out")
+            raise ValueError(
+                "process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out"
+            )
         process_group = gossip_group(arguments.mesh)
     if arguments.continues:
         from gossip.communication.survivors.living_world import LivingWorld
@@ -219,8 +221,8 @@ def _check(
     if compression.follows_up and world.membership is not None:
         check_follow_ups(compression, world.membership)
     check_arguments(arguments, module)
-    check_parameters(module)
     check_not_wrapped(module)
+    check_parameters(module)
     in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
     optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
     if not optimizers and not arguments.step_in_backward:

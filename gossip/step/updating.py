@@ -236,7 +236,9 @@ class Updater:
             return True
         value = float(norm)
         meter.gradient_norms.append(value)
-        if value - value == 0.0 or (self._shards is None and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)):
+        if value - value == 0.0 or (
+            self._shards is None and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
+        ):
             return True
         meter.num_skipped += 1
         logger.warning("rank {}: {}: a gradient is not finite; the update is skipped", self._rank, where)

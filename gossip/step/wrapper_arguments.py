@@ -125,7 +125,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     if arguments.mesh is not None and arguments.continues:
         raise ValueError(
             'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '
-            'its replica; leave one of them out'
+            "its replica; leave one of them out"
         )
     if arguments.clip_grad_norm is not None:
         if not arguments.step_in_backward:

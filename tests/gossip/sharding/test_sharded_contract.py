@@ -1,0 +1,189 @@
+"""Replicas that are sharded over groups of ranks against the dense recursion of the groups, for every algorithm."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from algorithm_table import ROWS, make_algorithm, make_topology
+from covering import covering
+from quadratics import LEARNING_RATE, NUM_VALUES, Problem, Sgd, constant
+from ranks import run_ranks
+from recursion import AdamW, dense_recursion
+from sharded_models import MeshShape, Quadratic, batch, make_sharded, values_of
+
+import topologies
+from gossip import GossipDataParallel
+
+NUM_STEPS = 7
+MAX_NORM = 0.5
+SHAPES: tuple[MeshShape, ...] = ((2, 2), (3, 2), (2, 3), (1, 4), (4, 1))
+MODES: dict[str, dict[str, Any]] = {
+    "bucketwise": {},
+    "clipped": {"clip_grad_norm": MAX_NORM},
+    "optimizer": {"step_in_backward": False},
+}
+# What sparse_loco sends are the largest values of a bucket, and a shard has buckets of its own.
+ALGORITHMS = [name for name, row in ROWS.items() if row.is_in_step and not name.startswith("sparse_loco")]
+
+
+class Case(NamedTuple):
+    """A run: groups and ranks in each, and how it trains."""
+
+    shape: MeshShape
+    algorithm: str
+    topology: str
+    mode: str
+
+    @property
+    def problem(self) -> Problem:
+        """One row for each group."""
+        return Problem(self.shape[0], NUM_STEPS)
+
+    @property
+    def label(self) -> str:
+        return f"{self.shape[0]}x{self.shape[1]}-{self.algorithm}-{self.topology}-{self.mode}"
+
+
+def _is_tried(algorithm: str, topology: str, num_groups: int) -> bool:
+    """One group alone never exchanges, so that what an exchange would bring it to (an outer step) does not happen."""
+    return (num_groups > 1 or ROWS[algorithm].keeps_mean) and (topology != "pushed" or num_groups >= 3)
+
+
+CASES = list(
+    itertools.starmap(
+        Case,
+        covering(
+            (shape, name, topology, mode)
+            for shape, name, mode in itertools.product(SHAPES, ALGORITHMS, MODES)
+            for topology in ROWS[name].topologies
+            if _is_tried(name, topology, shape[0])
+        ),
+    )
+)
+
+
+def train(case: Case) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """This group's values after the run, their average over groups, and the last norm."""
+    problem = case.problem
+    module, mesh = make_sharded(Quadratic(problem.start), case.shape)
+    momentum = ROWS[case.algorithm].momentum
+    optimizer = (
+        partial(torch.optim.Adam, lr=LEARNING_RATE)
+        if momentum is None
+        else partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=momentum)
+    )
+    with GossipDataParallel(
+        module,
+        optimizer,
+        make_topology(case.topology, case.shape[0]),
+        algorithm=make_algorithm(case.algorithm),
+        bucket_cap_mb=1e-5,
+        mesh=mesh,
+        **MODES[case.mode],
+    ) as model:
+        group, place = divmod(dist.get_rank(), case.shape[1])
+        for _ in range(NUM_STEPS):
+            model(*batch(problem, group, place, case.shape[1])).backward()
+            if case.mode == "optimizer":
+                model.optimizer.step()
+                model.zero_grad()
+        model.state_dict()  # combines what is to be combined before the values are read
+        values = values_of(module)
+        with model.averaged():
+            average = values_of(module)
+        assert torch.equal(values_of(module), values)
+        return values, average, model.grad_norm
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_shard_groups_make_the_dense_recursion_of_groups(case: Case) -> None:
+    found = run_ranks(train, case, world_size=case.shape[0] * case.shape[1])
+    sgd = Sgd(constant, ROWS[case.algorithm].momentum)
+    topology = make_topology(case.topology, case.shape[0])
+    wanted = ROWS[case.algorithm].dense(case.problem, topology, sgd, MAX_NORM if case.mode == "clipped" else None)
+    for rank, (values, _, norm) in enumerate(found):
+        group = rank // case.shape[1]
+        np.testing.assert_allclose(values.numpy(), wanted[group], rtol=0, atol=1e-11)
+        assert norm == found[group * case.shape[1]][2], "the norm is the group's"
+
+
+class OptimizerCase(NamedTuple):
+    """A run with another optimizer."""
+
+    shape: MeshShape
+    topology: str
+    form: str
+    clipped: bool
+
+    @property
+    def label(self) -> str:
+        clipped = "-clipped" if self.clipped else ""
+        return f"{self.shape[0]}x{self.shape[1]}-{self.topology}-{self.form}{clipped}"
+
+
+ADAMW = list(
+    itertools.starmap(
+        OptimizerCase,
+        covering(
+            itertools.product(
+                SHAPES,
+                ("ring", "base", "one_peer_exponential"),
+                ("adapt_while_communicating", "adapt_then_combine"),
+                (False, True),
+            )
+        ),
+    )
+)
+
+
+def train_adamw(case: OptimizerCase) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
+    problem = Problem(case.shape[0], NUM_STEPS)
+    module, mesh = make_sharded(Quadratic(problem.start), case.shape)
+    with GossipDataParallel(
+        module,
+        partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
+        topologies.build(case.topology, case.shape[0]),
+        algorithm=case.form,
+        clip_grad_norm=MAX_NORM if case.clipped else None,
+        mesh=mesh,
+    ) as model:
+        group, place = divmod(dist.get_rank(), case.shape[1])
+        for _ in range(NUM_STEPS):
+            model(*batch(problem, group, place, case.shape[1])).backward()
+        distance = model.consensus_distance()
+        values = values_of(module)
+        model.global_avg()
+        return values, values_of(module), distance
+
+
+@pytest.mark.parametrize("case", ADAMW, ids=lambda case: case.label)
+def test_shard_groups_with_adamw_make_the_dense_recursion_of_groups(case: OptimizerCase) -> None:
+    num_groups = case.shape[0]
+    found = run_ranks(train_adamw, case, world_size=num_groups * case.shape[1])
+    problem = Problem(num_groups, NUM_STEPS)
+
+    def gradient(group: int, _: int, x: np.ndarray) -> np.ndarray:
+        rows = np.tile(x, (num_groups, 1))
+        return problem.gradients(rows, MAX_NORM if case.clipped else None)[group]
+
+    wanted = dense_recursion(
+        topologies.build(case.topology, num_groups),
+        problem.start,
+        gradient,
+        AdamW(),
+        NUM_STEPS,
+        combines_first=case.form == "adapt_then_combine",
+    )
+    mean = wanted.mean(0)
+    distance = np.sqrt(((wanted - mean) ** 2).sum() / num_groups)
+    for rank, (values, average, measured) in enumerate(found):
+        np.testing.assert_allclose(values.numpy(), wanted[rank // case.shape[1]], rtol=0, atol=1e-11)
+        np.testing.assert_allclose(average.numpy(), mean, rtol=0, atol=1e-11)
+        np.testing.assert_allclose(measured, (distance, distance / np.linalg.norm(mean)), rtol=0, atol=1e-11)
+    assert len(mean) == NUM_VALUES

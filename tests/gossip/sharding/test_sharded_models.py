@@ -1,0 +1,257 @@
+"""Real models sharded over groups: against plain loops with ``fully_shard``, and every mode that a loop may use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_models import values_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from gossip import GossipDataParallel, GossipError
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Net(nn.Module):
+    """Layers of sizes that no group divides, one of them frozen, one used twice, and a checkpointed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 7)
+        self.body = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+        self.last = nn.Linear(7, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last.weight = nn.Parameter(self.last.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.frozen(x)).tanh()
+        for layer in self.body:
+            x = checkpoint(layer, x, use_reentrant=False).tanh()
+        return self.last(self.body[0](x))
+
+
+def make_mesh(num_groups: int, ranks_per_group: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (num_groups, ranks_per_group), mesh_dim_names=("gossip", "shard"))
+
+
+def shard(module: Net, mesh: DeviceMesh, **options: Any) -> Net:
+    """Layer by layer, but for the one that is used twice, which lies in the root's group."""
+    for layer in (module.first, module.body[1], module.last):
+        fully_shard(layer, mesh=mesh["shard"], **options)
+    fully_shard(module, mesh=mesh["shard"], **options)
+    return module
+
+
+def batches(num_steps: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(3, 6, generator=generator).to(dtype) for _ in range(num_steps)]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x).float(), x.float().flip(1))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+def train_alone(options: str, by_hand: bool) -> torch.Tensor:
+    mesh = make_mesh(1, dist.get_world_size())
+    module = shard(Net(), mesh, **OPTIONS[options])
+    if by_hand:
+        optimizer = ADAMW([parameter for parameter in module.parameters() if parameter.requires_grad])
+        for x in batches(5):
+            loss_of(module, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values_of(module)
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        for x in batches(5):
+            loss_of(model, x).backward()
+        assert model.step == 5
+        return values_of(module)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_group_trains_as_fully_shard_by_hand_bit_for_bit(options: str) -> None:
+    found = run_ranks(train_alone, options, False, world_size=3)
+    wanted = run_ranks(train_alone, options, True, world_size=3)
+    for values in found:
+        assert torch.equal(values, wanted[0])
+
+
+def train_groups(mode: str, is_sharded: bool) -> torch.Tensor:
+    """Two groups of two ranks, or two ranks that see what a group sees."""
+    ranks_per_group = 2 if is_sharded else 1
+    mesh = make_mesh(2, 2) if is_sharded else None
+    rank, group = dist.get_rank(), dist.get_rank() // ranks_per_group
+    module = Net().double()
+    if mesh is not None:
+        shard(module, mesh)
+    in_backward = mode != "optimizer"
+    model = GossipDataParallel(
+        module,
+        ADAMW,
+        "ring",
+        mesh=mesh,
+        step_in_backward=in_backward,
+        clip_grad_norm=0.3 if mode == "clipped" else None,
+    )
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(6, 2, 2, 4, 6, generator=generator, dtype=torch.float64)  # step, micro-batch, group, sample
+    with model:
+        for step in range(6):
+            mine = data[step, :, group]
+            if is_sharded:
+                mine = mine[:, rank % 2 :: 2]
+            if mode == "accumulated":
+                with model.no_sync():
+                    (loss_of(model, mine[0]) / 2).backward()
+                (loss_of(model, mine[1]) / 2).backward()
+            elif mode == "idle" and step == 3:
+                model.idle_step()
+            else:
+                loss_of(model, mine[0]).backward()
+            if not in_backward:
+                model.clip_grad_norm_(0.3)
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+        if mesh is not None:
+            return values_of(module)
+        return torch.cat([values.detach().flatten() for values in module.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["bucketwise", "clipped", "optimizer", "accumulated", "idle"])
+def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str) -> None:
+    found = run_ranks(train_groups, mode, True, world_size=4)
+    wanted = run_ranks(train_groups, mode, False, world_size=2)
+    for rank, values in enumerate(found):
+        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+
+
+def look_after_edits() -> None:
+    """What is written between steps counts, and what was gathered before is not read again."""
+    mesh = make_mesh(2, 2)
+    module = shard(Net().double(), mesh, reshard_after_forward=False)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss_of(model, x).backward()
+    with torch.no_grad():
+        own = model(x)
+    with model.averaged(), torch.no_grad():
+        average, of_all = values_of(module), model(x)
+    assert not torch.equal(own, of_all)
+    with torch.no_grad():
+        assert torch.equal(model(x), own)
+    model.global_avg()
+    torch.testing.assert_close(values_of(module), average, rtol=0, atol=1e-15)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), of_all, rtol=0, atol=1e-15)
+    model.global_avg()  # what that forward pass has gathered is dropped, and the parameters are the shards again
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    loss_of(model, x).backward()
+    assert float(values_of(module).abs().max()) <= 0.011, "one step of AdamW from zero"
+    model.close()
+    before = values_of(module)
+    loss_of(module, x).backward()  # trains plainly from here on
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert not torch.equal(values_of(module), before)
+
+
+def test_edits_averages_and_the_end_leave_the_module_whole() -> None:
+    run_ranks(look_after_edits, world_size=4)
+
+
+def skip_what_is_not_finite() -> None:
+    mesh = make_mesh(1, 2)
+    model = GossipDataParallel(shard(Net(), mesh), ADAMW, "ring", mesh=mesh)
+    before = values_of(model.module)
+    x = batches(1)[0]
+    (loss_of(model, x) * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
+    stats = model.stats()
+    assert stats is not None
+    assert stats.num_skipped > 0
+    assert torch.equal(values_of(model.module), before)
+    loss_of(model, x).backward()
+    assert not torch.equal(values_of(model.module), before)
+    model.close()
+
+
+def test_gradients_that_are_not_finite_on_one_rank_are_skipped_by_its_group() -> None:
+    run_ranks(skip_what_is_not_finite, world_size=2)
+
+
+def over_all(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def in_part(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(module[0], mesh=mesh["shard"])
+    return module
+
+
+def whole(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
+    "hybrid": (over_all, {}, "hybrid sharding"),
+    "plain": (lambda _: nn.Linear(4, 4), {}, "the module is not sharded; apply torch.distributed.fsdp.fully_shard"),
+    "in part": (in_part, {}, "parameter '1.weight' is not sharded"),
+    "survivors": (whole, {"on_peer_loss": "continue"}, "cannot be combined with mesh"),
+    "no mesh": (whole, {"mesh": None}, "is sharded .FullyShardedDataParallel, fully_shard."),
+    "another type": (whole, {"mesh": (2, 1)}, "mesh must be a torch.distributed.device_mesh.DeviceMesh, got tuple"),
+}
+
+
+def refuse(name: str) -> None:
+    make, options, text = REFUSED[name]
+    mesh = make_mesh(2, 1)
+    with pytest.raises((ValueError, TypeError), match=text):
+        GossipDataParallel(make(mesh), ADAMW, "ring", **{"mesh": mesh, **options})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused(name: str) -> None:
+    run_ranks(refuse, name, world_size=2)
+
+
+def name_dimensions() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"must have the dimensions .'gossip', 'shard'., got .'replicate', 'shard'."):
+        GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    mesh = make_mesh(2, 1)
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        state = copy.deepcopy(dict(module.state_dict()))
+        module.load_state_dict(state, assign=True)
+        with pytest.raises(GossipError, match="'weight' has left the memory from which it is exchanged"):
+            model(torch.ones(2, 4))
+
+
+def test_meshes_of_other_names_and_parameters_that_were_assigned_are_refused() -> None:
+    run_ranks(name_dimensions, world_size=2)
