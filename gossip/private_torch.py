@@ -225,6 +225,11 @@ class FSDPParameter:
         return padded
 
     @property
+    def dimension(self) -> int:
+        """Along which it is divided."""
+        return int(self._managed.fsdp_placement.dim)
+
+    @property
     def mesh(self) -> Any:
         """The mesh over which it is sharded."""
         return self._managed.mesh_info.mesh

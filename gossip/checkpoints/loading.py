@@ -239,11 +239,15 @@ def _digest(contents: _Contents) -> str:
 def _read(path: Path, replicas: Replicas) -> _Contents:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    if manifest["world_size"] == replicas.world_size:
+    num_ranks, num_shards = manifest["world_size"], manifest.get("num_shards", 1)
+    if (num_ranks, num_shards) == (replicas.world_size, replicas.num_shards):
         states = [_read_rank(path, manifest, rank) for rank in replicas.ranks]
     else:
-        old_ranks = range(manifest["world_size"])
-        states = [mean_state(_read_rank(path, manifest, rank) for rank in old_ranks)] * len(replicas.ranks)
+        is_same_shard = num_shards == replicas.num_shards
+        places = [replicas.place] if is_same_shard else range(num_shards)
+        old_ranks = [range(place, num_ranks, num_shards) for place in places]
+        means = [mean_state(_read_rank(path, manifest, rank) for rank in ranks) for ranks in old_ranks]
+        states = [means[0] if is_same_shard else replicas.resharded(means)] * len(replicas.ranks)
     return _Contents(path, manifest, states)
 
 
@@ -274,13 +278,21 @@ def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]
 
 def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str], bool]:
     """What the run loses by what is different now, in words; and whether what was in flight is still good."""
-    if manifest["world_size"] != replicas.world_size:
-        return [
-            f"the ranks' own replicas: they were {manifest['world_size']} and are {replicas.world_size} now, and all "
-            "start from the mean of parameters, float buffers and optimizer state",
+    num_shards = manifest.get("num_shards", 1)
+    if (manifest["world_size"], num_shards) != (replicas.world_size, replicas.num_shards):
+        before, now = manifest["world_size"] // num_shards, replicas.world_size // replicas.num_shards
+        changes = [
+            f"the replicas themselves: they were {before} and are {now} now, and all start from the mean of "
+            "parameters, float buffers and optimizer state",
             "the states of the random number generators, and data and parts of all ranks but 0",
             "what was in flight, and accumulated gradients",
-        ], False
+        ]
+        if num_shards != replicas.num_shards:
+            changes.append(
+                f"what the algorithm keeps: a replica was divided into {num_shards} shards, and into "
+                f"{replicas.num_shards} now"
+            )
+        return changes, False
     changes, here = [], replicas.describe()
     if _num_processes(manifest) != replicas.num_processes:
         changes.append(

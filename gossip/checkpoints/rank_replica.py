@@ -16,6 +16,7 @@ from gossip.checkpoints.rank_averages import averages_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.manifest import describe_topology
+from gossip.sharding.resharding import reshard
 from gossip.step.joint_work import settle
 from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.wrapper import GossipDataParallel
@@ -63,14 +64,13 @@ class RankReplica(Replicas):
         self._engine.check_alive()
 
     def describe(self) -> dict[str, Any]:
-        module = self._model.module
         groups = [
             (type(optimizer).__name__, [group["params"] for group in optimizer.param_groups])
             for optimizer in self._optimizers
         ]
         return {
-            "module": describe_module(module),
-            "optimizers": describe_optimizers(groups, module.named_parameters()),
+            "module": describe_module(self._model.module),
+            "optimizers": describe_optimizers(groups, self._engine.module.named_parameters()),
             "buckets": describe_buckets(self._engine.buckets),
             "unfrozen": [list(names) for names in self._engine.unfrozen],
             "topology": describe_topology(self._model.topology),
@@ -91,11 +91,23 @@ class RankReplica(Replicas):
 
     def states(self) -> Iterator[dict[str, Any]]:
         yield {
-            **module_state(self._model.module),
+            **module_state(self._engine.module),
             "optimizers": self._optimizer_states,
             "engine": self._engine_state,
             "rng": rng_states(),
         }
+
+    def _lengths(self) -> Mapping[str, tuple[int, int]]:
+        """By a parameter's name the dimension along which shards divide it, and its length there."""
+        return {name: (0, parameter.shape[0]) for name, parameter in self._model.module.named_parameters()}
+
+    def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
+        of_optimizers = [
+            [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in self._optimizers
+        ]
+        return reshard(states, self._lengths(), of_optimizers, self.place, self.num_shards)
 
     def unfreeze(self, names: Sequence[str]) -> None:
         self._engine.unfreeze(names)

@@ -62,7 +62,7 @@ def check_sections(state: Any, manifest: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where} has no {section!r}")
     found = {f"parameter {name!r}": tensor for name, tensor in state["parameters"].items()}
     found |= {f"buffer {name!r}": tensor for name, tensor in state["buffers"].items()}
-    for key, described in manifest["module"].items():
+    for key, described in manifest.get("shard", manifest["module"]).items():
         tensor = found.get(key)
         here = describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "nothing"
         if here != described:

@@ -21,7 +21,12 @@ class Replicas(ABC):
         How many there are in all processes.
     process, num_processes : int
         Which process this is, and of how many; process 0 writes what is common to all.
+    place, num_shards : int
+        Which shard of a replica a rank here has, and of how many; ranks of a group follow each other.
     """
+
+    place: int = 0
+    num_shards: int = 1
 
     ranks: range
     world_size: int
@@ -74,6 +79,16 @@ class Replicas(ABC):
         """Of each rank here the sections of its file, without the parts of the run. Local.
 
         Nothing in flight is applied: the training goes on as if nothing had been read.
+        """
+
+    @abstractmethod
+    def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of the shard here, from those of the shards of another division, in order. Local.
+
+        Raises
+        ------
+        CheckpointError
+            They are not those of this model, or cannot be had here.
         """
 
     @abstractmethod

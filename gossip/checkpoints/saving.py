@@ -153,6 +153,7 @@ def _complete(replicas: Replicas, path: Path, files: Sequence[dict[str, Any]]) -
             "step": replicas.step,
             "world_size": replicas.world_size,
             "num_processes": replicas.num_processes,
+            "num_shards": replicas.num_shards,
             **replicas.describe(),
             "files": {name: record for of_process in files for name, record in of_process.items()},
         }

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from gossip.checkpoints.rank_replica import RankReplica
 from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.sharded_replica import ShardedReplica
 from gossip.checkpoints.virtual_replicas import VirtualReplicas
 from gossip.virtual.workers import VirtualWorkers
 from gossip.wrapper import GossipDataParallel
@@ -24,7 +25,7 @@ def replicas_of(model: TrainedModel) -> Replicas:
         It trains none.
     """
     if isinstance(model, GossipDataParallel):
-        return RankReplica(model)
+        return RankReplica(model) if model._live().shards is None else ShardedReplica(model)
     if isinstance(model, VirtualWorkers):
         return VirtualReplicas(model)
     raise TypeError(

@@ -126,6 +126,11 @@ class VirtualReplicas(Replicas):
             if stack.grad is not None and (name not in reached or reached[name][rank])
         }
 
+    def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        raise CheckpointError(
+            f"it is of replicas in {len(states)} shards, but virtual workers have whole ones; load it in processes"
+        )
+
     def unfreeze(self, names: Sequence[str]) -> None:
         self._workers._unfreeze(names)
 

@@ -65,6 +65,10 @@ class LocalShards(nn.Module):
                     "assign=True, or module.to()); copy values in place, or close() the model and wrap the module again"
                 )
 
+    def lengths(self) -> dict[str, tuple[int, int]]:
+        """By a parameter's name the dimension along which it is divided, and its whole length there. Local."""
+        return {name: (each.dimension, each.sharded.shape[each.dimension]) for name, each, _ in self._shards}
+
     def close(self) -> None:
         """Remove the hooks; the module keeps its values, in the memory that the plain parameters have now. Local."""
         for handle in self._handles:

@@ -18,6 +18,7 @@ from gossip.private_torch import fsdp_modules, fsdp_parameters
 from gossip.sharding.local_shards import LocalShards, unsharded_parameters
 
 DIMENSIONS = ("gossip", "shard")
+_CHUNK_BYTES = 16 * 2**20
 
 
 class ShardGroup:
@@ -99,6 +100,27 @@ class ShardGroup:
         summed = torch.tensor(list(values), dtype=torch.float64)
         self.world.sum_(summed, what)
         return summed.tolist()
+
+    def gather(self, shard: torch.Tensor, dimension: int, length: int, what: str) -> torch.Tensor | None:
+        """All shards of a tensor as one, without what pads them, on the group's first rank. Collective over the group.
+
+        The others hold a chunk of all shards at a time.
+        """
+        flat = shard.detach().cpu().contiguous().view(-1)
+        if self.world.is_alone:
+            return shard.narrow(dimension, 0, length)
+        is_first = self.world.rank == 0
+        parts = [torch.empty_like(flat) for _ in range(self.world.world_size)] if is_first else []
+        chunk = max(1, _CHUNK_BYTES // flat.itemsize)
+        for start in range(0, flat.numel(), chunk):
+            piece = flat[start : start + chunk]
+            payloads = self.world.gather_bytes(bytes(piece.view(torch.uint8).numpy()), what)
+            for part, payload in zip(parts, payloads, strict=False):
+                values = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(flat.dtype)
+                part[start : start + chunk].copy_(values)
+        if not is_first:
+            return None
+        return torch.cat([part.view(shard.shape) for part in parts], dimension).narrow(dimension, 0, length)
 
     def average_buffers_(self) -> None:
         """Each buffer's mean over the ranks of the group, or its first rank's value. Collective over the group."""

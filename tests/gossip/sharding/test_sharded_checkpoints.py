@@ -1,0 +1,137 @@
+"""Checkpoints and exports of replicas that are sharded over groups: resumed, and divided anew."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_models import MeshShape, values_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gossip
+from gossip import GossipDataParallel
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.norm(self.first(x)).tanh())
+        return y
+
+
+def make_model(shape: MeshShape, algorithm: str = "adapt_while_communicating") -> GossipDataParallel:
+    """Of ``shape``; with one rank in each group, without a mesh."""
+    module = Net()
+    if shape[1] == 1:
+        return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gossip", "shard"))
+    fully_shard(module.first, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, mesh=mesh)
+
+
+def whole(model: GossipDataParallel) -> torch.Tensor:
+    if model._live().shards is not None:
+        return values_of(model.module)
+    return torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()])
+
+
+def train(model: GossipDataParallel, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 6, generator=generator)).square().sum().backward()
+
+
+def save_and_go_on(shape: MeshShape, algorithm: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with make_model(shape, algorithm) as model:
+        train(model, range(3))
+        gossip.save(model, folder, batch=3)
+        with model.averaged():
+            average = whole(model)
+        moments = model.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+        train(model, range(3, 6))
+        return whole(model), average, moments
+
+
+def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path) -> torch.Tensor:
+    with make_model(shape, algorithm) as model:
+        train(model, range(2))
+        found = gossip.load(model, folder)
+        assert (found.step, found.data["batch"], model.step) == (3, 3, 3)
+        train(model, range(3, 6))
+        return whole(model)
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine", "integral_correction"])
+def test_groups_resume_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
+    wanted = run_ranks(save_and_go_on, (2, 2), algorithm, tmp_path, world_size=4)
+    found = run_ranks(load_and_go_on, (2, 2), algorithm, tmp_path, world_size=4)
+    for values, (after, _, _) in zip(found, wanted, strict=True):
+        assert torch.equal(values, after)
+
+
+def load(shape: MeshShape, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    with make_model(shape) as model:
+        gossip.load(model, folder)
+        moments = model.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+        values = whole(model)
+        train(model, range(3, 5))
+        assert model.step == 5
+        return values, moments
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2), (3, 2)), ((2, 2), (1, 3)), ((2, 3), (2, 2)), ((2, 1), (2, 2)), ((2, 2), (3, 1))],
+    ids=lambda shape: f"{shape[0]}x{shape[1]}",
+)
+def test_other_numbers_of_groups_and_shards_start_from_the_mean(
+    before: MeshShape, after: MeshShape, tmp_path: Path
+) -> None:
+    saved = run_ranks(save_and_go_on, before, "adapt_while_communicating", tmp_path, world_size=before[0] * before[1])
+    found = run_ranks(load, after, tmp_path, world_size=after[0] * after[1])
+    for values, _ in found:
+        torch.testing.assert_close(values, saved[0][1], rtol=0, atol=1e-6)
+    old = torch.stack(
+        [
+            torch.cat([saved[group * before[1] + place][2] for place in range(before[1])])[:7]
+            for group in range(before[0])
+        ]
+    ).mean(0)
+    new = torch.cat([moments for _, moments in found[: after[1]]])[:7]
+    torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
+
+
+def export(folder: Path) -> dict[str, torch.Tensor]:
+    with make_model((2, 2)) as model:
+        train(model, range(3))
+        gossip.export(model, folder / "model.safetensors")
+        with model.averaged():
+            state = model.module.state_dict()
+            return {
+                name: (values.full_tensor() if hasattr(values, "full_tensor") else values).clone()
+                for name, values in state.items()
+            }
+
+
+def test_export_is_the_whole_averaged_model(tmp_path: Path) -> None:
+    averages = run_ranks(export, tmp_path, world_size=4)
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == averages[0].keys()
+    for name, values in averages[0].items():
+        torch.testing.assert_close(exported[name], values, rtol=0, atol=1e-6)
+    net = Net()
+    safetensors.torch.load_model(net, tmp_path / "model.safetensors")
