@@ -67,6 +67,7 @@ from gossip.launching.launcher import launch as launch
 from gossip.measuring.step_stats import StepStats as StepStats
 from gossip.optimizers.accum_adam import AccumAdam as AccumAdam
 from gossip.optimizers.accum_adam import AccumAdamW as AccumAdamW
+from gossip.parameters.sharding.shard_mesh import make_shard_mesh as make_shard_mesh
 from gossip.simulation import Cluster as Cluster
 from gossip.simulation import DropOut as DropOut
 from gossip.simulation import RandomDelays as RandomDelays
@@ -152,6 +153,7 @@ __all__ = [
     "join_training",
     "launch",
     "load",
+    "make_shard_mesh",
     "save",
     "simulate_averages",
     "simulate_time",

@@ -261,3 +261,19 @@ def call_gradient_hooks(parameter: torch.Tensor) -> None:
     """Call the hooks that ``register_post_accumulate_grad_hook`` has registered."""
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+
+
+def mirror_module(module: nn.Module, mirror: nn.Module, replacements: Mapping[int, nn.Parameter]) -> None:
+    """Give ``mirror`` the tree of ``module``: the same buffers, live, and by the id of each parameter its replacement.
+
+    Parts that occur twice, and parameters that are tied, stay so.
+    """
+    known = {module: mirror}
+    for part in module.modules():
+        twin = known.setdefault(part, mirror if part is module else nn.Module())
+        for key, parameter in part._parameters.items():
+            twin._parameters[key] = None if parameter is None else replacements[id(parameter)]
+        twin._buffers = part._buffers
+        twin._non_persistent_buffers_set = part._non_persistent_buffers_set
+        for key, child in part._modules.items():
+            twin._modules[key] = None if child is None else known.setdefault(child, nn.Module())

@@ -182,6 +182,7 @@ class GossipDataParallel(ModuleFace, Outermost):
         soft_deadline: timedelta | float | None = None,
         partition_timeout: timedelta | float | None = None,
         mesh: DeviceMesh | None = None,
+        shard: Literal["optimizer"] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -204,6 +205,7 @@ class GossipDataParallel(ModuleFace, Outermost):
             soft_deadline=soft_deadline,
             partition_timeout=partition_timeout,
             mesh=mesh,
+            shard=shard,
         )
         world = make_world(arguments, timeout, process_group)
         try:

@@ -16,7 +16,7 @@ from gossip.checkpoints.rank_averages import averages_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.manifest import describe_topology
-from gossip.sharding.resharding import reshard
+from gossip.parameters.sharding.resharding import reshard
 from gossip.step.joint_work import settle
 from gossip.step.replica_state import module_state, optimizer_states, restore_replica
 from gossip.wrapper import GossipDataParallel

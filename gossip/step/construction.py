@@ -50,7 +50,7 @@ from gossip.step.wrapper_arguments import (
 from topologies import Topology
 
 if TYPE_CHECKING:
-    from gossip.sharding.shard_group import ShardGroup
+    from gossip.parameters.sharding.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     shards: ShardGroup | None = None
     try:
         if arguments.mesh is not None:
-            from gossip.sharding.shard_group import ShardGroup
+            from gossip.parameters.sharding.shard_group import ShardGroup
 
-            shards = ShardGroup(module, arguments.mesh, world.timeout)
+            shards = ShardGroup(module, arguments.mesh, arguments.shard, world.timeout)
             module = shards.replica
         topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
     except Exception as error:
@@ -162,7 +162,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
     """The ranks that train together. Collective."""
     if arguments.mesh is not None:
-        from gossip.sharding.shard_group import gossip_group
+        from gossip.parameters.sharding.shard_group import gossip_group
 
         if process_group is not None:
             raise ValueError(

@@ -40,7 +40,7 @@ from gossip.step.updating import Updater
 from topologies import Topology
 
 if TYPE_CHECKING:
-    from gossip.sharding.shard_group import ShardGroup
+    from gossip.parameters.sharding.shard_group import ShardGroup
 
 #: So many steps in a row with values that are not finite, and the training has gone wrong for good.
 MAX_NON_FINITE_STEPS = 16

@@ -23,7 +23,7 @@ from gossip.private_torch import fast_range, flatten_tensors
 from gossip.step.rank_exchanges import AnyBucket
 
 if TYPE_CHECKING:
-    from gossip.sharding.shard_group import ShardGroup
+    from gossip.parameters.sharding.shard_group import ShardGroup
 
 Direct = Callable[[], None]
 """Called right before the optimizers step by gradients that are complete, clipped and finite."""

@@ -48,6 +48,7 @@ class Arguments:
     soft_deadline: timedelta | float | None = None
     partition_timeout: timedelta | float | None = None
     mesh: DeviceMesh | None = None
+    shard: str | None = None
 
     @property
     def continues(self) -> bool:
@@ -122,6 +123,18 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     resolve_transport(arguments.transport)
     _check_peer_loss(arguments)
+    if arguments.shard is not None:
+        check_choice("shard", arguments.shard, ("optimizer",))
+        if arguments.mesh is None:
+            raise ValueError(
+                f'shard="{arguments.shard}" needs mesh, which says which ranks share a replica; pass '
+                "mesh=gossip.make_shard_mesh(local_size)"
+            )
+    if arguments.mesh is not None and arguments.is_asynchronous:
+        raise ValueError(
+            "algorithm asynchronous cannot be combined with mesh: the shards of a replica would be averaged at "
+            "different times; choose another algorithm"
+        )
     if arguments.mesh is not None and arguments.continues:
         raise ValueError(
             'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError
+from gossip import GossipDataParallel, GossipError, make_shard_mesh
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -94,13 +94,13 @@ def test_one_group_trains_as_fully_shard_by_hand_bit_for_bit(options: str) -> No
         assert torch.equal(values, wanted[0])
 
 
-def train_groups(mode: str, is_sharded: bool) -> torch.Tensor:
+def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Tensor:
     """Two groups of two ranks, or two ranks that see what a group sees."""
     ranks_per_group = 2 if is_sharded else 1
     mesh = make_mesh(2, 2) if is_sharded else None
     rank, group = dist.get_rank(), dist.get_rank() // ranks_per_group
     module = Net().double()
-    if mesh is not None:
+    if mesh is not None and divided == "all":
         shard(module, mesh)
     in_backward = mode != "optimizer"
     model = GossipDataParallel(
@@ -108,6 +108,7 @@ def train_groups(mode: str, is_sharded: bool) -> torch.Tensor:
         ADAMW,
         "ring",
         mesh=mesh,
+        shard="optimizer" if divided == "optimizer" else None,
         step_in_backward=in_backward,
         clip_grad_norm=0.3 if mode == "clipped" else None,
     )
@@ -135,9 +136,10 @@ def train_groups(mode: str, is_sharded: bool) -> torch.Tensor:
         return torch.cat([values.detach().flatten() for values in module.parameters()])
 
 
+@pytest.mark.parametrize("divided", ["all", "optimizer"])
 @pytest.mark.parametrize("mode", ["bucketwise", "clipped", "optimizer", "accumulated", "idle"])
-def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str) -> None:
-    found = run_ranks(train_groups, mode, True, world_size=4)
+def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divided: str) -> None:
+    found = run_ranks(train_groups, mode, True, divided, world_size=4)
     wanted = run_ranks(train_groups, mode, False, world_size=2)
     for rank, values in enumerate(found):
         torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
@@ -218,6 +220,10 @@ def whole(mesh: DeviceMesh) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
     "hybrid": (over_all, {}, "hybrid sharding"),
     "plain": (lambda _: nn.Linear(4, 4), {}, "the module is not sharded; apply torch.distributed.fsdp.fully_shard"),
+    "sharded twice": (whole, {"shard": "optimizer"}, "is sharded already; leave it out"),
+    "unknown": (whole, {"shard": "parameters"}, "shard must be \"optimizer\", got 'parameters'"),
+    "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
+    "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
     "in part": (in_part, {}, "parameter '1.weight' is not sharded"),
     "survivors": (whole, {"on_peer_loss": "continue"}, "cannot be combined with mesh"),
     "no mesh": (whole, {"mesh": None}, "is sharded .FullyShardedDataParallel, fully_shard."),
@@ -255,3 +261,38 @@ def name_dimensions() -> None:
 
 def test_meshes_of_other_names_and_parameters_that_were_assigned_are_refused() -> None:
     run_ranks(name_dimensions, world_size=2)
+
+
+def weigh(ranks_per_group: int) -> tuple[int, int, int]:
+    """Bytes of parameters, of the optimizer's state, and of what a step sends."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    mesh = None
+    if ranks_per_group > 1:
+        mesh = make_shard_mesh(ranks_per_group, "cpu")
+        fully_shard(module, mesh=mesh["shard"])
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        for _ in range(2):
+            model(torch.ones(2, 64)).square().sum().backward()
+        held = sum(bucket.block.untyped_storage().nbytes() for bucket in model._buckets)
+        moments = [entry[key] for entry in model.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        stats = model.stats()
+        assert stats is not None
+        return held, sum(each.untyped_storage().nbytes() for each in moments), stats.bytes_sent
+
+
+def test_a_rank_holds_and_sends_its_share() -> None:
+    whole = run_ranks(weigh, 1, world_size=2)[0]
+    for share in run_ranks(weigh, 2, world_size=4):
+        assert [2 * part for part in share] == list(whole)
+
+
+def make_wrong_meshes() -> None:
+    with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides the 3 there are, got 2"):
+        make_shard_mesh(2)
+    assert make_shard_mesh(3, "cpu").mesh.tolist() == [[0, 1, 2]]
+
+
+def test_a_local_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    run_ranks(make_wrong_meshes, world_size=3)
+    with pytest.raises(RuntimeError, match=r"start the function with gossip.launch"):
+        make_shard_mesh(2)

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from gossip.communication.world import World
 from gossip.parameters.buffers import is_averaged
+from gossip.parameters.sharding.local_shards import LocalShards, unsharded_parameters
+from gossip.parameters.sharding.shard_mesh import DIMENSIONS
 from gossip.private_torch import fsdp_modules, fsdp_parameters
-from gossip.sharding.local_shards import LocalShards, unsharded_parameters
 
-DIMENSIONS = ("gossip", "shard")
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -30,6 +31,8 @@ class ShardGroup:
         Sharded by ``fully_shard`` over ``mesh["shard"]``.
     mesh : DeviceMesh
         Of the dimensions "gossip" and "shard".
+    shard : str or None
+        "optimizer": the module is whole, and is sharded here so that forward and backward passes keep it gathered.
     timeout : timedelta
         How long any wait for the other ranks of the group can last before it raises.
 
@@ -45,7 +48,11 @@ class ShardGroup:
     Construction is collective over the group.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, timeout: timedelta) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, shard: str | None, timeout: timedelta) -> None:
+        if shard == "optimizer":
+            if fsdp_modules(module):
+                raise ValueError('shard="optimizer" shards the module itself, but it is sharded already; leave it out')
+            fully_shard(module, mesh=mesh["shard"], reshard_after_forward=False)
         _check_sharding(module, mesh)
         self._module = module
         self.replica = LocalShards(module)
@@ -151,8 +158,8 @@ def gossip_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     if mesh.mesh_dim_names != DIMENSIONS:
         raise ValueError(
-            f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by init_device_mesh("
-            'device, (num_groups, ranks_per_group), mesh_dim_names=("gossip", "shard"))'
+            f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by "
+            "gossip.make_shard_mesh(local_size)"
         )
     group: dist.ProcessGroup = mesh.get_group("gossip")
     return group
@@ -163,7 +170,7 @@ def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
     if not fsdp_modules(module):
         raise ValueError(
             'mesh: the module is not sharded; apply torch.distributed.fsdp.fully_shard(module, mesh=mesh["shard"]) '
-            "before wrapping it, or leave mesh out"
+            'before wrapping it, or pass shard="optimizer", which keeps whole parameters and divides the rest'
         )
     shard = mesh["shard"]
     for each in fsdp_parameters(module):

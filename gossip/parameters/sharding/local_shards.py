@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
-from gossip.private_torch import FSDPParameter, call_gradient_hooks, fsdp_modules, fsdp_parameters, own_parameters
+from gossip.private_torch import FSDPParameter, call_gradient_hooks, fsdp_modules, fsdp_parameters, mirror_module
 
 
 class LocalShards(nn.Module):
@@ -32,7 +32,7 @@ class LocalShards(nn.Module):
         object.__setattr__(self, "_module", module)
         sources = {id(each.sharded): each for each in fsdp_parameters(module)}
         local_of = {key: nn.Parameter(each.padded(), each.sharded.requires_grad) for key, each in sources.items()}
-        _mirror(module, self, local_of, {module: self})
+        mirror_module(module, self, local_of)
         self._shards = [
             (name, sources[id(sharded)], local_of[id(sharded)]) for name, sharded in module.named_parameters()
         ]
@@ -94,20 +94,6 @@ class _Receiver:
         else:
             self._local.grad += gradient
         call_gradient_hooks(self._local)
-
-
-def _mirror(
-    module: nn.Module, mirror: nn.Module, local_of: dict[int, nn.Parameter], known: dict[nn.Module, nn.Module]
-) -> None:
-    for key, parameter in own_parameters(module).items():
-        mirror._parameters[key] = None if parameter is None else local_of[id(parameter)]
-    mirror._buffers = module._buffers  # live: modules replace buffers as they like
-    mirror._non_persistent_buffers_set = module._non_persistent_buffers_set
-    for key, child in module.named_children():
-        if child not in known:
-            known[child] = nn.Module()
-            _mirror(child, known[child], local_of, known)
-        mirror._modules[key] = known[child]
 
 
 def unsharded_parameters(module: nn.Module) -> Iterator[str]:

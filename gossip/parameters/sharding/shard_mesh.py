@@ -1,0 +1,64 @@
+"""The mesh of shard groups: who shares a replica, and who gossips with whom."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DIMENSIONS = ("gossip", "shard")
+
+
+def make_shard_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
+    """Return the mesh whose groups are consecutive ranks, [world_size / local_size, local_size]. Collective.
+
+    Parameters
+    ----------
+    local_size : int, optional
+        Ranks per group. By default as many as torchrun, SLURM or :func:`gossip.launch` have started on each node, by
+        ``LOCAL_WORLD_SIZE``.
+    device_type : str, optional
+        "cuda" or "cpu"; by default "cuda" where torch has it.
+
+    Returns
+    -------
+    DeviceMesh
+        With the dimensions "gossip" and "shard": ``mesh["shard"]`` is for ``fully_shard``, the whole for
+        :class:`gossip.GossipDataParallel`.
+
+    Raises
+    ------
+    RuntimeError
+        ``torch.distributed`` is not initialised.
+    ValueError
+        ``local_size`` does not divide the number of ranks, or is not known.
+
+    Examples
+    --------
+    >>> import gossip
+    >>> def shape():
+    ...     return tuple(gossip.make_shard_mesh(local_size=2, device_type="cpu").shape)
+    >>> gossip.launch(shape, world_size=4)
+    [(2, 2), (2, 2), (2, 2), (2, 2)]
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "make_shard_mesh needs torch.distributed; call torch.distributed.init_process_group first, or start the "
+            "function with gossip.launch"
+        )
+    world_size = dist.get_world_size()
+    if local_size is None:
+        started = os.environ.get("LOCAL_WORLD_SIZE")
+        if started is None:
+            raise ValueError("local_size is not known: LOCAL_WORLD_SIZE is not set; pass the number of ranks per group")
+        local_size = int(started)
+    if type(local_size) is not int or local_size < 1 or world_size % local_size:
+        raise ValueError(
+            f"local_size must be a number of ranks that divides the {world_size} there are, got {local_size!r}; start "
+            "as many ranks on every node"
+        )
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device_type, (world_size // local_size, local_size), mesh_dim_names=DIMENSIONS)
