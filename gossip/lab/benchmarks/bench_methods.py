@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import topologies
-from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel
+from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel, make_shard_mesh
 from gossip.lab.benchmarks.bench_models import Batch, loss_of
 from gossip.lab.benchmarks.ddp_hooks import bf16_hook
 from gossip.lab.benchmarks.replica_means import averaged
@@ -26,6 +29,8 @@ from gossip.lab.experiments.run_settings import ConfigurationError, nearest
 MOMENTUM = 0.9
 Options = Mapping[str, Any]
 """What a method is given besides the module; the keyword arguments of the class that it stands for."""
+_FSDP = "fsdp"
+"""The value of ``shard`` for which fully_shard is applied to the module first."""
 _DDP_HOOKS: Mapping[str, Callable[..., Any]] = {"bf16": bf16_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
@@ -142,7 +147,13 @@ class Gossip:
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
         optimize = functools.partial(make_optimizer, learning_rate)
-        arguments = gossip_arguments(options, dist.get_world_size())
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        arguments = gossip_arguments(options, dist.get_world_size(), local_size)
+        if arguments.get("shard") is not None:
+            arguments["mesh"] = make_shard_mesh(local_size, "cpu")
+            if arguments["shard"] == _FSDP:
+                del arguments["shard"]
+                _shard(module, arguments["mesh"]["shard"])
         self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
 
     def step(self, batch: Batch) -> None:
@@ -163,9 +174,45 @@ class Gossip:
         self._model.close()
 
 
+class HybridSharding:
+    """torch's fully_shard: sharded over each host's ranks, all-reduced between hosts."""
+
+    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // local_size, local_size), mesh_dim_names=("all", "one"))
+        self._module = _shard(module, mesh)
+        self._optimizer = make_optimizer(learning_rate, module.parameters())
+
+    def step(self, batch: Batch) -> None:
+        """The plain loop."""
+        loss_of(self._module, batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def exposed_wait_s(self) -> float | None:
+        """It does not tell."""
+        return None
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """The replicas are equal."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Its hooks go with the module."""
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard each layer, and what is left."""
+    for layer in [part for part in module.modules() if isinstance(part, nn.Linear)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
 METHODS: dict[str, Callable[[nn.Module, float, Options, timedelta], Method]] = {
     "local": Local,
     "ddp": AllReduce,
+    "hsdp": HybridSharding,
     "decent_dp": DecentDP,
     "gossip": Gossip,
 }
@@ -176,7 +223,7 @@ def decent_dp_is_installed() -> bool:
     return importlib.util.find_spec("decent_dp") is not None
 
 
-def check(kind: str, options: Options, world_size: int) -> None:
+def check(kind: str, options: Options, world_size: int, local_size: int = 1) -> None:
     """Refuse, before any worker starts, what a method cannot be given.
 
     Raises
@@ -186,7 +233,7 @@ def check(kind: str, options: Options, world_size: int) -> None:
     """
     if kind not in METHODS:
         raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
-    if kind == "local":
+    if kind in ("local", "hsdp"):
         _check_names(kind, options, ())
     elif kind == "ddp":
         _check_names(kind, options, ("hook", *_keywords(DistributedDataParallel)))
@@ -197,8 +244,8 @@ def check(kind: str, options: Options, world_size: int) -> None:
     else:
         _check_names(kind, options, _keywords(GossipDataParallel))
         try:
-            gossip_arguments(options, world_size)
-            arguments = gossip_arguments(options, 1)
+            gossip_arguments(options, world_size, local_size)
+            arguments = gossip_arguments({key: value for key, value in options.items() if key != "shard"}, 1)
             GossipDataParallel(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1), **arguments).close()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"gossip: {error}") from error
@@ -231,16 +278,21 @@ def _keywords(wrapper: type) -> tuple[str, ...]:
     return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
 
 
-def gossip_arguments(options: Options, world_size: int) -> dict[str, Any]:
+def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> dict[str, Any]:
     """The wrapper's keyword arguments: topology, algorithm and compression by name, or ``name`` and their options.
 
-    Among a topology's options is ``every``: the steps from one exchange to the next.
+    Among a topology's options is ``every``: the steps from one exchange to the next. With ``shard`` the topology's
+    ranks are the hosts.
 
     Raises
     ------
     TypeError, ValueError
         There is none of that name, or it has no such option.
     """
+    if "shard" in options:
+        if options["shard"] not in (_FSDP, "optimizer"):
+            raise ValueError(f"shard must be {_FSDP} or optimizer, got {options['shard']!r}")
+        world_size //= local_size
     name, given = _name_and_options("topology", options.get("topology", "one_peer_exponential"))
     every = given.pop("every", 1)
     arguments = {**options, "topology": topologies.build(name, world_size, **given).every(every)}

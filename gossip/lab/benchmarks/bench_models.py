@@ -106,6 +106,7 @@ WORKLOADS = {
     "mlp": Workload(partial(_make_mlp, [_MLP_WIDTH] * 10), _draw_vectors, batch_size=32, learning_rate=0.003),
     "wide_mlp": Workload(partial(_make_mlp, [1078] * 4), _draw_vectors, batch_size=32, learning_rate=0.003),
     "small_mlp": Workload(partial(_make_mlp, [490] * 4), _draw_vectors, batch_size=32, learning_rate=0.003),
+    "large_mlp": Workload(partial(_make_mlp, [1500] * 5), _draw_vectors, batch_size=4, learning_rate=0.001),
     "transformer": Workload(
         lambda: CharTransformer((_CONTEXT,), _VOCABULARY, width=320, depth=8),
         _draw_text,

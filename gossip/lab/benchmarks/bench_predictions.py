@@ -105,6 +105,7 @@ def measure_case(
     settings = Settings(
         model="mlp",
         world_size=world_size,
+        local_size=1,
         network=network.name,
         rates=(rate,),
         straggler=straggler,

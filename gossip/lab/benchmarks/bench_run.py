@@ -82,7 +82,7 @@ def _network(settings: Settings, notes: list[str]) -> Iterator[Network]:
 
 
 def _shaped_lab(settings: Settings) -> Lab:
-    lab = Lab(settings.world_size)
+    lab = Lab(settings.world_size // settings.local_size)
     try:
         lab.shape(bits_per_second(settings.rates[0]))
     except BaseException:
@@ -114,7 +114,8 @@ def _measure(settings: Settings, network: Network, rate: str | None, folder: Pat
 def _write(settings: Settings, network: Network, notes: list[str], results: list[Result], folder: Path) -> str:
     """All of it, again after every rate."""
     facts = [
-        f"Model {settings.model}, {settings.world_size} ranks on {network.name}, {settings.num_threads} "
+        f"Model {settings.model}, {settings.world_size} ranks on {network.name}"
+        f"{f', {settings.local_size} on each host' if settings.local_size > 1 else ''}, {settings.num_threads} "
         f"thread{'' if settings.num_threads == 1 else 's'} each, SGD with momentum 0.9.",
         f"{settings.repetitions} repetitions of {settings.steps} steps after {settings.warmup_steps} of warm-up; "
         f"delays: {settings.straggler}.",

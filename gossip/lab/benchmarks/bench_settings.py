@@ -26,7 +26,9 @@ class Settings:
     model : str
         Of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
     world_size : int
-        Number of workers, each a host of its own in the lab.
+        Number of workers.
+    local_size : int
+        How many of them are on each host of the lab.
     network : str
         "loopback", or "lab".
     rates : tuple of str
@@ -48,6 +50,7 @@ class Settings:
 
     model: str
     world_size: int
+    local_size: int
     network: str
     rates: tuple[str, ...]
     straggler: str
@@ -71,7 +74,12 @@ class Settings:
         """
         network = _choice(config, "bench.network", NETWORKS)
         world_size = _integer(config, "bench.world_size", minimum=2)
-        if network == "lab" and world_size > shaped_hosts.MAX_HOSTS:
+        local_size = _integer(config, "bench.local_size", minimum=1)
+        if world_size % local_size:
+            raise ConfigurationError(
+                f"bench.local_size={local_size} does not divide bench.world_size={world_size}; every host has as many"
+            )
+        if network == "lab" and world_size // local_size > shaped_hosts.MAX_HOSTS:
             raise ConfigurationError(
                 f"bench.world_size must be at most {shaped_hosts.MAX_HOSTS} in the lab, got {world_size}"
             )
@@ -86,6 +94,7 @@ class Settings:
         return cls(
             model=_choice(config, "bench.model", tuple(WORKLOADS)),
             world_size=world_size,
+            local_size=local_size,
             network=network,
             rates=rates,
             straggler=_choice(config, "bench.straggler", stragglers.KINDS),
@@ -95,19 +104,20 @@ class Settings:
             num_threads=_integer(config, "bench.threads", minimum=1),
             seed=_integer(config, "bench.seed", minimum=0),
             timeout_s=float(timeout_s),
-            methods=expand(value_of(config, "bench.methods"), world_size),
+            methods=expand(value_of(config, "bench.methods"), world_size, local_size),
         )
 
 
-def expand(methods: Any, world_size: int) -> tuple[MethodSpecification, ...]:
+def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSpecification, ...]:
     """One row per combination of the options that are lists.
 
     Parameters
     ----------
     methods : mapping
-        Of a name to options. ``method`` is "local", "ddp", "decent_dp" or "gossip", by default the name; the others
-        are keyword arguments. Where an option is a list, every value has a row. "none" leaves an option out.
-    world_size : int
+        Of a name to options. ``method`` is "local", "ddp", "hsdp", "decent_dp" or "gossip", by default the name; the
+        others are keyword arguments. Where an option is a list, every value has a row. "none" leaves an option out.
+    world_size, local_size : int
+        Of all ranks, and of those on each host.
 
     Raises
     ------
@@ -137,7 +147,7 @@ def expand(methods: Any, world_size: int) -> tuple[MethodSpecification, ...]:
             row = dict(zip(choices, values, strict=True))
             words = [_words(key, value) for key, value in row.items() if len(choices[key]) > 1]
             chosen = {key: value for key, value in row.items() if value not in (None, "none")}
-            check(kind, chosen, world_size)
+            check(kind, chosen, world_size, local_size)
             rows.append(MethodSpecification(" ".join([str(name), *filter(None, words)]), kind, chosen))
     return tuple(rows)
 

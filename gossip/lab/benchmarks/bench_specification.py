@@ -29,6 +29,8 @@ class WorkerTask:
         Of the key-value store.
     address, interface : str
         This rank's own.
+    local_size : int
+        How many ranks are on each host.
     shared_interface : bool
         Whether all ranks use the same interface.
     methods : tuple of MethodSpecification
@@ -46,11 +48,17 @@ class WorkerTask:
     store_port: int
     address: str
     interface: str
+    local_size: int
     shared_interface: bool
     methods: tuple[MethodSpecification, ...]
     num_threads: int
     timeout_s: float
     records: str
+
+    @property
+    def num_sharing(self) -> int:
+        """How many ranks use the same interface."""
+        return self.world_size if self.shared_interface else self.local_size
 
     def write(self, path: Path) -> None:
         """As JSON."""

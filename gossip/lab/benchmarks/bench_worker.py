@@ -46,6 +46,7 @@ def _run(task: Task, run: Callable[[Task], None]) -> None:
     logger.add(sys.stderr, level="WARNING")
     threading.Thread(target=_leave_with_controller, name="controller-watch", daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = task.interface
+    os.environ["LOCAL_WORLD_SIZE"] = str(task.local_size)
     torch.set_num_threads(task.num_threads)
     timeout = timedelta(seconds=task.timeout_s)
     store = dist.TCPStore(task.store_address, task.store_port, is_master=False, timeout=timeout)
@@ -63,7 +64,11 @@ def run(spec: WorkerSpecification) -> None:
             file.write(json.dumps(without_non_finite(content)) + "\n")
 
         carried = goodput.measure(
-            address=spec.address, interface=spec.interface, shared=spec.shared_interface, timeout_s=spec.timeout_s
+            address=spec.address,
+            interface=spec.interface,
+            shared=spec.shared_interface,
+            local_size=spec.local_size,
+            timeout_s=spec.timeout_s,
         )
         record({"goodput_bytes_per_s": carried})
         if spec.probe_bucket_cap_mb is not None:

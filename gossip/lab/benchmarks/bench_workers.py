@@ -68,6 +68,7 @@ def measure(
         network,
         folder,
         world_size=settings.world_size,
+        local_size=settings.local_size,
         timeout_s=settings.timeout_s,
         on_record=on_record,
     )
@@ -82,6 +83,7 @@ def run_workers(
     world_size: int,
     timeout_s: float,
     on_record: Callable[[Record], None],
+    local_size: int = 1,
 ) -> list[list[Record]]:
     """Run one process of a program per rank until all have ended; what remains is as of :func:`measure`.
 
@@ -96,6 +98,8 @@ def run_workers(
     world_size : int
     timeout_s : float
         Of any wait for other ranks.
+    local_size : int
+        How many consecutive ranks are on each host.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = network.start_store(timedelta(seconds=timeout_s))
@@ -105,7 +109,8 @@ def run_workers(
             world_size=world_size,
             store_address=store.host,
             store_port=store.port,
-            address=network.address(rank),
+            address=network.address(rank // local_size),
+            local_size=local_size,
             interface=network.interface,
             shared_interface=network.shared,
             timeout_s=timeout_s,
@@ -128,7 +133,7 @@ def _started(
     path = folder / f"rank{specification.rank}.json"
     specification.write(path)
     Path(specification.records).touch()
-    with _log(specification).open("wb") as log, network.entered(specification.rank):
+    with _log(specification).open("wb") as log, network.entered(specification.rank // specification.local_size):
         process = subprocess.Popen(
             [sys.executable, "-m", program, str(path)],
             env={**os.environ, "OMP_NUM_THREADS": str(specification.num_threads)},

@@ -17,10 +17,10 @@ _WINDOW_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 
-def measure(*, address: str, interface: str, shared: bool, timeout_s: float) -> float | None:
+def measure(*, address: str, interface: str, shared: bool, timeout_s: float, local_size: int = 1) -> float | None:
     """Bytes per second that this rank sends while it also receives as many, as the interface counts them. Collective.
 
-    Ranks 0 and 1 are a pair, 2 and 3, and so on; all pairs work at the same time.
+    The ranks of hosts 0 and 1 are pairs, those of 2 and 3, and so on; all pairs work at the same time.
 
     Parameters
     ----------
@@ -32,6 +32,8 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float) -> 
         Whether all ranks use that interface: then it is the mean over the ranks.
     timeout_s : float
         How long a wait may take.
+    local_size : int
+        Ranks on each host, which share its interface.
 
     Returns
     -------
@@ -46,7 +48,7 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float) -> 
         A rank did not take part in time.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    peer = rank ^ 1
+    peer = (rank // local_size ^ 1) * local_size + rank % local_size
     connection: socket.socket | None = None
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(timeout_s)
@@ -58,7 +60,7 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float) -> 
     dist.barrier()
     if connection is None:
         return None
-    num_busy = world_size - world_size % 2 if shared else 1
+    num_busy = world_size - world_size % (2 * local_size) if shared else local_size
     with connection:
         connection.settimeout(timeout_s)
         return _exchange(connection, interface) / num_busy

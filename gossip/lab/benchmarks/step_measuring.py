@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gossip.lab.benchmarks import stragglers
-from gossip.lab.benchmarks.bench_methods import METHODS, make_optimizer
+from gossip.lab.benchmarks.bench_methods import METHODS, Method, make_optimizer
 from gossip.lab.benchmarks.bench_models import WORKLOADS, Batch, Workload, loss_of
 from gossip.lab.benchmarks.bench_specification import MethodSpecification, WorkerSpecification
 from gossip.lab.benchmarks.counters import InterfaceBytes, PeakMemory
-from gossip.lab.benchmarks.replica_means import average_module_
 from gossip.lab.probe import Measured, measure
 
 _NUM_CALIBRATION_STEPS = 10
@@ -69,10 +68,10 @@ class Measurement:
         carried = InterfaceBytes.read(spec.interface).since(before)
         peak_bytes = memory.bytes()
         dist.barrier()
+        final_loss = self._final_loss(running, module) if repetition == 0 else None
         running.close()
         del running
         gc.collect()
-        num_sharing = spec.world_size if spec.shared_interface else 1
         return {
             "method": method.label,
             "repetition": repetition,
@@ -80,10 +79,10 @@ class Measurement:
             "end_s": end_s,
             "step_s": step_s,
             "exposed_wait_s": waits_s,
-            "sent_bytes": carried.sent / num_sharing,
-            "received_bytes": carried.received / num_sharing,
+            "sent_bytes": carried.sent / spec.num_sharing,
+            "received_bytes": carried.received / spec.num_sharing,
             "peak_memory_bytes": peak_bytes,
-            "final_loss": self._final_loss(module) if repetition == 0 else None,
+            "final_loss": final_loss,
         }
 
     def _batch(self, step: int) -> Batch:
@@ -114,11 +113,11 @@ class Measurement:
         return sorted(times_s)[len(times_s) // 2]
 
     @torch.no_grad()
-    def _final_loss(self, module: nn.Module) -> float:
-        """Of the replicas' mean on the held-out batch; ``module`` becomes that mean. Collective."""
-        average_module_(module)
-        module.eval()
-        return float(loss_of(module, self._workload.held_out(self._specification.seed)))
+    def _final_loss(self, running: Method, module: nn.Module) -> float:
+        """Of the replicas' mean on the held-out batch. Collective."""
+        with running.averaged():
+            module.eval()
+            return float(loss_of(module, self._workload.held_out(self._specification.seed)))
 
 
 def probe(spec: WorkerSpecification) -> Measured:

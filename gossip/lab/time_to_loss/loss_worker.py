@@ -67,9 +67,7 @@ class LossMeasurement:
         module = self._task.initial_module(self._data, seed)
         batches = self._task.batches(self._data, spec.world_size, seed, range(spec.rank, spec.rank + 1))
         running: Method = METHODS[method.kind](module, self._task.learning_rate, dict(method.options), self._timeout)
-        clock = TrainingClock(
-            spec.interface, spec.world_size if spec.shared_interface else 1, spec.quiet_s, spec.timeout_s
-        )
+        clock = TrainingClock(spec.interface, spec.num_sharing, spec.quiet_s, spec.timeout_s)
         points: list[Point] = []
         while not points or not (is_done(points[-1]) or math.isnan(points[-1].loss)):
             clock.start()

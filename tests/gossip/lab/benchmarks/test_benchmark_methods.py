@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from datetime import timedelta
@@ -29,7 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def specification(folder: Path, rank: int) -> WorkerSpecification:
+SHARDED: dict[str, dict[str, Any]] = {
+    "hsdp": {},
+    "gossip fsdp": {"topology": "ring", "shard": "fsdp"},
+    "gossip optimizer": {"topology": "ring", "shard": "optimizer", "compression": "int8"},
+}
+
+
+def specification(folder: Path, rank: int, kinds: dict[str, dict[str, Any]] = KINDS) -> WorkerSpecification:
     return WorkerSpecification(
         rank=rank,
         world_size=2,
@@ -37,10 +45,11 @@ def specification(folder: Path, rank: int) -> WorkerSpecification:
         store_port=0,
         address="127.0.0.1",
         interface="lo",
+        local_size=1,
         shared_interface=True,
-        methods=tuple(MethodSpecification(kind, kind, options) for kind, options in KINDS.items()),
+        methods=tuple(MethodSpecification(kind, kind.split()[0], options) for kind, options in kinds.items()),
         model="cnn",
-        straggler="one_slow",
+        straggler="one_slow" if kinds is KINDS else "none",
         repetitions=2,
         warmup_steps=2,
         steps=3,
@@ -85,6 +94,23 @@ def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> No
         time.sleep(3)
         fewest_bytes.append(measure(tmp_path / str(len(fewest_bytes))))
     assert min(fewest_bytes) < limit, fewest_bytes
+
+
+def measure_sharded(folder: str) -> None:
+    goodput._WARM_UP_S, goodput._WINDOW_S = 0.05, 0.1
+    spec = dataclasses.replace(
+        specification(Path(folder), dist.get_rank(), SHARDED), model="small_mlp", local_size=2, repetitions=1
+    )
+    bench_worker.run(spec)
+
+
+def test_ranks_that_hold_a_replica_together_are_measured(tmp_path: Path) -> None:
+    gossip.launch(measure_sharded, str(tmp_path), world_size=2, num_threads=1)
+    for rank in range(2):
+        _, *found = read_jsonl(tmp_path / f"rank{rank}.jsonl")
+        assert [each["method"] for each in found] == list(SHARDED)
+        losses = [each["final_loss"] for each in found]
+        assert losses[1:] == pytest.approx([losses[0]] * 2), "one group trains as fully_shard does"
 
 
 def final_parameters(kind: str) -> torch.Tensor:

@@ -30,8 +30,10 @@ def labels(rows: dict[str, Any]) -> list[str]:
 
 def test_settings_main_has_every_kind() -> None:
     rows = Settings.from_config(composed()).methods
-    assert {row.kind for row in rows} == set(bench_methods.METHODS)
-    assert len({row.label for row in rows}) == len(rows)
+    sharded = Settings.from_config(composed("bench/methods=sharded", "bench.local_size=2")).methods
+    assert {row.kind for row in rows} | {row.kind for row in sharded} == set(bench_methods.METHODS)
+    for each in (rows, sharded):
+        assert len({row.label for row in each}) == len(each)
 
 
 @pytest.mark.parametrize("preset", ["topologies", "buckets", "stragglers"])
@@ -67,7 +69,8 @@ def test_settings_rates() -> None:
     [
         (
             "bench.model=mpl",
-            "there is no bench.model=mpl; did you mean mlp? Available: mlp, wide_mlp, small_mlp, transformer, cnn",
+            "there is no bench.model=mpl; did you mean mlp? Available: mlp, wide_mlp, small_mlp, large_mlp, "
+            "transformer, cnn",
         ),
         ("bench.network=labs", "there is no bench.network=labs; did you mean lab?"),
         ("bench.straggler=slow", "there is no bench.straggler=slow"),
@@ -75,6 +78,7 @@ def test_settings_rates() -> None:
         ("bench.rate=[50mbit,1gbit]", "bench.network=loopback has no rate; set bench.network=lab"),
         ("bench.rate=0mbit", "bench.rate must be"),
         ("bench.rate=[]", "bench.rate must be a rate, or a list of at least one"),
+        ("bench.local_size=3", "bench.local_size=3 does not divide bench.world_size=4; every host has as many"),
         ("bench.world_size=1", "bench.world_size must be an integer of at least 2, got 1"),
         ("bench.steps=0", "bench.steps must be an integer of at least 1, got 0"),
         ("bench.warmup_steps=1", "bench.warmup_steps must be an integer of at least 2, got 1"),

@@ -145,8 +145,9 @@ def tell(record):
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, terminate)
     settings = Settings(
-        model="mlp", world_size=2, network="lab", rates=("200mbit",), straggler="none", repetitions=1, warmup_steps=2,
-        steps=100_000, num_threads=1, seed=0, timeout_s=60.0, methods=(MethodSpecification("local", "local", {}),),
+        model="mlp", world_size=2, local_size=1, network="lab", rates=("200mbit",), straggler="none", repetitions=1,
+        warmup_steps=2, steps=100_000, num_threads=1, seed=0, timeout_s=60.0,
+        methods=(MethodSpecification("local", "local", {}),),
     )
     lab = Lab(2, float(sys.argv[1]))
     lab.shape(200_000_000)
