@@ -1,6 +1,6 @@
-"""The exceptions that are this project's own.
+"""Exceptions raised for failures between ranks.
 
-What a caller passed wrongly raises ``ValueError`` or ``TypeError``; these are for what goes wrong between ranks.
+Invalid arguments raise ``ValueError`` or ``TypeError``; the classes here report what goes wrong between ranks.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 
 class GossipError(RuntimeError):
-    """Base of every error that is about what several ranks do together."""
+    """Base class of every error that concerns several ranks acting together."""
 
 
 class ManifestError(GossipError):
-    """Two ranks do not train the same thing: raised on every rank, before anything is exchanged."""
+    """The ranks do not train the same thing. Raised on every rank before anything is exchanged."""
 
 
 class ExchangeError(GossipError):
-    """An exchange with peers failed or timed out; names rank, step, bucket and peers.
+    """An exchange with peers failed or timed out; the text names rank, step, bucket and peers.
 
     Attributes
     ----------
     culprits : tuple of int
-        The ranks that stopped, in the default process group, as far as could be found out.
+        The failed ranks, numbered in the default process group, as far as they could be determined.
     """
 
     def __init__(self, message: str, *, culprits: Sequence[int] = ()) -> None:
@@ -31,15 +31,15 @@ class ExchangeError(GossipError):
 
 
 class NothingToJoinError(ExchangeError):
-    """Nobody trains whom a process could join: it need not be started again."""
+    """No training run is available for this process to join; restarting the process is pointless."""
 
 
 class EpochEndedError(GossipError):
-    """A rank was lost in the middle of what all ranks do together: those left do it again, and never show this."""
+    """A rank was lost during a collective operation. The remaining ranks repeat it; callers never see this error."""
 
 
 class CheckpointError(GossipError):
-    """A checkpoint could not be written, or is not one that can be loaded; raised on every rank, the ranks in step."""
+    """A checkpoint could not be written or loaded. Raised on every rank, so that the ranks stay in step."""
 
 
 class LaunchError(GossipError):
@@ -48,9 +48,9 @@ class LaunchError(GossipError):
     Attributes
     ----------
     rank : int or None
-        The rank that failed first, where one did.
+        The rank that failed first, or None if none did.
     worker_traceback : str
-        That rank's traceback as text; empty if it died without one (killed by a signal, say).
+        The traceback of that rank as text; empty if it died without one, for example by a signal.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, worker_traceback: str = "") -> None:

@@ -1,6 +1,6 @@
-"""All that this package uses of torch and that torch calls private, in one place; the tests try each.
+"""Every private part of torch that this package uses, in one place; the tests exercise each.
 
-What torch may change without notice shows here alone.
+Changes that torch makes without notice affect only this module.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 __all__ = ["flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
-#: By name, a range of the profiler that is open within a ``with``. torch's own faster kind where it has that: every
-#: bucket of every step opens four, and without a profiler that must cost nothing.
+#: Open a named profiler range within a ``with`` block. Uses torch's faster implementation where it exists: every bucket
+#: opens four ranges in every step, and without a profiler they must cost nothing.
 fast_range: Callable[[str], AbstractContextManager[Any]] = getattr(
     torch._C._profiler, "_RecordFunctionFast", record_function
 )
@@ -38,47 +38,47 @@ OUTSIDE_BACKWARD = -1
 
 
 def backward_task() -> int:
-    """A number of the backward pass that runs in this thread, or ``OUTSIDE_BACKWARD``."""
+    """Return the number of the backward pass that runs in this thread, or ``OUTSIDE_BACKWARD``."""
     return torch._C._current_graph_task_id()
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass runs in this thread."""
+    """Return whether a backward pass runs in this thread."""
     return backward_task() != OUTSIDE_BACKWARD
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward pass that runs in this thread has all its gradients.
+    """Schedule ``call`` for the moment when the backward pass of this thread has computed all its gradients.
 
-    A pass that is ended by an exception calls nobody, and lets go of it.
+    A pass that an exception ends releases ``call`` without calling it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def multiply_(tensors: list[torch.Tensor], factor: float) -> None:
-    """All of them, in place, in as few kernels as possible."""
+    """Multiply all tensors by ``factor``, in place, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
 
 # ---------------------------------------------------------------------- the compiler
 
 COMPILER = "torch._dynamo"
-"""Importing it takes a second."""
+"""The module of torch's compiler; importing it takes a second."""
 
 
 def is_autograd_compiled() -> bool:
-    """Whether backward passes are compiled, which calls no hooks of parameters. Does not import the compiler."""
+    """Return whether backward passes are compiled, which calls no parameter hooks. Does not import the compiler."""
     dynamo = sys.modules.get(COMPILER)
     return dynamo is not None and bool(dynamo.config.compiled_autograd)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has had it in hand."""
+    """Return whether ``torch.compile`` has been applied to the module."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def keep_out_of_graphs(code: types.CodeType) -> None:
-    """Never let the compiler trace this code; cheaper in each call than ``torch.compiler.disable``."""
+    """Keep the compiler from ever tracing this code; each call costs less than with ``torch.compiler.disable``."""
     torch._dynamo.eval_frame.skip_code(code)
 
 
@@ -86,68 +86,68 @@ def keep_out_of_graphs(code: types.CodeType) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Those of the module itself, without its children's: the dictionary that it looks them up in."""
+    """Return the module's own parameters, without its children's: the dictionary in which it looks them up."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """As :func:`own_parameters`."""
+    """Return the module's own buffers, as :func:`own_parameters` does its parameters."""
     return module._buffers
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """As :func:`own_parameters`."""
+    """Return the module's own children, as :func:`own_parameters` does its parameters."""
     return module._modules
 
 
 def names_of_transient_buffers(module: nn.Module) -> set[str]:
-    """Of the module's own buffers, those that are in no state_dict."""
+    """Return the names of those of the module's own buffers that no state_dict contains."""
     return module._non_persistent_buffers_set
 
 
 def active_ddp() -> nn.Module | None:
-    """The DistributedDataParallel whose forward pass runs."""
+    """Return the DistributedDataParallel whose forward pass is running, or None."""
     found: nn.Module | None = DistributedDataParallel._active_ddp_module
     return found
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether torch's FSDP, of either kind, has taken the parameters of this module in hand."""
+    """Return whether torch's FSDP, of either version, manages the parameters of this module."""
     return "_is_fsdp_managed_module" in module.__dict__
 
 
 # ---------------------------------------------------------------------- optimizers
 
 SUPPORTS_SCALING = "_step_supports_amp_scaling"
-"""An attribute: a GradScaler leaves it to the optimizer's ``step()`` to divide by the scale."""
+"""An attribute by which a GradScaler leaves the division by the scale to the optimizer's ``step()``."""
 
 FLAG_OF_FUSED = "_need_device_dtype_check_for_fused"
 """An attribute that torch's fused optimizers set in their first step."""
 
 
 def step_pre_hooks(optimizer: Optimizer) -> Mapping[int, Any]:
-    """The hooks that were registered to be called before its steps."""
+    """Return the hooks that are called before the optimizer's steps."""
     return optimizer._optimizer_step_pre_hooks
 
 
 def without_step_hooks(attributes: MutableMapping[str, Any]) -> None:
-    """Let the optimizer with these attributes have no hooks around its steps."""
+    """Remove the step hooks from these attributes of an optimizer."""
     attributes["_optimizer_step_pre_hooks"] = type(attributes["_optimizer_step_pre_hooks"])()
     attributes["_optimizer_step_post_hooks"] = type(attributes["_optimizer_step_post_hooks"])()
 
 
 def is_watched_by_scheduler(step: Callable[..., Any]) -> bool:
-    """Whether a scheduler has wrapped this ``step`` of an optimizer, to know that it is called."""
+    """Return whether a scheduler has wrapped this ``step`` of an optimizer in order to notice its calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def note_watched_by_scheduler(step: Callable[..., Any]) -> None:
-    """Let schedulers take this function for one that they have wrapped."""
+    """Mark this function so that schedulers treat it as one that they have wrapped."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def note_step_called(optimizer: Optimizer) -> None:
-    """What a scheduler's wrapper notes in every call, so that it does not warn."""
+    """Note what a scheduler's wrapper notes in every call, so that the scheduler does not warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -155,22 +155,22 @@ def note_step_called(optimizer: Optimizer) -> None:
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """All groups that this process has joined and not left. Local."""
+    """Return all groups that this process has joined and not left. Local."""
     return [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
 
 
 def default_store() -> dist.Store:
-    """The key-value store of the default process group. Local."""
+    """Return the key-value store of the default process group. Local."""
     return distributed_c10d._get_default_store()
 
 
 def begin_coalescing(group: Any, device: torch.device) -> None:
-    """From here on a group posts sends and receives together."""
+    """Make a group collect the sends and receives that follow, to post them together."""
     group._start_coalescing(device)
 
 
 def end_coalescing(group: Any, device: torch.device) -> dist.Work:
-    """Post them; the handle of all."""
+    """Post the collected operations and return the handle of all of them."""
     work: dist.Work = group._end_coalescing(device)
     return work
 

@@ -1,10 +1,10 @@
-"""The wrapper that takes DistributedDataParallel's place."""
+"""The wrapper that replaces DistributedDataParallel."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.module_face import ForwardOfModule, ModuleFace, forward_like
 from gossip.parameters.other_wrappers import Outermost
 from gossip.private_torch import fast_range
+from gossip.step.collective_calls import CollectiveCalls
 from gossip.step.construction import construct, give_back, make_world
 from gossip.step.engine import StepEngine
 from gossip.step.joint_work import JointWork
@@ -34,93 +35,81 @@ from topologies import Topology
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-class GossipDataParallel(ModuleFace, Outermost):
-    r"""Train one replica per rank; mix it with a few peers' after every step, inside ``backward()``.
+class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
+    r"""Train one replica per rank; mix it with those of a few peers after every step, inside ``backward()``.
 
     Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
     mixes them in, applies the optimizer and sends its new values off, which then have a whole iteration to arrive:
 
     .. math:: x_i(t+1) = \sum_j W_{t-1}[i,j]\, x_j(t) + u_i(t)
 
-    (:class:`gossip.AdaptWhileCommunicating`). There is no ``optimizer.step()`` to call, and gradients are gone after
-    ``backward()``. A parameter without a gradient is not updated, but mixed all the same.
+    (:class:`gossip.AdaptWhileCommunicating`). There is no ``optimizer.step()`` to call, and the gradients have been
+    released when ``backward()`` returns. A parameter without a gradient is not updated, but it is still mixed.
 
     Parameters
     ----------
     module : Module
-        Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers go to all ranks. Those
-        that require no gradient are equal from then on, and are not exchanged until they are unfrozen, which all ranks
-        must do before the same step.
+        Its parameters become views of the buckets' flat blocks; rank 0's parameters and buffers are broadcast to all
+        ranks. Parameters that require no gradient are equal from then on and are not exchanged until they are unfrozen,
+        which all ranks must do before the same step.
     optimizer : callable, Optimizer, sequence of Optimizer, or None
         A factory that is called once with the list of ``(name, parameter)`` (``functools.partial(torch.optim.AdamW,
-        lr=3e-4)``), or one or several optimizers built over the module's parameters. None leaves the parameters as
-        they are but for mixing.
+        lr=3e-4)``), or one or several optimizers built over the module's parameters. With None the parameters are only
+        mixed.
     topology : str or Topology
-        A name of :func:`topologies.available`, or a topology of as many ranks as there are. Doubly stochastic, unless
-        the algorithm takes another.
+        A name from :func:`topologies.available`, or a topology whose size is the number of ranks. It must be doubly
+        stochastic, unless the algorithm accepts another.
     algorithm : str or Algorithm
-        "adapt_while_communicating" (or "awc"), "adapt_then_combine" ("atc"), "integral_correction" and others, see
-        ``gossip.ALGORITHMS``, or one of the classes with its constants.
+        The update rule: "adapt_while_communicating" (or "awc"), "adapt_then_combine" ("atc"), "integral_correction" or
+        another name in ``gossip.ALGORITHMS``; or an instance of one of the classes, with constants of your choice.
     compression : str or Compression, optional
-        What goes on the wire in place of the parameters' values: "bf16", "fp16", "int8", "int4", "choco" (sparse
-        increments) and "powergossip" (low rank), both for static topologies, or an object with its constants.
+        What is sent in place of the parameters' values: "bf16", "fp16", "int8", "int4", "choco" (sparse increments) or
+        "powergossip" (low rank), the last two for static topologies; or an instance, with constants of your choice.
     step_in_backward : bool
-        False: ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, ``zero_grad()``,
-        clipping, ``GradScaler`` and all. ``step(closure)`` evaluates the closure first, or, where the optimizer's
-        ``step()`` requires one (LBFGS), leaves it to the optimizer, at the mixed parameters.
+        If False, ``model.optimizer.step()`` updates and exchanges, and the usual loop works unchanged, including
+        ``zero_grad()``, clipping and ``GradScaler``. ``step(closure)`` evaluates the closure first; where the
+        optimizer's ``step()`` requires one (LBFGS), the optimizer evaluates it, at the mixed parameters.
     clip_grad_norm : float, optional
         Gradients are scaled down to this Euclidean norm before the update; ``math.inf`` clips nothing.
     clip : str
         "global": the norm of all gradients of this rank; updates then wait for the end of the backward pass. "bucket":
         the norm of each bucket by itself, as soon as it is complete; it then depends on ``bucket_cap_mb``.
     scaler : torch.amp.GradScaler, optional
-        The one that scales the loss. Updates wait for the end of the backward pass; a rank that overflows skips its
-        update, but exchanges; the scale changes one step later, on all ranks alike. With ``step_in_backward`` there is
-        no ``scaler.step()`` and no ``scaler.update()`` to call.
+        The scaler that scales the loss. Updates wait for the end of the backward pass. A rank that overflows skips its
+        update but still exchanges, and the scale changes one step later, identically on all ranks. With
+        ``step_in_backward`` neither ``scaler.step()`` nor ``scaler.update()`` is to be called.
     buffers : str
-        "local": float buffers (batch norm's statistics) stay each rank's own until ``averaged()`` or ``global_avg()``.
-        "average": they are mixed with the peers' in every step, like parameters. Integer buffers are never mixed.
+        "local": float buffers (batch norm's statistics) stay local to each rank until ``averaged()`` or
+        ``global_avg()``. "average": they are mixed with the peers' in every step, like parameters. Integer buffers are
+        never mixed.
     bucket_cap_mb : float
-        Size of a bucket in MiB; a larger parameter has a bucket of its own.
+        The size of a bucket in MiB; a larger parameter gets a bucket to itself.
     timeout : timedelta
-        How long any wait for other ranks may take before it raises; or a fifth more, see ``communication.sockets``.
+        How long any wait for other ranks can last before it raises; some waits last up to a fifth longer, see
+        ``communication.sockets``.
     transport : str or callable
-        How messages travel. "distributed": over ``torch.distributed``, :class:`gossip.DistributedTransport`. "debug":
-        so too, and bucket, round, shape and digest of every message are checked, and the rank that is out of step is
-        named, slowly: :class:`gossip.DebugTransport`. Or another name in ``gossip.TRANSPORTS``; or a function
-        ``(world, topology) -> Transport``, such as a class that extends :class:`gossip.Transport`.
+        How messages travel. "distributed": over ``torch.distributed``, see :class:`gossip.DistributedTransport`.
+        "debug": the same, but bucket, round, shape and digest of every message are checked and a rank that is out of
+        step is named; this is slow, see :class:`gossip.DebugTransport`. Alternatively, another name in
+        ``gossip.TRANSPORTS``, or a function ``(world, topology) -> Transport``, such as a class that extends
+        :class:`gossip.Transport`.
     process_group : ProcessGroup, optional
-        The ranks that gossip with each other, of ``torch.distributed.new_group``; by default all. The topology's ranks
-        are those inside it. A group of a backend other than gloo is used as it is: nothing else may use it meanwhile.
+        The ranks that gossip with each other, from ``torch.distributed.new_group``; all ranks by default. The
+        topology's ranks are the ranks within this group. A group of a backend other than gloo is used directly: nothing
+        else may use it during training.
     on_peer_loss : str
-        "raise": a rank that is lost ends the training of all. "continue": the others go on, and ``rank`` and
-        ``world_size`` are those among the ranks that are left, see docs/when_ranks_die.md.
+        "raise": the loss of a rank ends the training of all. "continue": the others continue, and ``rank`` and
+        ``world_size`` refer to the remaining ranks, see docs/when_ranks_die.md.
     min_ranks : int, optional
-        With "continue": with fewer the training ends; by default more than half of the ranks.
+        With "continue": training ends when fewer ranks than this remain. The default is a majority of the ranks.
     fallback_topology : str
-        With "continue": the family for a number of ranks that ``topology`` cannot serve.
+        With "continue": the topology family used for a number of ranks that ``topology`` cannot serve.
     soft_deadline : timedelta or float, optional
-        With "continue": so long (a number is seconds) a step waits for a peer's message; what comes later is mixed in
-        then. By default it waits for all of them.
+        With "continue": how long a step waits for a peer's message (a number is in seconds); a message that arrives
+        later is mixed in when it arrives. By default a step waits for all of them.
     partition_timeout : timedelta or float, optional
-        With "continue": so long a rank that was frozen or cut off tries to join those that went on without it. By
-        default it raises at once.
-
-    Attributes
-    ----------
-    module : Module
-        The module that was wrapped. Its other attributes can be read and set through the model too. Parameters that
-        are added to it later, frozen or not, are refused at the next forward pass.
-    optimizer : Optimizer, tuple of Optimizer, or None
-        As given, or made: hand it to schedulers, read and load its ``state_dict()``. With ``step_in_backward`` its
-        ``step()`` has nothing left to do. Its step hooks are called once per step.
-    algorithm : Algorithm
-        With one that has it, ``algorithm.gamma`` is the mixing factor and may be set between steps, on all ranks alike.
-    compression : Compression
-    topology : Topology
-    rank, world_size, step : int
-    world : World
-    grad_norm : float or None
+        With "continue": how long a rank that was frozen or cut off tries to rejoin the ranks that continued without it
+        (a number is in seconds). By default it raises at once.
 
     Raises
     ------
@@ -131,19 +120,58 @@ class GossipDataParallel(ModuleFace, Outermost):
     ExchangeError
         A rank did not take part in time.
 
+    mesh : DeviceMesh, optional
+        A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`), for a module that ``fully_shard``
+        has sharded over ``mesh["shard"]``: each shard group holds one replica and is one rank of the topology. The
+        optimizer must be a factory, and is built over this rank's shards. See docs/larger_models.md.
+    shard : str, optional
+        With ``mesh``: "optimizer" for a module that is not sharded yet. Each rank of a group then has whole parameters
+        from the forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of
+        the optimizer's state.
+
+    Attributes
+    ----------
+    module : Module
+        The wrapped module. Its other attributes can be read and set through the model too. Parameters that are added
+        later, frozen or not, are refused at the next forward pass.
+    optimizer : Optimizer, tuple of Optimizer, or None
+        The optimizer that was passed, or that the factory made. Hand it to schedulers, and read and load its
+        ``state_dict()``. With ``step_in_backward`` its ``step()`` has nothing left to do. Its step hooks are called
+        once per step.
+    algorithm : Algorithm
+        The algorithm in use. If it has an attribute ``gamma``, that is the mixing factor; it may be set between steps,
+        to the same value on all ranks.
+    compression : Compression
+        What encodes the messages.
+    topology : Topology
+        The topology in use.
+    rank, world_size, step : int
+        This process's rank, the number of ranks, and the number of steps made.
+    world : World
+        The ranks that train.
+    grad_norm : float or None
+        The Euclidean norm of this rank's gradients in the newest step, before clipping.
+
     Notes
     -----
-    Collective: every rank of the process group must construct it. Without a process group it is a world of one. As a
-    context manager it closes itself.
+    Construction is collective: every rank of the process group must construct the wrapper. Without a process group the
+    world has one rank. Used as a context manager, the wrapper closes itself on exit.
 
-    Between steps ``module`` holds x(t); what is in flight is not applied to it. Edits between steps (in-place writes,
-    ``load_state_dict``, ``p.data = ...``) are kept. A deep copy or an unpickled model is detached: it has the module,
-    but no optimizer, hooks or communication. To other processes send clones: what they share sees no later step.
+    Between steps ``module`` holds x(t); messages in flight have not been applied to it. Edits between steps (in-place
+    writes, ``load_state_dict``, ``p.data = ...``) are kept. A deep copy or an unpickled model is detached: it has the
+    module but no optimizer, hooks or communication. Send clones of tensors to other processes: a shared tensor does not
+    follow later steps.
 
-    An update whose gradients are not finite is skipped, and messages that are not finite are refused; both are counted
-    in :meth:`stats` and, 16 steps in a row, an error. (On a GPU neither is checked: it would hold up the host.)
+    An update whose gradients are not finite is skipped, and messages that are not finite are refused. Both are counted
+    in :meth:`stats`; 16 such steps in a row raise an error. (On a GPU neither is checked, because the check would block
+    the host.)
 
-    An optimizer with a method ``pre_average_hook`` sees what was communicated, see :class:`gossip.UsesExchange`.
+    An optimizer that has a method ``pre_average_hook`` is shown what was communicated, see
+    :class:`gossip.UsesExchange`.
+
+    References
+    ----------
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
 
     Examples
     --------
@@ -152,10 +180,6 @@ class GossipDataParallel(ModuleFace, Outermost):
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> model.step
     1
-
-    References
-    ----------
-    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
     """
 
     @torch.inference_mode(False)
@@ -221,8 +245,8 @@ class GossipDataParallel(ModuleFace, Outermost):
         self._world = world
         self._engine: StepEngine | None = parts.engine
         self._joint_work = JointWork(module, parts.engine, world)
-        # Parameters hold their hooks, the hooks the engine, and the engine the parameters: no garbage collector sees
-        # through that. The hooks do not know the wrapper, so that its end can end them.
+        # Parameters hold their hooks, the hooks the engine, and the engine the parameters: a cycle that the garbage
+        # collector cannot see through. The hooks do not reference the wrapper, so that its finalizer can remove them.
         self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
@@ -231,50 +255,50 @@ class GossipDataParallel(ModuleFace, Outermost):
 
             self._epochs = follow_epochs(self, parts, arguments, world)
             self._joint_work.catch_up = self._epochs.catch_up
-        self.module = module  # last: from here on attributes are set in the module, if they are not ours
+        self.module = module  # set last: from here on, attributes that are not ours are set in the module
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ identity
 
     @property
     def rank(self) -> int:
-        """This process's place among the ranks that train."""
+        """The rank of this process among the ranks that train."""
         return self._world.rank if self._engine is not None else 0
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train."""
+        """The number of ranks that train."""
         return self._world.world_size if self._engine is not None else 1
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who trains, by their ranks at the beginning; their places here are the ranks of the topology."""
+        """The ranks that train, numbered as at the beginning; the position in the tuple is the rank in the topology."""
         return self._world.members if self._engine is not None else (0,)
 
     @property
     def world(self) -> World:
-        """The ranks, for collectives of one's own between steps; given back by :meth:`close`."""
+        """The ranks, for your own collectives between steps; released by :meth:`close`."""
         self._live()
         return self._world
 
     @property
     def step(self) -> int:
-        """Number of steps made; also the index of the next round."""
+        """The number of steps made, which is also the index of the next round."""
         return self._engine.step if self._engine is not None else self._detached_step
 
     @property
     def grad_norm(self) -> float | None:
-        """Euclidean norm of this rank's gradients in the newest step, before clipping; None if it had none."""
+        """The Euclidean norm of this rank's gradients in the newest step, before clipping; None if it had none."""
         return self._live().gradient_norm()
 
     def stats(self) -> StepStats | None:
-        """What the newest step cost on this rank; None before the first. Local."""
+        """Return what the newest step cost on this rank; None before the first. Local."""
         return self._live().stats()
 
     # ------------------------------------------------------------------ training
 
     @ForwardOfModule
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose arguments it takes. Local."""
+        """Call the module with these arguments. Local."""
         engine = self._engine
         if engine is None:
             return self.module(*args, **kwargs)
@@ -288,9 +312,10 @@ class GossipDataParallel(ModuleFace, Outermost):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block, backward passes only accumulate gradients. Local; read when backward runs.
+        """Let backward passes within the block only accumulate gradients. Local; read when backward runs.
 
-        The first backward outside makes one step from all of them. With ``step_in_backward=False`` they always only
+        The first backward pass outside makes one step from all of them. With ``step_in_backward=False`` backward passes
+        always only
         accumulate.
         """
         engine = self._live()
@@ -304,29 +329,13 @@ class GossipDataParallel(ModuleFace, Outermost):
     def idle_step(self) -> None:
         """Make the step of a rank that has nothing to backpropagate. Local.
 
-        It exchanges, and updates only what has gradients that ``no_sync`` accumulated; with ``step_in_backward=False``
-        nothing at all.
+        The rank exchanges, and updates only parameters with gradients that ``no_sync`` accumulated; with
+        ``step_in_backward=False`` it updates none.
         """
         engine = self._live()
         engine.check_usable()
         engine.check_places()
         engine.end_step()
-
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Let ranks make different numbers of steps within the block. Collective.
-
-        A rank that leaves the block keeps exchanging, without updates of its own, for as long as any other rank makes
-        steps. All ranks leave it after the same number of steps.
-
-        Raises
-        ------
-        ExchangeError
-            The others neither made a step nor left the block in time.
-        """
-        self._live()
-        with self._joint_work.join():
-            yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients of this rank, between ``backward()`` and ``optimizer.step()``. Local.
@@ -334,16 +343,16 @@ class GossipDataParallel(ModuleFace, Outermost):
         Returns
         -------
         Tensor, []
-            The norm before.
+            The norm before clipping.
 
         Raises
         ------
         GossipError
-            Steps are made in backward: the gradients are gone.
+            Steps are made in ``backward()``: the gradients have been released.
         """
         if self._live() and self._arguments.step_in_backward:
             raise GossipError(
-                "clip_grad_norm_ finds no gradients: the updates have been made inside backward; pass "
+                "clip_grad_norm_ finds no gradients, because the updates were made inside backward; pass "
                 f"clip_grad_norm={max_norm:g} to GossipDataParallel, or step_in_backward=False to keep the usual loop"
             )
         return self._live().updater.clip_(max_norm, norm_type)
@@ -354,77 +363,23 @@ class GossipDataParallel(ModuleFace, Outermost):
         if self._engine is not None and self._engine.shards is not None:
             self._engine.shards.replica.zero_grad(set_to_none)
 
-    # ------------------------------------------------------------------ averaging
-
-    @torch.inference_mode(False)
-    def global_avg(self) -> None:
-        """Replace every rank's parameters and float buffers by their mean; integer buffers by rank 0's. Collective.
-
-        Waits for what is in flight and drops it: the replicas are equal. Training may go on, the rounds count on.
-
-        Raises
-        ------
-        ExchangeError
-            A rank is gone or did not take part in time. Nothing is half summed: every value is the mean, or still this
-            rank's own, and the text says which; up to 64 MiB of parameters and buffers change together or not at all.
-        """
-        self._live()
-        self._joint_work.average()
-
-    @contextlib.contextmanager
-    def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
-        """Within the block the module holds the global average; afterwards all is as it was. Collective.
-
-        Parameters and buffers are put back exactly, and what was in flight stays in flight: training goes on bit for
-        bit as if no average had been taken. Holds one copy of parameters and buffers. No backward pass inside.
-
-        Parameters
-        ----------
-        recalibrate : iterable, optional
-            Batches of inputs, tuples that begin with them, or mappings of the module's arguments: batch norm's running
-            statistics are estimated anew for the averaged weights, from all ranks' batches, instead of being averaged.
-            A rank may have none.
-
-        Raises
-        ------
-        ValueError
-            ``recalibrate`` is empty on all ranks.
-        ExchangeError
-            A rank is gone or did not take part in time; parameters and buffers are put back.
-        """
-        self._live()
-        with self._joint_work.averaged(recalibrate):
-            yield
-
-    @torch.inference_mode(False)
-    def consensus_distance(self) -> tuple[float, float]:
-        r"""How far the replicas are apart: :math:`\sqrt{\frac1n \sum_i \|x_i - \bar x\|^2}`. Collective.
-
-        Returns
-        -------
-        distance, relative : float
-            The distance, and the same divided by the norm of the mean; over parameters, not buffers.
-        """
-        self._live()
-        return self._joint_work.distance()
-
     # ------------------------------------------------------------------ values and copies
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, with its own names. Local.
+        """Return the module's own parameters under the module's own names. Local.
 
-        What the algorithm wants combined before they are read is awaited first; reading ``model.module`` directly
-        between steps does not see it yet.
+        Messages that the algorithm must combine before the parameters are read are awaited first; reading
+        ``model.module`` directly between steps does not include them yet.
         """
         if self._engine is not None:
             self._engine.combine_if_due()
         return super().named_parameters(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load into the module. Local: load the same on every rank.
+        """Load a state_dict into the module. Local: load the same one on every rank.
 
-        Keys that all begin with ``module.``, as DistributedDataParallel writes them, are taken too. With ``assign``
-        the values are copied all the same: the parameters go on living in the buckets.
+        Keys that all begin with ``module.``, as DistributedDataParallel writes them, are accepted too. Even with
+        ``assign`` the values are copied, because the parameters stay in the buckets.
         """
         if self._engine is not None and self._engine.error is None:
             self._engine.settle()  # what must be combined before the values are read must be before they are replaced
@@ -451,31 +406,34 @@ class GossipDataParallel(ModuleFace, Outermost):
 
     @torch.inference_mode(False)
     def leave(self) -> None:
-        """Leave the other ranks, which go on without this one, and close; between two steps, with "continue". Local.
+        """Leave the other ranks, which continue without this one, and close the model. Local.
 
-        Nothing is lost: this rank exchanges, without updates, up to the step from which on the others do without it.
+        Requires ``on_peer_loss="continue"``, and must be called between two steps. Nothing is lost: this rank
+        exchanges, without updates, until the step from which the others proceed without it.
 
         Raises
         ------
         GossipError
-            Too few would be left, or ``on_peer_loss`` is "raise".
+            Too few ranks would remain, or ``on_peer_loss`` is "raise".
         """
         self._live().check_between_steps()
         if not self._world.changes:
-            raise GossipError('leave() needs ranks that go on without this one: on_peer_loss="continue"')
+            raise GossipError(
+                'leave() needs ranks that continue without this one; pass on_peer_loss="continue" to GossipDataParallel'
+            )
         self._epochs.leave()
         self.close()
 
     def close(self) -> None:
         """Remove the hooks and end communication; the module trains plainly afterwards. Local.
 
-        What is in flight is awaited and dropped (combined, if the algorithm wants it before the next forward pass). A
-        model that is no longer referenced is closed without waiting.
+        Messages in flight are awaited and dropped (or combined, if the algorithm requires that before the next forward
+        pass). A model that is no longer referenced is closed without waiting.
 
         Raises
         ------
         ExchangeError
-            What was in flight did not arrive; the model is closed all the same.
+            A message in flight did not arrive; the model is closed nevertheless.
         """
         engine = self._engine
         if engine is None:
@@ -498,7 +456,7 @@ class GossipDataParallel(ModuleFace, Outermost):
 
     @property
     def _buckets(self) -> list[Bucket]:
-        """Of the parameters that are exchanged, in launch order."""
+        """The buckets of the parameters that are exchanged, in launch order."""
         self._live()
         return self._joint_work.buckets
 

@@ -1,4 +1,4 @@
-"""Update rules: when a rank combines its values with what it got, how, and what it keeps. One file each."""
+"""Update rules: when and how a rank combines its values with what it received, and what state it keeps."""
 
 from gossip.algorithms.adam_tracking import AdamTracking as AdamTracking
 from gossip.algorithms.adapt_then_combine import AdaptThenCombine as AdaptThenCombine

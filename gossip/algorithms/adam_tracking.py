@@ -1,4 +1,4 @@
-"""Momentum tracking for Adam, which divides by the second moment of the average gradient."""
+"""Momentum tracking for Adam, with the second moment of the average gradient."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OWN_SQUARES, TRACKED_SQUARES = "own_squares", "tracked_squares"
 
 
 class AdamTracking(MomentumTracking):
-    r"""Momentum tracking with a second moment as all-reduce's Adam has it.
+    r"""Momentum tracking with the second moment that Adam would have under all-reduce.
 
-    Adam divides by the root of a mean of squared gradients. A rank's own squares are :math:`\mu_i^2 + \sigma^2`, with
-    the mean and the variance of its own gradients; those of the average gradient, :math:`\bar\mu^2 + \sigma^2 / n`, are
-    smaller by up to n, and the steps that they allow larger. Here a rank estimates them. With :math:`g_i` its gradient,
-    :math:`y_i` the tracker of :class:`gossip.MomentumTracking` in units of the learning rate, :math:`\hat v` a moving
-    average that is corrected for its beginning, as Adam does, and :math:`\beta_2` Adam's:
+    Adam divides by the root of a moving average of squared gradients. A rank's own squares are :math:`\mu_i^2 +
+    \sigma^2`, with the mean and the variance of its own gradients; those of the average gradient, :math:`\bar\mu^2 +
+    \sigma^2 / n`, are smaller by a factor of up to n, and so allow larger steps. Here each rank estimates the latter.
+    With :math:`g_i` its gradient, :math:`y_i` the tracker of :class:`gossip.MomentumTracking` in units of the learning
+    rate, :math:`\hat v` a moving average with Adam's bias correction, and :math:`\beta_2` Adam's:
 
     .. math::
         s_i &\leftarrow \beta_2\, s_i + (1 - \beta_2)\, g_i^2 \\
@@ -32,16 +32,16 @@ class AdamTracking(MomentumTracking):
         v_i &\leftarrow \min(p_i, s_i) + \tfrac{1}{n} \bigl(s_i - \min(p_i, s_i)\bigr)
 
     :math:`y_i^2\, \hat v_i` is the square of the average first moment, whose noise :math:`\beta_1` has averaged away.
-    The :math:`v_i` takes the place of Adam's second moment; all else is momentum tracking.
+    :math:`v_i` replaces Adam's second moment; everything else is momentum tracking.
 
-    Sends two messages per step, and keeps four tensors per bucket. Any doubly stochastic W, also on schedules that
-    change. Needs Adam or AdamW, and parameters in float32 or float64. Use it for models that want Adam where ranks hold
-    different data, with the form "atc" if the links allow.
+    Sends two messages per step and keeps four tensors per bucket. Works with any doubly stochastic W, including
+    schedules that change. Requires Adam or AdamW, and parameters in float32 or float64. Use it for models that need
+    Adam where ranks hold different data, with the form "atc" if the links are fast enough.
 
     Parameters
     ----------
     form : str
-        "awc" or "atc".
+        "awc" or "atc", see :class:`gossip.MomentumTracking`.
 
     References
     ----------
@@ -75,20 +75,18 @@ class AdamTracking(MomentumTracking):
                     f'optimizer is {name}; choose algorithm="momentum_tracking", which takes any'
                 )
             if not all(group["betas"][1] > 0 for group in optimizer.param_groups):
-                raise ValueError(
-                    "algorithm AdamTracking needs a second moment that remembers: betas[1] must be above 0"
-                )
+                raise ValueError("algorithm AdamTracking needs a second moment with memory: betas[1] must be above 0")
             if any(group["amsgrad"] for group in optimizer.param_groups):
                 raise ValueError(
-                    "algorithm AdamTracking sets Adam's second moment anew in every step, of which amsgrad=True would "
-                    'keep the largest; leave amsgrad out, or choose algorithm="momentum_tracking"'
+                    "algorithm AdamTracking replaces Adam's second moment in every step, of which amsgrad=True would "
+                    'keep the maximum; pass amsgrad=False, or choose algorithm="momentum_tracking"'
                 )
 
     def begin(self, bucket: BucketView) -> None:
         if bucket.parameters and bucket.values.dtype.itemsize < torch.float32.itemsize:
             raise ValueError(
                 f"algorithm AdamTracking changes Adam's second moment, which is kept in the parameters' "
-                f"{bucket.values.dtype}: too coarse for that; keep them in float32, and compute under autocast"
+                f"{bucket.values.dtype}, which is too coarse; keep the parameters in float32 and compute under autocast"
             )
         super().begin(bucket)
 
@@ -103,7 +101,7 @@ class AdamTracking(MomentumTracking):
         tracked.mul_(beta).add_((1 - beta) * torch.minimum(moment, unbiased(own, beta, made + 1)))
         shared = torch.minimum(tracked, own)
         wanted = shared + (own - shared) / self._world_size
-        # To which the optimizer adds the news.
+        # The optimizer adds the new term itself.
         bucket.add_to_optimizer_state("exp_avg_sq", (wanted - news) / beta - before)
         return gradient
 
@@ -111,6 +109,6 @@ class AdamTracking(MomentumTracking):
 def unbiased(
     average: torch.Tensor, beta: PerParameter, updates: PerParameter, otherwise: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """A moving average that began with zeros, corrected for that; ``otherwise`` where there was no update."""
+    """Return a moving average that began at zero, bias-corrected, and ``otherwise`` where there was no update."""
     weight = torch.as_tensor(1 - beta**updates, dtype=average.dtype, device=average.device)
     return torch.where(weight == 0, otherwise, average / weight)

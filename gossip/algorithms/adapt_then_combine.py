@@ -6,12 +6,13 @@ from gossip.algorithms.mixing_factor import WithMixingFactor
 
 
 class AdaptThenCombine(WithMixingFactor):
-    r"""Update first, then average what was updated, before it is used again: ATC, or diffusion.
+    r"""Update first, then average the updated values before they are used again: ATC, or diffusion.
 
     .. math:: x_i(t+1) = \sum_j W_t[i,j]\, \bigl(x_j(t) + u_j(t)\bigr)
 
-    Round t leaves in the backward pass of step t and is awaited in the next forward pass, each bucket only where the
-    first module runs that reads it. With W = J/n and plain SGD this is all-reduce of the gradients, step by step.
+    Round t is sent in the backward pass of step t and awaited in the next forward pass, where each bucket is awaited
+    only by the first module that reads it. With W = J/n and plain SGD this is all-reduce of the gradients, step by
+    step.
 
     References
     ----------

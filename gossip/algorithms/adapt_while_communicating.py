@@ -1,4 +1,4 @@
-"""Combine while communicating (AWC, D-PSGD): the exchange runs beside the next iteration."""
+"""Adapt while communicating (AWC, D-PSGD): the exchange overlaps the next iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gossip.algorithms.mixing_factor import WithMixingFactor
 
 
 class AdaptWhileCommunicating(WithMixingFactor):
-    r"""The local update and the exchange run side by side: AWC, or D-PSGD.
+    r"""The local update and the exchange run concurrently: AWC, or D-PSGD.
 
     With :math:`u_i(t)` the optimizer's update at rank i, computed from the gradient at :math:`x_i(t)`, and
     :math:`W_t` the mixing matrix of round t:
@@ -15,8 +15,8 @@ class AdaptWhileCommunicating(WithMixingFactor):
         x_i(1) &= x_i(0) + u_i(0) \\
         x_i(t+1) &= \sum_j W_{t-1}[i,j]\, x_j(t) + u_i(t), \qquad t \ge 1
 
-    Round t is the exchange of x(t+1): it leaves in the backward pass of step t and is needed only where the same
-    parameters are updated in the backward pass of step t+1, so that it has one whole iteration to arrive in.
+    Round t is the exchange of x(t+1): it is sent in the backward pass of step t and needed only where the same
+    parameters are updated in the backward pass of step t+1, so it has one whole iteration to arrive.
 
     References
     ----------

@@ -56,16 +56,16 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "streaming_diloco": StreamingDiLoCo,
     },
 )
-"""With their default constants; ``gossip.ALGORITHMS.register(name)`` decorates one of a user's own."""
+"""With their default constants; ``@gossip.ALGORITHMS.register(name)`` adds a class of your own."""
 
 
 def resolve_algorithm(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm itself, or one with the default constants by its name.
+    """Return ``algorithm`` itself, or the algorithm of that name with its default constants.
 
     Raises
     ------
     ValueError, TypeError
-        There is none of that name; neither a name nor an algorithm.
+        There is no algorithm of that name, or the argument is neither a name nor an algorithm.
     """
     if isinstance(algorithm, Algorithm):
         return algorithm

@@ -1,4 +1,4 @@
-"""Pairs of ranks that average whenever one of them is ready (AD-PSGD): nobody waits for a slow one."""
+"""Pairs of ranks that average whenever one of them is ready (AD-PSGD), so that no rank waits for a slow one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from topologies.validation import check_integer
 
 
 class Average(NamedTuple):
-    """An average that a rank has made with another one, of what both showed then.
+    """One average that a rank made with a partner, from the values that both showed at the time.
 
     Attributes
     ----------
     rank : int
+        The rank.
     step : int
-        The newest one of this rank's whose values it showed.
+        The newest step of the rank whose values it showed.
     bucket : int
+        The bucket.
     partner : int
+        The other rank.
     partner_step : int
-        The same of the partner.
+        The newest step of the partner whose values it showed.
     entered : int
-        The step of this rank's before whose update it entered the parameters.
+        The step of the rank before whose update the average entered the parameters.
     is_read : bool
-        Whether that step's gradient was taken with it: it entered between two steps, as all ranks did something
-        together.
+        Whether the gradient of that step was computed with the average: true if the average entered between two steps,
+        because all ranks performed a collective operation there.
     """
 
     rank: int
@@ -44,14 +47,14 @@ class Average(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What the ranks of a run have done.
+    """The averages and step counts of all ranks of a run.
 
     Attributes
     ----------
     averages : sequence of Average
-        Of all ranks; those of a rank and a bucket in the order in which they were made.
+        The averages of all ranks; those of one rank and bucket are in the order in which they were made.
     num_steps : sequence of int
-        How many each rank has made.
+        The number of steps that each rank has made.
     """
 
     averages: Sequence[Average]
@@ -59,39 +62,42 @@ class Recording(NamedTuple):
 
 
 class Asynchronous(Algorithm):
-    r"""A rank averages with one other rank after each of its steps, without waiting for that rank's: AD-PSGD.
+    r"""After each of its steps a rank averages with one other rank, without waiting for that rank's step: AD-PSGD.
 
     With :math:`u_i` the optimizer's update at rank i, computed from the gradient at the values that i had before, and j
-    the rank that i meets after its step:
+    the partner that i averages with after its step:
 
     .. math:: x_i \leftarrow x_i + u_i, \qquad (x_i, x_j) \leftarrow \tfrac12 (x_i + x_j,\; x_i + x_j)
 
-    Each rank counts its own steps. What it shows the others of a bucket are its values after its newest update, with
-    all averages since; j's are changed by whoever asks it, at any time, beside its computing. An average is one of two
-    ranks and of all of a bucket, and enters i's parameters just before their next update, between two reads of the
-    forward and backward pass: a gradient is applied to values that may have changed by averages since it was taken,
-    never to a mixture of old and new ones. What one rank adds the other takes away, so that the mean over ranks is
-    exact; how long a bucket is locked is told in
-    ``gossip.communication.survivors.averager``.
+    Each rank counts its own steps. The values that it shows to others for a bucket are those after its newest update,
+    with all averages since; a partner's values are changed by any rank that asks it, at any time, concurrently with its
+    computation. An average is made by two ranks over a whole bucket. It enters i's parameters just before their next
+    update, never between two reads of one forward and backward pass: a gradient may be applied to values that averages
+    have changed since it was computed, but it is never computed from a mixture of old and new values. What one rank
+    adds the other subtracts, so the mean over ranks is kept exactly. ``gossip.communication.survivors.averager`` states
+    how long a bucket is locked.
 
-    Sends one message per step, and one for each rank that asks; of two that ask each other at the same time, each sends
-    one. Keeps two copies of the values. A topology serves as a graph: its rounds are split into pairs, which take
-    turns, and weigh 1/2. Needs ``on_peer_loss="continue"``, whose connections do not need two ranks to call at the same
-    time. Where all ranks are equally fast it is D-PSGD on those pairs, which is what virtual workers compute.
+    Sends one message per step, and one to each rank that asks; of two ranks that ask each other at the same time, each
+    sends one. Keeps two copies of the values. The topology serves as a graph: its rounds are split into pairs, which
+    take turns and have weight 1/2. Requires ``on_peer_loss="continue"``, whose connections do not need both ranks to
+    call at the same time. Where all ranks are equally fast this is D-PSGD on those pairs, which is what virtual workers
+    compute.
 
-    Use it where ranks are unequally fast, or each is slow at times. Where they are not, all of a round average
+    Use it where ranks differ in speed, or each is slow at times. Where they do not, all ranks of a round average
     together, which mixes faster: choose "adapt_while_communicating".
 
     Parameters
     ----------
     max_staleness : int
-        An average that a rank has asked for is waited for so many steps later, if it has not come by then; at least 1.
+        The number of steps, at least 1, after which a rank waits for an average that it asked for, if it has not
+        arrived by then.
     history : list, optional
-        Each rank adds its averages, as :class:`Average`, when they enter its parameters; those of a bucket in the order
-        in which they were made. Together with the updates the histories of all ranks determine all values.
+        A list to which each rank appends its averages, as :class:`Average`, when they enter its parameters; those of
+        one bucket in the order in which they were made. Together with the updates, the histories of all ranks determine
+        all values.
     replay : Recording, optional
-        Of :class:`gossip.VirtualWorkers`: what was recorded so, or :func:`gossip.simulate_averages` predicts, is done
-        again, each replica at its own pace.
+        For :class:`gossip.VirtualWorkers`: a run that was recorded in this form, or predicted by
+        :func:`gossip.simulate_averages`, is repeated, each replica at its own pace.
 
     References
     ----------
@@ -116,12 +122,12 @@ class Asynchronous(Algorithm):
 
 
 def in_pairs(topology: Topology) -> Topology:
-    """The rounds of a topology, each split into rounds of pairs that average, with weights of 1/2.
+    """Return the topology with each round split into rounds of pairs that average with weights of 1/2.
 
     Raises
     ------
     ValueError
-        Its rounds never repeat, and are no pairs.
+        The rounds never repeat, and are not pairs.
     """
     name = f"{topology.name} in pairs"
     if topology.period is None:
@@ -135,7 +141,7 @@ def in_pairs(topology: Topology) -> Topology:
 
 
 def _split(round_: Round) -> list[Round]:
-    """Rounds of pairs along the edges of one, each edge in one of them; local steps stay."""
+    """Split a round into rounds of pairs along its edges, each edge in one of them; a local step stays one."""
     matchings = edge_colouring(_edges(round_))
     pairs = [Round.from_groups(round_.world_size, matching.tolist()) for matching in matchings]
     return pairs or [Round.identity(round_.world_size)]
@@ -146,7 +152,7 @@ def _pairs_of(topology: Topology, t: int) -> Round:
     pairs = _split(round_)
     if len(pairs) > 1:
         raise ValueError(
-            f"topology {topology.name!r} has rounds that never repeat, in which a rank has several peers: they cannot "
+            f"topology {topology.name!r} has rounds that never repeat, in which a rank has several peers, and cannot "
             'be split into pairs; choose "random_matching", or a topology whose rounds repeat'
         )
     return pairs[0]

@@ -1,4 +1,4 @@
-"""What an algorithm is: when a rank combines its values with what it got, how, and what it keeps."""
+"""The base class of algorithms: when and how a rank combines its values with what it received, and what it keeps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ VALUES = "values"
 """The channel of the values themselves."""
 
 Resized = Literal["mean", "zero"]
-"""What a new world makes of a state: the mean over the old ranks at every rank, or zeros, as at the beginning."""
+"""What happens to a state when the world size changes: every rank gets the mean over the old ranks, or zeros."""
 
 
 class Requires(NamedTuple):
-    """What an algorithm needs of a topology's matrices W.
+    """What an algorithm requires of a topology's matrices W.
 
     Attributes
     ----------
     stochastic : str
-        "doubly": rows and columns sum to 1; "column": columns at least; "row": rows at least.
+        "doubly": rows and columns sum to 1; "column": at least the columns do; "row": at least the rows do.
     static, symmetric, tree : bool
-        Whether W must be the same in every exchange, and W[i, j] = W[j, i], along the edges of a spanning tree.
+        Whether W must be the same in every exchange, W[i, j] = W[j, i], and the edges a spanning tree, respectively.
     exact : bool
         Whether every exchange must be the exact average, W[i, j] = 1/n.
     prompt : bool
-        Whether an exchange must deliver all of a difference: compressions that leave a part of it to later exchanges
+        Whether an exchange must deliver the whole difference: compressions that leave a part of it to later exchanges
         are refused.
     """
 
@@ -45,12 +45,12 @@ class Requires(NamedTuple):
     tree: bool = False
 
     def check(self, topology: Topology, algorithm: str) -> None:
-        """Refuse a topology that does not have it.
+        """Refuse a topology that does not meet the requirements.
 
         Raises
         ------
         ValueError
-            Says what it lacks, and what to choose.
+            The topology lacks something; the text says what, and what to choose instead.
         """
         if topology.stochasticity not in ("doubly", self.stochastic):
             remedy = (
@@ -66,71 +66,71 @@ class Requires(NamedTuple):
             check_static(topology, f"algorithm {algorithm}", instead, symmetric=self.symmetric)
         if self.tree and not nx.is_tree(only_graph(topology)):
             raise ValueError(
-                f"topology {topology.name!r} is no tree, along which algorithm {algorithm} relays; choose "
+                f"topology {topology.name!r} is not a tree, along which algorithm {algorithm} relays; choose "
                 'topology="path" or "star", or another tree with topologies.Topology.from_graph(...)'
             )
         if self.exact and not is_exact_in_every_round(topology):
             raise ValueError(
                 f"topology {topology.name!r} does not average over all ranks in every exchange, which algorithm "
-                f'{algorithm} builds on; choose topology="complete"'
+                f'{algorithm} requires; choose topology="complete"'
             )
 
 
 class Algorithm:
-    r"""How updates and exchanges follow each other. The base holds what all of them share: gossip itself.
+    r"""The order and the rule of updates and exchanges. The base class holds what all algorithms share: gossip itself.
 
-    In every step a bucket goes through one order, at a rank and on virtual workers alike:
+    Every step of a bucket follows one order, on a single rank and on virtual workers alike:
 
-    1. what has arrived is combined: :meth:`arrive` (before the next forward pass already if ``before_forward``);
-    2. :meth:`gradient` may put something in the gradient's place, which has been clipped and is finite;
+    1. :meth:`arrive` combines what has arrived (if ``before_forward``, already before the next forward pass);
+    2. :meth:`gradient` may replace the gradient, which has been clipped and is finite;
     3. the optimizer updates, and :meth:`updated` is called;
-    4. :meth:`message` says what is sent.
+    4. :meth:`message` returns what is sent.
 
-    A message is what a rank has sent, :math:`m_i`. When the messages of a round have arrived, they are combined into
-    the values as they are then:
+    A message :math:`m_i` is what rank i has sent. When the messages of a round have arrived, they are combined into the
+    values as they are then:
 
     .. math:: x_i \mathrel{+}= \sum_j W[i,j]\, m_j - m_i
 
-    With values that were not edited since the message left this is :math:`x_i \leftarrow \sum_j W[i,j]\, x_j`. In this
-    form the mean over ranks is kept whatever the messages lost on the way, and an edit of the values in between
-    (``load_state_dict``, a clamp) survives.
+    If the values were not edited after the message was sent, this is :math:`x_i \leftarrow \sum_j W[i,j]\, x_j`. In
+    this form the mean over ranks is kept whatever compression took from the messages, and an edit of the values in
+    between (``load_state_dict``, a clamp) survives.
 
-    All tensors may have leading dimensions, which are workers: see :class:`BucketView`. Hooks change them in place.
+    All tensors may have leading dimensions, one entry per worker, see :class:`BucketView`. Hooks change them in place.
 
     Attributes
     ----------
     requires : Requires
-        Of the topology.
+        What the topology must satisfy.
     sends : tuple of str
-        The channels of an exchange, tensors like the values: :meth:`message` has one for each. Each has a codec of its
-        own. The first of them is "values".
+        The channels of an exchange: :meth:`message` returns a tensor like the values for each. Each channel has a codec
+        of its own. The first is "values".
     numbers : tuple of str
-        Scalars that travel with a bucket's messages, never compressed: entries of ``BucketView.numbers``.
+        Scalars that travel with a bucket's messages and are never compressed: entries of ``BucketView.numbers``.
     keeps : mapping of str to str
-        The tensors in ``BucketView.kept``, and what a change of world size makes of each: "mean" or "zero". Sums
-        over ranks that an algorithm relies on survive both. They are saved in checkpoints by the parameters' names.
+        The tensors in ``BucketView.kept``, and what a change of world size makes of each: "mean" or "zero". Both
+        preserve the sums over ranks that an algorithm relies on. Checkpoints save them under the parameters' names.
     before_forward : bool
-        Whether the messages of a step must be combined before the next forward pass reads the parameters; else they
-        are when the same parameters are updated next.
+        Whether the messages of a step must be combined before the next forward pass reads the parameters; otherwise
+        they are combined when the same parameters are next updated.
     directs : bool
-        Whether :meth:`gradient` is to be called: a flat gradient is built only then.
+        Whether :meth:`gradient` is called; a flat gradient is built only then.
     remembers_before : bool
-        Whether :meth:`updated` wants ``BucketView.before``, a copy of the values before the update.
+        Whether :meth:`updated` needs ``BucketView.before``, a copy of the values before the update.
     follows_learning_rate : bool
         Whether the hooks read :attr:`BucketView.learning_rate`.
     overlap : int
-        By how many steps the messages of a step may be late where they are not needed before the forward pass: those of
-        step t are combined when the same parameters are updated in step t + ``overlap``. A bucket's next exchange must
-        not come before.
+        How many steps the messages of a step may take where they are not needed before the forward pass: those of step
+        t are combined when the same parameters are updated in step t + ``overlap``. A bucket must not be exchanged
+        again before that.
     is_asynchronous : bool
-        Whether ranks do not make their steps together: see :class:`gossip.Asynchronous`.
+        Whether ranks make their steps independently of each other, see :class:`gossip.Asynchronous`.
     steps_alone : bool
-        Whether :meth:`arrive` is called, with differences of zero, at a rank too that has no peer in a round in which
-        others have.
+        Whether :meth:`arrive` is called, with differences of zero, also on a rank that has no peer in a round in which
+        other ranks have one.
     reads_sent : bool
-        Whether :meth:`arrive` is to be told what its rank's own messages were, as peers have decoded them.
+        Whether :meth:`arrive` receives this rank's own messages as the peers have decoded them.
     weighs_by : str or None
-        The number by which a rank's values are weighted in a mean over ranks; None: all alike.
+        The number that weights a rank's values in a mean over ranks; with None all ranks count equally.
     """
 
     requires: ClassVar[Requires] = Requires()
@@ -148,45 +148,46 @@ class Algorithm:
     weighs_by: ClassVar[str | None] = None
 
     def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
-        """The algorithm with what it takes from the topology, which meets ``requires``; by default itself.
+        """Return the algorithm bound to a topology that meets ``requires``; by default the algorithm itself.
 
         Parameters
         ----------
         topology : Topology
+            The topology that the algorithm runs on.
         delivers : float
-            The share of a difference that an exchange delivers: ``gossip.Compression.delivers``.
+            The share of a difference that an exchange delivers, ``gossip.Compression.delivers``.
 
         Raises
         ------
         ValueError
-            The topology has not what it needs; says what to choose.
+            The topology lacks what the algorithm needs; the text says what to choose.
         """
         del topology, delivers
         return self
 
     def schedule(self, topology: Topology) -> Topology:
-        """The rounds that steps end with, round t that of step t; by default those of the topology."""
+        """Return the rounds that end the steps, round t ending step t; by default those of the topology."""
         return topology
 
     @property
     def messages_per_edge(self) -> int:
-        """How many messages like the values a bucket's exchange sends along an edge; scalars are not counted."""
+        """The number of tensors like the values that a bucket's exchange sends along an edge, not counting scalars."""
         return len(self.sends)
 
     @property
     def compression(self) -> Compression | None:
-        """How its messages are encoded, if that belongs to the algorithm; None: as whoever trains chooses."""
+        """The compression of its messages, if the algorithm prescribes one; None leaves the choice to the user."""
         return None
 
     def is_exchanged(self, bucket: int, step: int) -> bool:
-        """Whether bucket number ``bucket`` is exchanged after step ``step``, if its round exchanges; by default all."""
+        """Return whether ``bucket`` is exchanged after ``step``, if the round exchanges anything; by default always."""
         del bucket, step
         return True
 
     def channel_round(self, channel: str, round_: Round) -> Round:
-        """Along which edges a channel is sent in a round, with which weights; by default the round itself.
+        """Return the edges and weights by which a channel is sent in a round; by default the round itself.
 
-        Its edges must be some of the round's.
+        The edges must be a subset of the round's.
         """
         del channel
         return round_
@@ -197,80 +198,84 @@ class Algorithm:
         Raises
         ------
         ValueError
-            Says why, and what to do.
+            An optimizer is unsuitable; the text says why, and what to do.
         """
 
     def begin(self, bucket: BucketView) -> None:
-        """Fill ``bucket.kept`` and ``bucket.numbers``: at the beginning, and where a training begins anew."""
+        """Fill ``bucket.kept`` and ``bucket.numbers``, at the beginning and whenever training starts anew."""
         bucket.kept.update({name: bucket.zeros() for name in self.keeps})
         ones = torch.ones(*bucket.values.shape[:-1], 1, dtype=torch.float64, device=bucket.values.device)
         bucket.numbers.update({name: ones.clone() for name in self.numbers})
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        """Combine what has arrived.
+        """Combine what has arrived, in place.
 
-        With one channel it is called part by part, with a view of a part of the bucket each time; with several once.
+        With one channel it is called piecewise, each time with a view of a part of the bucket; with several channels
+        once.
 
         Parameters
         ----------
         bucket : BucketView
-            Its ``round_index`` is that of the round in which the messages were sent.
+            The bucket; its ``round_index`` is that of the round in which the messages were sent.
         got : mapping of str to Arrived
-            By channel and number.
+            What arrived, by channel and number.
         """
         self.combine_(bucket.values, got[VALUES].difference, bucket.round_index)
 
     def combine_(self, values: torch.Tensor, difference: torch.Tensor, round_index: int) -> None:
-        r"""Mix what arrived into ``values``, in place: parameters, and buffers that are averaged.
+        r"""Mix what arrived into ``values``, in place; used for parameters and for buffers that are averaged.
 
         Parameters
         ----------
         values : Tensor, [..., numel]
+            The values that are changed.
         difference : Tensor, [..., numel]
-            :math:`\sum_j W[i,j] m_j - m_i`, in the dtype of accumulation; used up as scratch.
+            :math:`\sum_j W[i,j] m_j - m_i`, in the accumulation dtype; used as scratch space.
         round_index : int
+            The index of the round in which the messages were sent.
         """
         del round_index
         add_(values, difference)
 
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
-        """What the optimizer is to get in the gradient's place, [..., numel]; with ``directs`` alone.
+        """Return what the optimizer receives in place of the gradient, [..., numel]; called only with ``directs``.
 
-        It is not called where the update is skipped: without a gradient, or with one that is not finite.
+        It is not called where the update is skipped, for lack of a gradient or because the gradient is not finite.
 
         Parameters
         ----------
         bucket : BucketView
+            The bucket.
         gradient : Tensor, [..., numel]
-            In the dtype of accumulation.
+            The gradient, in the accumulation dtype.
         """
         del bucket
         return gradient
 
     def updated(self, bucket: BucketView) -> None:
-        """Called after the optimizer's update, skipped ones included: like an update by zero."""
+        """React to the optimizer's update; also called after a skipped one, which counts as an update of zero."""
 
     def averaged(self, bucket: BucketView) -> None:
-        """Called when ``global_avg()`` has made the values the mean over ranks, and nothing is in flight."""
+        """React to ``global_avg()``, which has made the values the mean over ranks; nothing is in flight."""
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        """What is sent, by channel: tensors like the values, which are encoded before anything else happens."""
+        """Return what is sent, by channel: tensors like the values, which are encoded before anything else happens."""
         return {VALUES: bucket.values}
 
     def follow(self, before: Algorithm) -> None:
-        """Take over what was set on an algorithm of the same class, in whose place this one comes; by default nothing.
+        """Take over the settings of the algorithm of the same class that this one replaces; by default none.
 
-        The ranks are others, and with them the topology: what depends on it stays.
+        The ranks have changed, and the topology with them: whatever depends on the topology stays as it is here.
         """
         del before
 
     def describe(self) -> str:
-        """Name and constants, to be compared between ranks."""
+        """Return name and constants as text, which is compared between ranks."""
         return type(self).__name__
 
 
 def add_(values: torch.Tensor, difference: torch.Tensor, factor: float = 1.0) -> None:
-    """Add ``factor`` times a difference, which is used up, in the wider dtype of the two."""
+    """Add ``factor`` times a difference to ``values`` in the wider dtype of the two; uses up the difference."""
     if values.dtype == difference.dtype:
         values.add_(difference, alpha=factor)
     else:

@@ -1,4 +1,4 @@
-"""What an algorithm sees of a bucket: at one rank, or at many at once."""
+"""An algorithm's view of a bucket, for one rank or for many at once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 PerParameter = float | torch.Tensor
-"""One number, or where parameters differ a tensor [..., numel]."""
+"""One number, or a tensor [..., numel] where it differs between parameters."""
 
 
 class Arrived(NamedTuple):
-    r"""What has arrived of one channel.
+    r"""What has arrived on one channel.
 
     Attributes
     ----------
     difference : Tensor, [..., numel]
-        :math:`\sum_j W_{ij} m_j - m_i` over all messages :math:`m_j` as they were sent, in the dtype of accumulation.
-        It may be used up as scratch.
+        :math:`\sum_j W_{ij} m_j - m_i` over all messages :math:`m_j` as they were sent, in the accumulation dtype. May
+        be used as scratch space.
     sent : Tensor, [..., numel], or None
-        :math:`m_i`, with ``gossip.Algorithm.reads_sent`` alone; not to be written.
+        :math:`m_i`, only with ``gossip.Algorithm.reads_sent``; must not be written.
     """
 
     difference: torch.Tensor
@@ -30,39 +30,40 @@ class Arrived(NamedTuple):
 
 
 class BucketView:
-    r"""One bucket's values, and what the algorithm keeps for it.
+    r"""The values of one bucket, and what the algorithm keeps for it.
 
-    Leading dimensions are workers: [numel] at one rank, [k, numel] for k virtual workers.
+    Leading dimensions are workers: [numel] for one rank, [k, numel] for k virtual workers.
 
     Parameters
     ----------
     values : Tensor, [..., numel]
-        What the forward pass reads; written in place.
+        The values that the forward pass reads; written in place.
     parameters : sequence of Parameter
-        Those in the bucket; none of a bucket of buffers.
+        The parameters in the bucket; empty for a bucket of buffers.
     split : callable
-        A tensor like ``values`` as one view per parameter, in its shape.
+        Returns a tensor like ``values`` as one view per parameter, in the parameter's shape.
     optimizers : sequence of Optimizer
-        Of which each parameter is held by one at most.
+        The optimizers; at most one of them holds each parameter.
     ranks : range
-        Whose values they are, one for each row; of a bucket of buffers not told.
+        The rank of each row of values; not set for a bucket of buffers.
 
     Attributes
     ----------
     kept : dict of str to Tensor, [..., numel]
-        The algorithm's state, in the dtype of accumulation.
+        The algorithm's state, in the accumulation dtype.
     numbers : dict of str to Tensor, [..., 1], float64
         The scalars that travel with the bucket's messages.
     round_index : int
-        Of the step that is made, and so of the round that it sends; where messages arrive, of the round that sent them.
+        The index of the step being made, and so of the round that it sends; in :meth:`Algorithm.arrive`, of the round
+        in which the messages were sent.
     before : Tensor, [..., numel]
         The values before the optimizer's update, where the algorithm remembers them
         (``gossip.Algorithm.remembers_before``); else the values.
     exchanges : bool
-        Whether the step that is made ends with an exchange that this rank takes part in.
+        Whether the current step ends with an exchange in which this rank takes part.
     rates, earlier_rates : tuple of float
-        By parameter the learning rate of the newest step, and the last one before it that was not 0; empty where the
-        algorithm does not follow them (``gossip.Algorithm.follows_learning_rate``).
+        The learning rate of each parameter in the newest step, and the last one before it that was not 0; empty where
+        the algorithm does not follow them (``gossip.Algorithm.follows_learning_rate``).
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class BucketView:
         self._part_of: tuple[BucketView, slice] | None = None
 
     def part(self, part: slice) -> BucketView:
-        """The same, of some neighbouring values alone, without the parameters."""
+        """Return a view of a contiguous part of the values, without the parameters."""
         view = BucketView(self.values[..., part], ranks=self.ranks)
         view.kept = {name: tensor[..., part] for name, tensor in self.kept.items()}
         view.numbers, view.round_index = self.numbers, self.round_index
@@ -96,18 +97,18 @@ class BucketView:
         return view
 
     def zeros(self) -> torch.Tensor:
-        """A tensor like the values, in the dtype of accumulation."""
+        """Return a tensor of zeros like the values, in the accumulation dtype."""
         wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
         return torch.zeros_like(self.values, dtype=wide)
 
     def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A tensor like the values as one view per parameter, in its shape."""
+        """Return a tensor like the values as one view per parameter, in the parameter's shape."""
         return self._split(flat)
 
     # ------------------------------------------------------------------ gradients
 
     def gradient(self) -> torch.Tensor:
-        """All gradients, [..., numel], in the dtype of accumulation; zeros where there is none. A copy."""
+        """Return a copy of all gradients, [..., numel], in the accumulation dtype; zeros where there is none."""
         flat = self.zeros()
         for slot, parameter in zip(self.slots(flat), self.parameters, strict=True):
             if parameter.grad is not None:
@@ -115,14 +116,14 @@ class BucketView:
         return flat
 
     def set_gradient(self, flat: torch.Tensor) -> None:
-        """Give every parameter its part as its gradient."""
+        """Set the gradient of every parameter to its part of ``flat``."""
         for slot, parameter in zip(self.slots(flat.to(self.values.dtype)), self.parameters, strict=True):
             parameter.grad = slot
 
-    # ------------------------------------------------------------------ the optimizers' part
+    # ------------------------------------------------------------------ optimizers
 
     def follow_learning_rate(self) -> None:
-        """Take note of the rates of a step that has been made."""
+        """Record the learning rates of a step that has been made."""
         now = self._of_groups(lambda group: group["lr"])
         known = zip(self.rates, self.earlier_rates, strict=True)
         self.earlier_rates = tuple(newest or earlier for newest, earlier in known) or now
@@ -130,14 +131,14 @@ class BucketView:
 
     @property
     def learning_rate(self) -> PerParameter:
-        """Of the newest step; 1 for what no optimizer holds."""
+        """The learning rate of the newest step; 1 for parameters that no optimizer holds."""
         if self._part_of is not None:
             return _of_part(self._part_of[0].learning_rate, self._part_of[1])
         return self._spread(self.rates)
 
     @property
     def learning_rate_ratio(self) -> PerParameter:
-        """By what the learning rate has changed since the last one that was not 0; 1 while it is 0."""
+        """The learning rate divided by the last one before it that was not 0; 1 while it is 0."""
         if self._part_of is not None:
             return _of_part(self._part_of[0].learning_rate_ratio, self._part_of[1])
         pairs = zip(self.rates, self.earlier_rates, strict=True)
@@ -145,25 +146,25 @@ class BucketView:
 
     @property
     def inverse_learning_rate(self) -> PerParameter:
-        """1 by the learning rate of the newest step; 0 where that was 0."""
+        """The reciprocal of the learning rate of the newest step; 0 where that was 0."""
         if self._part_of is not None:
             return _of_part(self._part_of[0].inverse_learning_rate, self._part_of[1])
         return self._spread([1 / rate if rate else 0.0 for rate in self.rates])
 
     @property
     def is_moving(self) -> PerParameter:
-        """1 where the learning rate of the newest step was not 0, else 0: nothing is to be mixed or applied there."""
+        """1 where the newest step's learning rate was not 0; 0 elsewhere, where nothing is mixed or applied."""
         if self._part_of is not None:
             return _of_part(self._part_of[0].is_moving, self._part_of[1])
         return self._spread([float(rate != 0) for rate in self.rates])
 
     def group_number(self, pick: Callable[[Mapping[str, Any]], float]) -> PerParameter:
-        """A number of the optimizers' parameter groups, found by ``pick``; 1 for what no optimizer holds."""
+        """Return the number that ``pick`` reads from each parameter's group; 1 for one that no optimizer holds."""
         return self._spread(self._of_groups(pick))
 
     @property
     def updates_made(self) -> PerParameter:
-        """How many the optimizers have counted, where they do ("step"); else 0."""
+        """The number of updates that the optimizers have counted ("step"); 0 where they do not count."""
         return self._spread([float(self._entry(parameter).get("step", 0.0)) for parameter in self.parameters])
 
     def _of_groups(self, pick: Callable[[Mapping[str, Any]], float]) -> tuple[float, ...]:
@@ -184,7 +185,7 @@ class BucketView:
         return flat
 
     def optimizer_state(self, key: str) -> torch.Tensor:
-        """One entry of the optimizers' state of all parameters, [..., numel]; zeros where there is none yet. A copy."""
+        """Return a copy of one entry of the optimizers' state, [..., numel]; zeros where there is none yet."""
         flat = self.zeros()
         for slot, parameter in zip(self.slots(flat), self.parameters, strict=True):
             entry = self._entry(parameter).get(key)
@@ -193,7 +194,7 @@ class BucketView:
         return flat
 
     def add_to_optimizer_state(self, key: str, difference: torch.Tensor, *, minimum: float | None = None) -> None:
-        """Add to that entry, in place, where there is one; not below ``minimum``."""
+        """Add to that entry where it exists, in place, and clamp the result to at least ``minimum``."""
         for slot, parameter in zip(self.slots(difference), self.parameters, strict=True):
             entry = self._entry(parameter).get(key)
             if entry is not None:
@@ -210,7 +211,7 @@ class BucketView:
 
 
 def scaled(tensor: torch.Tensor, factor: PerParameter) -> torch.Tensor:
-    """``tensor`` times ``factor``; the tensor itself if that is 1."""
+    """Return ``tensor`` times ``factor``, or the tensor itself if the factor is 1."""
     return tensor if isinstance(factor, float) and factor == 1 else tensor * factor
 
 

@@ -1,4 +1,4 @@
-"""DecentLaM: momentum of gradient and exchange together, for static undirected topologies."""
+"""DecentLaM: one momentum for gradient and exchange, for static undirected topologies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOMENTUM, UPDATE = "momentum", "update"
 
 
 class DecentLaM(OwnMomentum):
-    r"""Momentum of what a step without it would have done, exchange included.
+    r"""Momentum applied to the whole movement of a momentum-free step, exchange included.
 
-    Local momentum makes the bias of gossip larger by :math:`1 / (1 - \beta)`; this one leaves it as it is without
-    momentum. With :math:`g_i` the gradient, clipped, and SGD without momentum:
+    Local momentum increases the bias of gossip by a factor of :math:`1 / (1 - \beta)`; this one leaves it as it is
+    without momentum. With :math:`g_i` the clipped gradient, and SGD without momentum:
 
     .. math::
         z_i &= \sum_j W_{ij} \bigl(x_j - \eta\, g_j\bigr), \qquad \tilde g_i = (x_i - z_i) / \eta \\
@@ -26,14 +26,14 @@ class DecentLaM(OwnMomentum):
 
     The exchange is awaited before the next forward pass. A step without an exchange has :math:`z_i = x_i - \eta g_i`.
 
-    Sends one message per step, and keeps two tensors per bucket. W must be static and symmetric: on a schedule that
-    changes from round to round it diverges. The optimizer is ``torch.optim.SGD`` with ``momentum=0``. Use it with large
-    batches on a static undirected topology.
+    Sends one message per step and keeps two tensors per bucket. W must be static and symmetric: on a schedule that
+    changes from round to round it diverges. The optimizer must be ``torch.optim.SGD`` with ``momentum=0``. Use it with
+    large batches on a static undirected topology.
 
     Parameters
     ----------
     beta : float
-        From 0, below 1.
+        The momentum, at least 0 and below 1.
 
     References
     ----------
@@ -54,7 +54,7 @@ class DecentLaM(OwnMomentum):
         self._apply(bucket, bucket.kept[UPDATE] + got[VALUES].difference)
 
     def _apply(self, bucket: BucketView, movement: torch.Tensor) -> None:
-        """Put the momentum of what a step without it adds in the place of the update."""
+        """Replace the update by the momentum of a momentum-free step's movement."""
         momentum = bucket.kept[MOMENTUM]
         self.decay_(momentum, bucket)
         momentum.sub_(scaled(movement, bucket.inverse_learning_rate))

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps between averages, each of which is one step of an outer optimizer."""
+"""DiLoCo: many local steps between averages, each average being one step of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ VELOCITY = "velocity"
 
 
 class DiLoCo(OuterSteps):
-    r"""Nesterov momentum over what all ranks together have moved in H steps of their own.
+    r"""Nesterov momentum over the movement of all ranks in H local steps.
 
-    All ranks begin at the anchor :math:`a`, and make H steps with their own optimizers, which end at :math:`x_i`. Then,
-    with the outer rate :math:`\alpha` and momentum :math:`\mu`:
+    All ranks start from the anchor :math:`a` and make H steps with their own optimizers, which end at :math:`x_i`.
+    Then, with the outer rate :math:`\alpha` and the outer momentum :math:`\mu`:
 
     .. math::
         \Delta = a - \frac1n \sum_i x_i, \qquad v \leftarrow \mu\, v + \Delta, \qquad
         a \leftarrow a - \alpha\, (\Delta + \mu\, v), \qquad x_i \leftarrow a
 
     With H = 1, :math:`\alpha = 1` and :math:`\mu = 0` this is an average after every step. The form "atc" awaits the
-    average before the next forward pass; "awc" has the whole next iteration for it, whose gradients are still taken at
+    average before the next forward pass; "awc" gives it the whole next iteration, whose gradients are still computed at
     :math:`x_i`.
 
-    Sends one message every H steps, and keeps two tensors per bucket. Every round must be the exact average: the
-    topology complete. Use it where links are so slow that a message per step cannot be hidden.
+    Sends one message every H steps and keeps two tensors per bucket. Every round must be the exact average, so the
+    topology must be complete. Use it where links are so slow that a message per step cannot be hidden.
 
     Parameters
     ----------
     period : int
-        H, the steps from one average to the next, at least 1.
+        H, the number of steps from one average to the next, at least 1.
     outer_lr : float
-        Above 0.
+        The outer rate, above 0.
     outer_momentum : float
-        From 0, below 1.
+        The outer momentum, at least 0 and below 1.
     form : str
-        "atc" or "awc".
+        When the average is awaited, "atc" or "awc".
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
 
     References
     ----------
@@ -69,7 +69,7 @@ class DiLoCo(OuterSteps):
         bucket.values.copy_(bucket.kept[ANCHOR])
 
     def step_anchor_(self, bucket: BucketView, mean: torch.Tensor) -> None:
-        """A step of the outer optimizer, from the mean of what ranks have sent."""
+        """Make a step of the outer optimizer, from the mean of what the ranks sent."""
         anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
         delta = anchor - mean
         velocity.mul_(self.outer_momentum).add_(delta)

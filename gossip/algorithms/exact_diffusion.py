@@ -1,4 +1,4 @@
-"""Exact diffusion (D2): diffusion without the bias that heterogeneous data bring."""
+"""Exact diffusion (D2): diffusion without the bias that heterogeneous data cause."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gossip.algorithms.integral_correction import IntegralCorrection
 class ExactDiffusion(IntegralCorrection):
     r"""Diffusion with an integral correction, whose fixed point is the optimum itself.
 
-    :class:`IntegralCorrection` in the form "atc" with both gains 1/2 (and :math:`\kappa` a k-th of it with an exchange
-    every k steps). With :math:`u_i(t)` the optimizer's update, :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange
+    :class:`IntegralCorrection` in the form "atc" with both gains 1/2 (with an exchange every k steps, :math:`\kappa` is
+    divided by k). With :math:`u_i(t)` the optimizer's update, :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange
     adds, and :math:`\eta(t)` the learning rate, a step is
 
     .. math::
@@ -23,7 +23,7 @@ class ExactDiffusion(IntegralCorrection):
     :math:`x_i = \sum_j \bar W_{ij} \phi_j` with :math:`\bar W = (I + W) / 2`. :math:`\sum_i c_i = 0`: the average
     follows the average of the updates.
 
-    Sends one message per step, and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
+    Sends one message per step and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
     changes from round to round it diverges. Use it where ranks hold different data on a static undirected topology.
 
     References

@@ -1,4 +1,4 @@
-"""EXTRA: gossip with the correction of its paper, for static undirected topologies."""
+"""EXTRA: gossip with an integral correction, for static undirected topologies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from gossip.algorithms.integral_correction import IntegralCorrection
 
 
 class Extra(IntegralCorrection):
-    r"""EXTRA: gossip with the integral correction of its paper, for static undirected topologies.
+    r"""EXTRA: gossip with an integral correction, for static undirected topologies.
 
     :class:`IntegralCorrection` in the form "awc" with both gains 1/2. With plain SGD and :math:`\bar W = (I + W) / 2`
 
     .. math:: x(t+2) = x(t+1) + W x(t+1) - \bar W x(t) - \eta\, \bigl(g(t+1) - g(t)\bigr)
 
-    Sends one message per step, and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
+    Sends one message per step and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
     changes from round to round it diverges.
 
     References

@@ -1,4 +1,4 @@
-"""When an algorithm needs what is under way."""
+"""When an algorithm needs the messages in flight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ Form = Literal["awc", "atc"]
 
 
 def check_form(form: Form) -> Form:
-    """Refuse what is neither.
+    """Return ``form`` if it is valid.
 
     Raises
     ------
     ValueError
+        ``form`` is neither "awc" nor "atc".
     """
     if form not in ("awc", "atc"):
         raise ValueError(f'form must be "awc" (adapt while communicating) or "atc" (adapt then combine), got {form!r}')

@@ -1,4 +1,4 @@
-"""Gossip-PGA: gossip with an exact average every so many steps."""
+"""Gossip-PGA: gossip with a periodic exact average."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class GossipPGA(Algorithm):
     .. math::
         x_i(t+1) = \sum_j W_t[i,j]\, x_j(t) + u_i(t), \qquad W_t = J/n \text{ where } H \text{ divides } t + 1
 
-    Where a topology mixes slowly, a ring of many ranks for one, that bounds how far replicas drift apart. It is adapt
-    while communicating, or adapt then combine, on :meth:`topologies.Topology.averaged_every`; every other algorithm can
-    run on such a schedule as well.
+    Where a topology mixes slowly, such as a ring of many ranks, this bounds how far the replicas drift apart. It is
+    adapt while communicating, or adapt then combine, on :meth:`topologies.Topology.averaged_every`; every other
+    algorithm can run on such a schedule as well.
 
-    Sends one message per step, and every H-th step what an all-reduce sends, two thirds to two messages; keeps nothing.
-    Any doubly stochastic W.
+    Sends one message per step, and in every H-th step what an all-reduce sends, two thirds of a message to two
+    messages; keeps nothing. Works with any doubly stochastic W.
 
     Parameters
     ----------
     period : int
-        H, the steps from one average to the next, at least 1.
+        H, the number of steps from one average to the next, at least 1.
     form : str
-        "awc": the messages have the whole next iteration; "atc": they are awaited before the next forward pass.
+        "awc": the messages take the whole next iteration; "atc": they are awaited before the next forward pass.
 
     References
     ----------

@@ -15,28 +15,28 @@ TRACKER, LAST_GRADIENT = "tracker", "last_gradient"
 
 
 class GradientTracking(Algorithm):
-    r"""The optimizer gets a tracker of the average gradient in the gradient's place (DIGing).
+    r"""Replace the gradient by a tracker of the average gradient before it reaches the optimizer (DIGing).
 
-    With :math:`g_i(t)` rank i's gradient, clipped, and :math:`u_i(y)` the optimizer's update from y:
+    With :math:`g_i(t)` rank i's clipped gradient and :math:`u_i(y)` the optimizer's update from y:
 
     .. math::
         y_i &\leftarrow \sum_j W_{ij}\, y_j + g_i(t) - g_i(t-1), \qquad y_i(0) = g_i(0) \\
         x_i &\leftarrow \sum_j W_{ij}\, x_j + u_i(y_i)
 
-    :math:`\sum_i y_i = \sum_i g_i` in every step, so that where the replicas agree each y is the average gradient.
-    That is the form "awc" (adapt while communicating): both messages have the whole next iteration to arrive in. The
-    form "atc" (adapt then combine) awaits them before the next forward pass: :math:`x_i \leftarrow \sum_j W_{ij}
-    \bigl(x_j + u_j(y_j)\bigr)`. It is stable at larger learning rates.
+    :math:`\sum_i y_i = \sum_i g_i` in every step, so where the replicas agree each y is the average gradient. This is
+    the form "awc" (adapt while communicating): both messages have the whole next iteration to arrive. The form "atc"
+    (adapt then combine) awaits them before the next forward pass, :math:`x_i \leftarrow \sum_j W_{ij} \bigl(x_j +
+    u_j(y_j)\bigr)`, and is stable at larger learning rates.
 
-    Sends two messages per step, values and tracker, and keeps two tensors per bucket. Any doubly stochastic W, also on
-    schedules that change, at a learning rate that is small enough: with large ones it diverges where gossip does not.
-    Use it where ranks hold different data and gradients have little noise. After a change of world size the tracker
-    begins anew.
+    Sends two messages per step, values and tracker, and keeps two tensors per bucket. Works with any doubly stochastic
+    W, including schedules that change, if the learning rate is small enough: at large ones it diverges where gossip
+    does not. Use it where ranks hold different data and gradients have little noise. After a change of world size the
+    tracker starts anew.
 
     Parameters
     ----------
     form : str
-        "awc" or "atc".
+        When the messages are awaited, "awc" or "atc".
 
     References
     ----------

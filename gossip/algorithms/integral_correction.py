@@ -1,4 +1,4 @@
-"""Gossip with a proportional and an integral gain: the average of local optima gives way to the optimum itself."""
+"""Gossip with a proportional and an integral gain, which converges to the optimum of the average objective."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ CORRECTION, SECOND_MOMENT = "correction", "exp_avg_sq"
 
 
 class IntegralCorrection(Algorithm):
-    r"""What a rank is pulled by its peers, summed up, becomes a part of its every step.
+    r"""Gossip in which the accumulated pull of a rank's peers becomes a part of its every step.
 
     Where ranks hold different data, gossip stalls where each rank's pull towards its own optimum balances the pull of
-    its peers. The sum of the latter, the correction :math:`c_i`, takes over what is lasting in it, so that in the end
-    the replicas agree. With :math:`u_i(t)` the optimizer's update, whatever the optimizer, :math:`\eta(t)` the learning
-    rate and :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange adds:
+    its peers. The accumulated pull of the peers, the correction :math:`c_i`, takes over its lasting part, so that in
+    the end the replicas agree. With :math:`u_i(t)` the update of any optimizer, :math:`\eta(t)` the learning rate and
+    :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange adds:
 
     .. math::
         x_i &\leftarrow x_i + \gamma\, d_i, \qquad c_i \leftarrow c_i + \kappa\, d_i \qquad \text{on arrival} \\
         c_i &\leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \qquad x_i \leftarrow x_i + u_i(t) + c_i
             \qquad \text{then } x_i \text{ is sent}
 
-    The form "awc" (adapt while communicating) has the whole next iteration for an exchange; "atc" (adapt then combine)
+    The form "awc" (adapt while communicating) gives an exchange the whole next iteration; "atc" (adapt then combine)
     awaits it before the next forward pass, and mixes better. :math:`\sum_i c_i = 0`: the average of the replicas
-    follows the average of the updates, whatever messages lost. A step whose learning rate is 0 neither mixes nor
-    applies nor accumulates. A rank whose update is skipped applies its correction all the same.
+    follows the average of the updates, whatever compression took from the messages. A step whose learning rate is 0
+    does not mix, apply or accumulate anything. A rank whose update is skipped still applies its correction.
 
     With ``gamma`` = ``kappa`` = 1/2 on a static symmetric W this is EXTRA ("awc") and exact diffusion ("atc"), and
-    these are the gains on such a topology. On any other :math:`\kappa = 1 / (4 \tau)` for "awc" and
-    :math:`1 / (2 \tau)` for "atc", with :math:`\tau` the steps in which the schedule mixes: the rounds after which it
-    is exact, else :math:`1 / \log(1 / \text{rate})` and at least a period; and :math:`\gamma = 1 - \kappa / 2`. With
-    these a mode of a static W with a shared Hessian is stable wherever it is without the correction. Where a
-    compression delivers but a share of a difference in an exchange, as CHOCO does, :math:`\kappa` is that share of it.
+    these are the default gains on such a topology. On any other, :math:`\kappa = 1 / (4 \tau)` for "awc" and :math:`1 /
+    (2 \tau)` for "atc", where :math:`\tau` is the number of steps in which the schedule mixes: the number of rounds
+    after which it is exact, otherwise :math:`1 / \log(1 / \text{rate})` and at least a period; and :math:`\gamma = 1 -
+    \kappa / 2`. With these gains, a mode of a static W with a shared Hessian is stable wherever it is stable without
+    the correction. Where a compression delivers only a share of a difference in an exchange, as CHOCO does,
+    :math:`\kappa` is multiplied by that share.
 
-    The correction is added to what Adam has made of a gradient, not to the gradient. So the replicas end where the
-    updates cancel each other, :math:`\sum_i u_i = 0`, which is not where the gradients do if ranks divide them by
-    different second moments, their noise being different. ``second_moment="exchange"`` mixes Adam's second moments like
-    the values: they become alike, and that bias vanishes.
+    The correction is added to the step that Adam makes of a gradient, not to the gradient. The replicas therefore
+    converge to the point where the updates cancel, :math:`\sum_i u_i = 0`. It differs from the point where the
+    gradients cancel if ranks divide them by different second moments, because their noise differs.
+    ``second_moment="exchange"`` mixes Adam's second moments like the values: they become equal, and that bias vanishes.
 
-    Sends one message per step, with the second moments two, and keeps one tensor per bucket. Any doubly stochastic W.
-    Use it where ranks hold different data, or where there are many.
+    Sends one message per step, or two with the second moments, and keeps one tensor per bucket. Works with any doubly
+    stochastic W. Use it where ranks hold different data, or where there are many ranks.
 
     Parameters
     ----------
     form : str
-        "awc" or "atc".
+        When an exchange is awaited, "awc" or "atc".
     gamma, kappa : float, optional
-        From 0 to 1, ``gamma`` above 0; by default as above, for each phase of a schedule.
+        The gains, from 0 to 1, ``gamma`` above 0; by default as above, for each phase of a schedule.
     second_moment : str
-        "local": each rank's own; "exchange": mixed, of ``torch.optim.Adam``, ``AdamW``, ``NAdam`` or ``RAdam``.
+        "local": each rank keeps its own; "exchange": they are mixed, for ``torch.optim.Adam``, ``AdamW``, ``NAdam`` or
+        ``RAdam``.
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
 
     References
     ----------
@@ -114,7 +116,7 @@ class IntegralCorrection(Algorithm):
                 )
 
     def gains(self, round_index: int) -> tuple[float, float]:
-        """gamma and kappa in a round."""
+        """Return gamma and kappa of a round."""
         place = bisect.bisect_right(self._gains, round_index, key=lambda gains: gains.start)
         return self._gains[place - 1][1:]
 

@@ -1,4 +1,4 @@
-"""How strongly an integral correction acts, by what a topology mixes."""
+"""The gains of an integral correction, derived from how fast a topology mixes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _OF_STATIC = 0.5
 
 
 class Gains(NamedTuple):
-    """From a round on.
+    """The gains that apply from a round on.
 
     Attributes
     ----------
     start : int
-        The first round.
+        The first round to which they apply.
     gamma : float
-        What of an exchange goes into the values.
+        The factor by which the result of an exchange enters the values.
     kappa : float
-        What of it goes into the correction.
+        The factor by which it enters the correction.
     """
 
     start: int
@@ -41,18 +41,18 @@ def gains_on(
     *,
     takes_textbook: bool,
 ) -> tuple[Gains, ...]:
-    r"""Return the gains of each phase of a schedule; those that are not None are the caller's.
+    r"""Return the gains of each phase of a schedule; arguments that are not None take precedence.
 
-    On a static symmetric W they are the textbook's, 1/2 and 1/2, with ``takes_textbook``. On any other schedule
+    With ``takes_textbook`` they are the textbook's on a static symmetric W, 1/2 and 1/2. On any other schedule
     :math:`\kappa = 1 / (2 \tau)` for adapt then combine and :math:`1 / (4 \tau)` for adapt while communicating, where
     :math:`\tau` is the number of steps in which the schedule mixes, at least 1, and :math:`\gamma = 1 - \kappa / 2`.
-    With an exchange every k steps the correction is applied k times as often as it grows: :math:`\kappa` is a k-th of
-    it. If an exchange delivers but a share of a difference, it is that share of it.
+    With an exchange every k steps the correction is applied k times as often as it grows, so :math:`\kappa` is divided
+    by k. If an exchange delivers only a share of a difference, :math:`\kappa` is multiplied by that share.
 
     Raises
     ------
     ValueError
-        A phase never brings all ranks together.
+        A phase never connects all ranks.
     """
     if topology.world_size == 1:
         return (Gains(0, 1.0, 0.0),)
@@ -86,10 +86,10 @@ def _of_phase(
 
 
 def steps_to_mix(topology: Topology, every: int = 1) -> float:
-    """Steps in which a schedule mixes with an exchange in every so many, with three digits.
+    """Return the number of steps in which a schedule with one exchange every ``every`` steps mixes, to three digits.
 
-    What ranks compute must be the same, whatever their processors round. A schedule that repeats but is not exact takes
-    at least a period: until then some ranks have not met.
+    The rounding makes ranks compute the same number whatever their processors round. A periodic schedule that is not
+    exact takes at least a period, because until then some ranks have not exchanged anything.
     """
     rounds: float | None = known_exact_after(topology)
     if rounds is None:

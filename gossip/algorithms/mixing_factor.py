@@ -13,19 +13,19 @@ MixingFactor = float | Callable[[int], float]
 
 
 class WithMixingFactor(Algorithm):
-    r"""Combines by :math:`x_i \mathrel{+}= \gamma \bigl(\sum_j W[i,j]\, m_j - m_i\bigr)`.
+    r"""Combination by :math:`x_i \mathrel{+}= \gamma \bigl(\sum_j W[i,j]\, m_j - m_i\bigr)`.
 
     Parameters
     ----------
     gamma : float or callable
-        The mixing factor: x <- (1 - gamma) x + gamma mix(x), between 0 and 1; or a function of the round's index,
-        ``gamma(t) -> float``. The attribute may be set between steps. It must be the same on every rank: else the mean
+        The mixing factor in x <- (1 - gamma) x + gamma mix(x), from 0 to 1, or a function of the round's index,
+        ``gamma(t) -> float``. The attribute may be set between steps. It must be the same on every rank, or the mean
         over ranks is not kept.
 
     Raises
     ------
     ValueError
-        ``gamma`` is not between 0 and 1.
+        ``gamma`` is not from 0 to 1.
     """
 
     def __init__(self, gamma: MixingFactor = 1.0) -> None:

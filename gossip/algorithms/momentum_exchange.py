@@ -14,7 +14,7 @@ MOMENTUM = "momentum_buffer"
 
 
 class MomentumExchange(Algorithm):
-    r"""Adapt while communicating, for the values and for the momentum of SGD alike.
+    r"""Adapt while communicating, applied to the values and to the momentum of SGD.
 
     With :math:`v_i` the momentum buffers of ``torch.optim.SGD``:
 
@@ -22,11 +22,11 @@ class MomentumExchange(Algorithm):
         v_i &\leftarrow \mu \sum_j W_{ij}\, v_j + g_i(t) \\
         x_i &\leftarrow \sum_j W_{ij}\, x_j + u_i(v_i)
 
-    Local momentum carries each rank's own data along for :math:`1 / (1 - \mu)` steps; mixed, it is an average as the
-    values are.
+    Local momentum carries each rank's own data along for :math:`1 / (1 - \mu)` steps; mixed momentum is an average, as
+    the values are.
 
-    Sends two messages per step, and keeps nothing beside the optimizer's own state. Any doubly stochastic W. Use it
-    with SGD with momentum where ranks hold different data, if two messages per step can be afforded.
+    Sends two messages per step and keeps nothing besides the optimizer's own state. Works with any doubly stochastic W.
+    Use it for SGD with momentum where ranks hold different data, if two messages per step are affordable.
 
     References
     ----------

@@ -15,7 +15,7 @@ TRACKER, LAST_UPDATE = "tracker", "last_update"
 
 
 class MomentumTracking(Algorithm):
-    r"""Gradient tracking of what the optimizer makes of the gradients, momentum and all.
+    r"""Gradient tracking applied to the optimizer's updates, momentum included, instead of the gradients.
 
     With :math:`u_i(t)` the optimizer's update from rank i's own gradient:
 
@@ -23,17 +23,17 @@ class MomentumTracking(Algorithm):
         y_i &\leftarrow \sum_j W_{ij}\, y_j + u_i(t) - u_i(t-1), \qquad y_i(0) = u_i(0) \\
         x_i &\leftarrow \sum_j W_{ij}\, x_j + y_i
 
-    :math:`\sum_i y_i = \sum_i u_i` in every step. Tracker and last update are in units of an update: they follow the
-    learning rate, and a step whose rate is 0 neither mixes nor applies them. The form "atc" awaits both messages before
-    the next forward pass: :math:`x_i \leftarrow \sum_j W_{ij} (x_j + y_j)`.
+    :math:`\sum_i y_i = \sum_i u_i` in every step. The tracker and the last update are in units of an update: they
+    follow the learning rate, and a step whose rate is 0 neither mixes nor applies them. The form "atc" awaits both
+    messages before the next forward pass: :math:`x_i \leftarrow \sum_j W_{ij} (x_j + y_j)`.
 
-    Sends two messages per step, and keeps two tensors per bucket. Any doubly stochastic W, also on schedules that
-    change. Use it where ranks hold different data, if two messages per step can be afforded.
+    Sends two messages per step and keeps two tensors per bucket. Works with any doubly stochastic W, including
+    schedules that change. Use it where ranks hold different data, if two messages per step are affordable.
 
     Parameters
     ----------
     form : str
-        "awc" or "atc".
+        When the messages are awaited, "awc" or "atc".
 
     References
     ----------

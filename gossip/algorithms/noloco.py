@@ -1,4 +1,4 @@
-"""NoLoCo: many local steps between outer steps, each with the partners of one round alone."""
+"""NoLoCo: many local steps between outer steps, each of which involves only the partners of one round."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ VELOCITY = "velocity"
 
 
 class NoLoCo(OuterSteps):
-    r"""DiLoCo without an all-reduce: the outer step of a rank needs its partners alone, and draws anchors together.
+    r"""DiLoCo without an all-reduce: an outer step involves only a rank's partners, and pulls their anchors together.
 
-    A rank begins at its own anchor :math:`a_i`, and makes H steps with its own optimizer, which end at :math:`x_i`.
+    A rank starts from its own anchor :math:`a_i` and makes H steps with its own optimizer, which end at :math:`x_i`.
     Then, with the outer rate :math:`\beta`, the outer momentum :math:`\alpha` and the pull :math:`\gamma`:
 
     .. math::
         v_i \leftarrow \alpha\, v_i + \beta \sum_j W_{ij} (x_j - a_j) - \gamma \bigl(a_i - \sum_j W_{ij} a_j\bigr),
         \qquad a_i \leftarrow a_i + v_i, \qquad x_i \leftarrow a_i
 
-    A rank without a partner makes the step alone. Outer step s uses round s of the topology. The paper's are pairs
-    drawn at random ("random_matching"), for which the spread of the anchors stays bounded if
-    :math:`\alpha < \gamma < \sqrt{2 + \alpha^2}`.
+    A rank without a partner makes the step alone. Outer step s uses round s of the topology. The paper uses pairs drawn
+    at random ("random_matching"), for which the spread of the anchors stays bounded if :math:`\alpha < \gamma < \sqrt{2
+    + \alpha^2}`.
 
-    Sends two messages every H steps, values and anchors, and keeps two tensors per bucket. Any doubly stochastic W. Use
-    it where links are slow and ranks are many, or no collective over all of them can be relied upon.
+    Sends two messages every H steps, values and anchors, and keeps two tensors per bucket. Works with any doubly
+    stochastic W. Use it where links are slow and ranks are many, or where no collective over all of them is reliable.
 
     Parameters
     ----------
     period : int
-        H, the steps from one outer step to the next, at least 1.
+        H, the number of steps from one outer step to the next, at least 1.
     outer_lr, pull : float
-        Above 0.
+        The outer rate and the pull, each above 0.
     outer_momentum : float
-        From 0, below 1.
+        The outer momentum, at least 0 and below 1.
     form : str
-        "atc": awaited before the next forward pass; "awc": the messages have the whole next iteration.
+        "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration.
 
     References
     ----------

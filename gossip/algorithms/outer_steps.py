@@ -1,4 +1,4 @@
-"""What algorithms with local steps between exchanges have in common: an anchor that the steps begin at."""
+"""The base of algorithms with local steps between exchanges: an anchor from which the steps start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ANCHOR = "anchor"
 
 
 class OuterSteps(Algorithm):
-    """Ranks make ``period`` steps of their own from an anchor, which is kept, and then an outer step together.
+    """Ranks make ``period`` local steps from an anchor, which is kept, and then a joint outer step.
 
-    Outer step s uses round s of the topology. After a global average the anchor is the mean.
+    Outer step s uses round s of the topology. A global average sets the anchor to the mean.
     """
 
     def __init__(self, period: int, form: Form) -> None:

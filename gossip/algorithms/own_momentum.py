@@ -1,4 +1,4 @@
-"""Algorithms that bring a momentum of their own, in the place of the optimizer's."""
+"""The base of algorithms whose own momentum replaces the optimizer's."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gossip.algorithms.bucket_view import BucketView
 
 
 class OwnMomentum(Algorithm):
-    """For ``torch.optim.SGD`` without momentum.
+    """Algorithms for ``torch.optim.SGD`` without momentum.
 
     Parameters
     ----------
     beta : float
-        The momentum, from 0 and below 1.
+        The momentum, at least 0 and below 1.
 
     Raises
     ------
     ValueError
-        ``beta`` is not what it may be.
+        ``beta`` is outside its range.
     """
 
     remembers_before = True
@@ -28,20 +28,20 @@ class OwnMomentum(Algorithm):
 
     def __init__(self, beta: float = 0.9) -> None:
         if not isinstance(beta, int | float) or isinstance(beta, bool) or not 0 <= beta < 1:
-            raise ValueError(f"beta must be from 0 and below 1, got {beta!r}")
+            raise ValueError(f"beta must be a number of at least 0 and below 1, got {beta!r}")
         self.beta = beta
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         for optimizer in optimizers:
             if not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups):
                 raise ValueError(
-                    f"algorithm {type(self).__name__} brings its own momentum, for torch.optim.SGD without one, but "
+                    f"algorithm {type(self).__name__} has its own momentum and needs torch.optim.SGD without one, but "
                     f"the optimizer is {type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}; give "
                     'SGD momentum=0 and the algorithm beta=..., or choose algorithm="integral_correction"'
                 )
 
     def decay_(self, momentum: torch.Tensor, bucket: BucketView) -> None:
-        """Multiply by ``beta``, but where the learning rate is 0."""
+        """Multiply by ``beta``, except where the learning rate is 0."""
         is_moving = bucket.is_moving
         momentum.mul_(1 - (1 - self.beta) * is_moving if isinstance(is_moving, torch.Tensor) else self.beta**is_moving)
 

@@ -1,4 +1,4 @@
-"""Push-sum (stochastic gradient push): gossip over directed graphs whose matrices are column-stochastic only."""
+"""Push-sum (stochastic gradient push): gossip over directed graphs whose matrices are only column-stochastic."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ WEIGHT = "weight"
 
 
 class PushSum(Algorithm):
-    r"""A scalar weight travels with the values, and corrects what a matrix that is not doubly stochastic biases.
+    r"""Gossip with a scalar weight that corrects the bias of a matrix that is not doubly stochastic.
 
-    The parameters are the ratios :math:`z_i = x_i / w_i`, at which gradients are taken; all weights begin at 1. With
+    The parameters are the ratios :math:`z_i = x_i / w_i`, at which gradients are computed; all weights start at 1. With
     :math:`u_i(t)` the optimizer's update at :math:`z_i`:
 
     .. math::
         x_i &= \sum_j W_{ij}\, x_j, \qquad w_i = \sum_j W_{ij}\, w_j, \qquad z_i = x_i / w_i \\
         x_i &\leftarrow x_i + u_i(t) \qquad \text{that is, } z_i \leftarrow z_i + u_i(t) / w_i
 
-    The columns of W sum to 1, so that :math:`\sum_i x_i` is kept, and :math:`\sum_i w_i = n`; the mean over ranks is
-    :math:`\sum_i w_i z_i / n`. Each rank decides alone how it shares out what it has among those that read it: nobody
-    need know who sends to him.
+    The columns of W sum to 1, so :math:`\sum_i x_i` is kept and :math:`\sum_i w_i = n`; the mean over ranks is
+    :math:`\sum_i w_i z_i / n`. Each rank alone decides how it divides its values among the ranks that read it; no rank
+    needs to know which ranks send to it.
 
-    Sends one message and one scalar per step, and keeps one scalar per bucket. Any W whose columns sum to 1; with a
-    doubly stochastic one the weights stay 1, and it is adapt while communicating. Compressions whose messages are no
-    values (CHOCO, PowerGossip) cannot be used.
+    Sends one message and one scalar per step and keeps one scalar per bucket. Works with any W whose columns sum to 1;
+    with a doubly stochastic one the weights stay 1, and it is adapt while communicating. Compressions whose messages do
+    not stand for the values themselves (CHOCO, PowerGossip) cannot be used.
 
     References
     ----------

@@ -15,9 +15,9 @@ from gossip.algorithms.quasi_global_momentum import MOMENTUM, WithQuasiGlobalMom
 
 
 class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
-    r"""The momentum of a replica's own trajectory, and a correction beside it that the momentum does not multiply.
+    r"""Momentum of a replica's own trajectory, and a separate correction that the momentum does not amplify.
 
-    With :math:`g_i` the gradient, clipped, SGD without momentum, :math:`d_i` what an exchange adds, and the gains
+    With :math:`g_i` the clipped gradient, SGD without momentum, :math:`d_i` what an exchange adds, and the gains
     :math:`\gamma` and :math:`\kappa` of :class:`IntegralCorrection`:
 
     .. math::
@@ -25,20 +25,20 @@ class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
         x_i &\leftarrow x_i - \eta \bigl(g_i + \beta\, (g_i + \beta\, m_i)\bigr) + c_i \\
         m_i &\leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta
 
-    That is Nesterov's form of quasi-global momentum; :math:`c_i` follows the learning rate. The gains are those by the
-    steps to mix on static symmetric topologies too: with the textbook's it diverges.
+    This is Nesterov's form of quasi-global momentum; :math:`c_i` follows the learning rate. The gains derived from the
+    number of steps to mix are used on static symmetric topologies too, because with the textbook's it diverges.
 
-    Sends one message per step, and keeps three tensors per bucket. Any doubly stochastic W. The optimizer is
-    ``torch.optim.SGD`` with ``momentum=0``.
+    Sends one message per step and keeps three tensors per bucket. Works with any doubly stochastic W. The optimizer
+    must be ``torch.optim.SGD`` with ``momentum=0``.
 
     Parameters
     ----------
     beta : float
-        From 0, below 1.
+        The momentum, at least 0 and below 1.
     form : str
-        "awc" or "atc".
+        When an exchange is awaited, "awc" or "atc".
     gamma, kappa : float, optional
-        See :class:`IntegralCorrection`.
+        The gains, see :class:`IntegralCorrection`.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Quasi-global momentum: the momentum of how the model has really moved, its peers' pull included."""
+"""Quasi-global momentum: the momentum of a replica's actual movement, including its peers' pull."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ MOMENTUM, PULL = "momentum", "pull"
 
 
 class WithQuasiGlobalMomentum(OwnMomentum):
-    r"""Keeps :math:`m_i \leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta(t)`.
+    r"""The momentum :math:`m_i \leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta(t)`.
 
-    :math:`x_i(t)` is what the forward pass of step t reads. It is made of what is added to the values: edits of them
-    between steps are no movement. A step whose learning rate is 0 leaves it as it is.
+    :math:`x_i(t)` is what the forward pass of step t reads. The movement consists of what updates and exchanges add to
+    the values; edits of the values between steps do not count. A step whose learning rate is 0 leaves the momentum as
+    it is.
 
     Parameters
     ----------
     beta : float
-        From 0, below 1.
+        The momentum, at least 0 and below 1.
     form : str
-        "awc" or "atc".
+        When an exchange is awaited, "awc" or "atc".
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
     """
 
     keeps: ClassVar[Mapping[str, Resized]] = {MOMENTUM: "mean", PULL: "zero"}
@@ -43,14 +44,14 @@ class WithQuasiGlobalMomentum(OwnMomentum):
         self.before_forward = form == "atc"
 
     def remember_pull(self, bucket: BucketView, difference: torch.Tensor, factor: float = 1.0) -> None:
-        """What an exchange adds to the values: of the step that is made for "awc", of the last one for "atc"."""
+        """Record what an exchange adds to the values: for "awc" in the current step, for "atc" in the last one."""
         if self.form == "awc":
             bucket.kept[PULL].add_(difference, alpha=factor)
         else:
             _move(bucket, difference, -factor * (1 - self.beta))
 
     def remember_update(self, bucket: BucketView) -> None:
-        """What a step has added to the values since their exchange was combined."""
+        """Record what a step has added to the values since their exchange was combined."""
         momentum, pull = bucket.kept[MOMENTUM], bucket.kept[PULL]
         self.decay_(momentum, bucket)
         _move(bucket, (bucket.values - bucket.before).to(pull.dtype) + pull, -(1 - self.beta))
@@ -58,10 +59,10 @@ class WithQuasiGlobalMomentum(OwnMomentum):
 
 
 class QuasiGlobalMomentum(WithQuasiGlobalMomentum):
-    r"""Gossip in which each rank's momentum is that of its own trajectory, mixing included.
+    r"""Gossip in which each rank uses the momentum of its own trajectory, mixing included.
 
-    Local momentum carries a rank's own data along; the trajectory of a replica is nearly that of the average. With
-    :math:`g_i` the gradient, clipped, and SGD without momentum:
+    Local momentum carries a rank's own data along, whereas the trajectory of a replica is close to that of the average.
+    With :math:`g_i` the clipped gradient, and SGD without momentum:
 
     .. math::
         x_i(t+1) &= \sum_j W_{ij}\, x_j(t) - \eta \bigl(g_i + \beta\, m_i\bigr) \\
@@ -69,15 +70,15 @@ class QuasiGlobalMomentum(WithQuasiGlobalMomentum):
 
     The form "atc": :math:`x_i(t+1) = \sum_j W_{ij} \bigl(x_j(t) - \eta\, (g_j + \beta\, m_j)\bigr)`.
 
-    Sends one message per step, and keeps two tensors per bucket. Any doubly stochastic W. It takes the place of the
-    optimizer's momentum: the optimizer is ``torch.optim.SGD`` with ``momentum=0``.
+    Sends one message per step and keeps two tensors per bucket. Works with any doubly stochastic W. It replaces the
+    optimizer's momentum: the optimizer must be ``torch.optim.SGD`` with ``momentum=0``.
 
     Parameters
     ----------
     beta : float
-        From 0, below 1.
+        The momentum, at least 0 and below 1.
     form : str
-        "awc" or "atc".
+        When an exchange is awaited, "awc" or "atc".
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""RelaySum: every rank's values reach all others along a tree, unmixed, each after as many steps as it is away."""
+"""RelaySum: every rank's values reach all others along a tree, unmixed, delayed by their distance in steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from topologies.analysis.static_rounds import only_graph
 
 
 class RelaySum(Algorithm):
-    r"""A uniform average with delays: what comes from one neighbour in a tree is relayed to the others.
+    r"""A uniform average with delays: what arrives from one neighbour in a tree is relayed to the others.
 
-    With :math:`n_{j \to i}` ranks on j's side of the edge between i and j, and :math:`m_{j \to i}` the mean over them
-    as far as i knows:
+    With :math:`n_{j \to i}` the number of ranks on j's side of the edge between i and j, and :math:`m_{j \to i}` their
+    mean as far as i knows:
 
     .. math::
         m_{i \to j}(t) &= \frac{1}{n_{i \to j}} \Bigl(x_i(t) + u_i(t)
@@ -28,19 +28,20 @@ class RelaySum(Algorithm):
         x_i(t+1) &= \frac1n \Bigl(x_i(t) + u_i(t) + \sum_j n_{j \to i}\, m_{j \to i}(t) \Bigr)
             = \frac1n \sum_j (x_j + u_j)(t - \tau_{ij} + 1)
 
-    :math:`\tau_{ij}` being the number of edges between i and j, and values before the first step the initial ones: data
-    that differ between ranks do not bias it. The weights of the topology are not used: its edges are, which must be a
-    spanning tree, the same in every exchange. The mean over ranks at a time is not kept, as ranks get it late.
+    where :math:`\tau_{ij}` is the number of edges between i and j, and values before the first step are the initial
+    ones. Data that differ between ranks cause no bias. The weights of the topology are not used, only its edges, which
+    must form a spanning tree and be the same in every exchange. The mean over ranks at a given time is not kept,
+    because ranks receive values late.
 
-    Sends one message along each edge, of which there are n - 1 for n ranks, and keeps as many tensors per bucket as the
-    tree's largest degree. Edges are coloured with so many colours that no two of a rank are alike; each colour is a
-    channel. Optimizers with a ``pre_average_hook`` cannot be used: nothing is mixed by the topology's weights.
+    Sends one message along each edge, of which n ranks have n - 1, and keeps as many tensors per bucket as the tree's
+    largest degree. The edges are coloured so that no two edges of a rank have the same colour; each colour is a
+    channel. Optimizers with a ``pre_average_hook`` cannot be used, because nothing is mixed by the topology's weights.
 
     Parameters
     ----------
     form : str
-        "atc": awaited before the next forward pass, as above; "awc": the messages have the whole next iteration, whose
-        gradients are still taken at :math:`x_i(t) + u_i(t)`.
+        "atc": the messages are awaited before the next forward pass, as above; "awc": they have the whole next
+        iteration, whose gradients are still computed at :math:`x_i(t) + u_i(t)`.
 
     References
     ----------
@@ -63,7 +64,7 @@ class RelaySum(Algorithm):
             if hasattr(optimizer, "pre_average_hook"):
                 raise ValueError(
                     f"algorithm {self.describe()} mixes nothing that {type(optimizer).__name__}.pre_average_hook could "
-                    "be shown; choose another of the two"
+                    "be shown; choose another algorithm or another optimizer"
                 )
 
     def describe(self) -> str:
@@ -71,7 +72,7 @@ class RelaySum(Algorithm):
 
 
 class _Relaying(RelaySum):
-    """On a tree."""
+    """RelaySum bound to a tree."""
 
     def __init__(self, form: Form, topology: Topology) -> None:
         super().__init__(form)
@@ -117,7 +118,7 @@ class _Relaying(RelaySum):
         return {name: message.to(bucket.values.dtype) for name, message in self._messages(bucket).items()}
 
     def _messages(self, bucket: BucketView) -> dict[str, torch.Tensor]:
-        """By channel; where a rank has no edge of that colour, one that nobody gets."""
+        """Return the messages by channel; where a rank has no edge of a colour, its message is sent to nobody."""
         total = self._total(bucket)
         return {
             channel: (total - relayed * behind).div_(self._size - behind)
@@ -131,7 +132,7 @@ class _Relaying(RelaySum):
         return total
 
     def _relayed(self, bucket: BucketView) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """By colour what has arrived, and how many ranks it stands for, [..., 1]."""
+        """Return by colour what has arrived, and the number of ranks it stands for, [..., 1]."""
         ranks, like = bucket.ranks, bucket.kept[self._states[0]]
         rows = self._behind[:, ranks.start : ranks.stop].to(like)
         if bucket.values.dim() == 1:
@@ -140,7 +141,7 @@ class _Relaying(RelaySum):
 
 
 def _coloured(tree: nx.Graph) -> dict[tuple[int, int], int]:
-    """A colour for each edge, as few as can be, such that no two of a node are alike."""
+    """Colour the edges with the fewest colours such that no two edges of a node have the same colour."""
     colours: dict[tuple[int, int], int] = {}
     above: dict[int, int] = {}  # the colour of the edge to a node's parent
     for parent, child in nx.bfs_edges(tree, min(tree)):

@@ -1,4 +1,4 @@
-"""SlowMo: gossip, with a slow momentum over what all ranks together have moved between exact averages."""
+"""SlowMo: gossip with a slow momentum over the movement of all ranks between exact averages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANCHOR, VELOCITY = "anchor", "velocity"
 
 
 class SlowMo(GossipPGA):
-    r"""Gossip for H steps, then an exact average and a step of heavy-ball momentum along what has been moved.
+    r"""Gossip for H steps, then an exact average and a heavy-ball momentum step along the movement since the last one.
 
     With :math:`a` the values after the last average, :math:`\bar x` the new average, :math:`\eta` the learning rate,
     the slow rate :math:`\alpha` and the slow momentum :math:`\beta`, every H-th exchange is
@@ -25,21 +25,21 @@ class SlowMo(GossipPGA):
     .. math::
         v \leftarrow \beta\, v + (a - \bar x) / \eta, \qquad a \leftarrow a - \alpha\, \eta\, v, \qquad x_i \leftarrow a
 
-    With :math:`\alpha = 1` and :math:`\beta = 0` it is Gossip-PGA. The momentum is kept as :math:`\eta\, v`, in units
-    of a movement, and follows the learning rate. On a topology of which every H-th exchange alone is one,
+    With :math:`\alpha = 1` and :math:`\beta = 0` this is Gossip-PGA. The momentum is kept as :math:`\eta\, v`, in units
+    of a movement, and follows the learning rate. On a topology in which only every H-th round exchanges anything,
     ``complete.every(H)``, it is local SGD with slow momentum.
 
-    Sends one message per step, and every H-th step what an all-reduce sends; keeps two tensors per bucket. Any doubly
-    stochastic W.
+    Sends one message per step, and in every H-th step what an all-reduce sends; keeps two tensors per bucket. Works
+    with any doubly stochastic W.
 
     Parameters
     ----------
     period : int
-        H, the steps from one average to the next, at least 1.
+        H, the number of steps from one average to the next, at least 1.
     slow_lr : float
-        Above 0.
+        The slow rate, above 0.
     slow_momentum : float
-        From 0, below 1.
+        The slow momentum, at least 0 and below 1.
     form : str
         "awc" or "atc", as for :class:`gossip.GossipPGA`.
 

@@ -1,4 +1,4 @@
-"""SparseLoCo: DiLoCo with messages of a few values in a few bits; what they leave out is made up for later."""
+"""SparseLoCo: DiLoCo with messages of few values in few bits, and feedback of what they leave out."""
 
 from __future__ import annotations
 
@@ -18,41 +18,40 @@ ERROR = "error"
 
 
 class SparseLoCo(OuterSteps):
-    r"""Local steps, then the largest of what all ranks have moved, quantized, with error feedback.
+    r"""Local steps, then an exchange of the largest quantized values of each rank's movement, with error feedback.
 
-    All ranks begin at the anchor :math:`a`, and make H steps with their own optimizers, which end at :math:`x_i`. With
-    C the largest values of each block on a grid of few points, the outer rate :math:`\alpha` and the decay
-    :math:`\beta`:
+    All ranks start from the anchor :math:`a` and make H steps with their own optimizers, which end at :math:`x_i`. With
+    C the largest values of each block on a coarse grid, the outer rate :math:`\alpha` and the decay :math:`\beta`:
 
     .. math::
         m_i = C\bigl(\beta\, e_i + a - x_i\bigr), \qquad e_i \leftarrow \beta\, e_i + a - x_i - m_i, \qquad
         a \leftarrow a - \frac{\alpha}{n} \sum_j m_j, \qquad x_i \leftarrow a
 
-    The error :math:`e_i` takes the place of an outer momentum.
+    The error :math:`e_i` replaces an outer momentum.
 
-    Sends of every H-th step the share ``ratio`` of the values, each in 16 + ``bits`` bits, and keeps two tensors per
-    bucket. Every round must be the exact average: the topology complete. It encodes its messages itself, and cannot be
-    combined with a compression. Use it where links are slower than DiLoCo can do with.
+    In every H-th step it sends the share ``ratio`` of the values, each in 16 + ``bits`` bits, and it keeps two tensors
+    per bucket. Every round must be the exact average, so the topology must be complete. It encodes its messages itself
+    and cannot be combined with a compression. Use it where links are too slow for DiLoCo.
 
     Parameters
     ----------
     period : int
-        H, the steps from one exchange to the next, at least 1.
+        H, the number of steps from one exchange to the next, at least 1.
     ratio : float
-        Above 0 and at most 1.
+        The share of the values that is sent, above 0 and at most 1.
     bits : int
-        2, 4 or 8.
+        The bits per value, 2, 4 or 8.
     decay : float
-        :math:`\beta`, from 0 and below 1.
+        :math:`\beta`, at least 0 and below 1.
     outer_lr : float
-        Above 0.
+        The outer rate, above 0.
     form : str
-        "atc": awaited before the next forward pass; "awc": the messages have the whole next iteration.
+        "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration.
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
 
     References
     ----------

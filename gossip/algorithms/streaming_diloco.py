@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: the buckets take turns, and their messages have several steps to travel."""
+"""Streaming DiLoCo: the buckets take turns, and their messages have several steps to arrive."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ SENT = "sent"
 
 
 class StreamingDiLoCo(DiLoCo):
-    r"""DiLoCo whose buckets are exchanged in turn, and whose averages arrive some steps after they were asked for.
+    r"""DiLoCo whose buckets are exchanged in turn, and whose averages arrive some steps after they were started.
 
-    Bucket b belongs to part b modulo P, and part p is averaged after each step t for which H divides
-    :math:`t + 1 - \lfloor p H / P \rfloor`: a P-th of the bytes at a time. The average is combined s steps later, while
-    the ranks go on with :math:`x_i` as it is. With :math:`x_i'` what was sent:
+    Bucket b belongs to part b modulo P, and part p is averaged after each step t for which H divides :math:`t + 1 -
+    \lfloor p H / P \rfloor`: a P-th of the bytes at a time. The average is combined s steps later, while the ranks
+    continue with :math:`x_i` as it is. With :math:`x_i'` the values that were sent:
 
     .. math::
         \Delta = a - \frac1n \sum_i x_i', \qquad v \leftarrow \mu\, v + \Delta, \qquad
         a \leftarrow a - \alpha\, (\Delta + \mu\, v), \qquad x_i \leftarrow \beta\, x_i + (1 - \beta)\, a
 
-    With P = 1, s = 1 and :math:`\beta = 0` it is DiLoCo in its form "awc". Compressions make the messages smaller.
+    With P = 1, s = 1 and :math:`\beta = 0` this is DiLoCo in its form "awc". Compressions make the messages smaller.
 
-    Sends one message every H steps, and keeps three tensors per bucket. Every round must be the exact average: the
-    topology complete. Choose ``bucket_cap_mb`` such that there are P buckets at least. Use it where even the averages
-    of DiLoCo hold up training.
+    Sends one message every H steps and keeps three tensors per bucket. Every round must be the exact average, so the
+    topology must be complete. Choose ``bucket_cap_mb`` such that there are at least P buckets. Use it where even the
+    averages of DiLoCo hold up training.
 
     Parameters
     ----------
     period : int
-        H, the steps from a bucket's exchange to its next, at least 1.
+        H, the number of steps from one exchange of a bucket to its next, at least 1.
     parts : int
         P, at least 1 and at most H.
     overlap : int
-        s, the steps that messages have, at least 1 and at most H.
+        s, the number of steps that messages have to arrive, at least 1 and at most H.
     local_share : float
-        :math:`\beta`, from 0 and below 1: how much of its own values a rank keeps.
+        :math:`\beta`, at least 0 and below 1: the share of its own values that a rank keeps.
     outer_lr : float
-        Above 0.
+        The outer rate, above 0.
     outer_momentum : float
-        From 0, below 1.
+        The outer momentum, at least 0 and below 1.
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot spoil and that resume bit for bit, and the averaged model as one file."""
+"""Checkpoints that survive a crash and resume bit for bit, and the averaged model as one file."""
 
 from gossip.checkpoints.exporting import export as export
 from gossip.checkpoints.loading import Checkpoint as Checkpoint

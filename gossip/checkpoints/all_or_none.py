@@ -1,4 +1,4 @@
-"""Work that all ranks do at once, and whose failure on one of them is everybody's."""
+"""Work that all ranks do together, and whose failure on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from gossip.parameters.manifest import first_difference
 
 
 def together(replicas: Replicas, what: str, action: Callable[[], Any]) -> list[Any]:
-    """Run ``action`` and return what it returned in every process, in their order. Collective.
+    """Run ``action`` in every process and return the results in the order of the processes. Collective.
 
-    Nobody goes on before all have ended, well or not: so no rank is left waiting for one that has failed, and all are
-    still in step.
+    No process continues before all have finished or failed. So no rank is left waiting for one that has failed, and all
+    remain in step.
 
     Parameters
     ----------
     replicas : Replicas
+        The replicas of this process.
     what : str
-        For errors: what is being done.
+        What is being done, for error texts.
     action : callable
-        Local; returns something that JSON can hold. Nothing but JSON travels.
+        Local; returns something that JSON can represent, since only JSON is sent.
 
     Raises
     ------
     CheckpointError
-        It failed on some rank; raised on every one, with rank and reason. A rank whose own caller passed something
-        wrong raises that ``TypeError`` or ``ValueError`` instead.
+        The action failed on some rank; raised on every rank, with rank and reason. A rank whose own caller passed an
+        invalid argument raises that ``TypeError`` or ``ValueError`` instead.
     ExchangeError
-        A rank did not take part in time: the ranks are no longer in step.
+        A rank did not take part in time, and the ranks are no longer in step.
     """
     answer, failure = None, None
     try:
@@ -62,7 +63,7 @@ def compare(replicas: Replicas, entries: dict[str, str], what: str) -> None:
     Raises
     ------
     ManifestError
-        Names the first entry that differs and what both sides have.
+        The text names the first entry that differs and both values.
     """
     digests = together(replicas, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
     if len(set(digests)) > 1:

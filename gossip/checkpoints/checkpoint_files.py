@@ -1,7 +1,7 @@
-"""Files that are on the disk as they were meant, or not at all; read only if they are what was written.
+"""Files that are either complete on disk or absent, and that are read only if they hold what was written.
 
-``torch.save`` onto a full disk destroys the file that it overwrites and hides the reason; ``torch.load`` takes one
-flipped byte for other weights. So every file is hashed while it is written, and checked before it is unpickled.
+``torch.save`` onto a full disk destroys the file that it overwrites and hides the reason; ``torch.load`` does not
+notice a flipped byte. Therefore every file is hashed while it is written, and verified before it is unpickled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gossip.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be.
+    """The size and hash that a file must have.
 
     Attributes
     ----------
     size : int
-        In bytes.
+        The size in bytes.
     sha256 : str
-        In hexadecimal digits.
+        The SHA-256 hash in hexadecimal digits.
     """
 
     size: int
@@ -36,12 +36,12 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file under construction; only ever written from its beginning to its end.
+    """A new file under construction, written only sequentially.
 
     Attributes
     ----------
     error : OSError or None
-        The first that writing raised: torch's own writer hides it behind one of its own.
+        The first error that writing raised: torch's own writer hides it behind one of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,10 +67,10 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, as nothing is buffered."""
 
     def finish(self) -> FileRecord:
-        """Wait until the disk has it."""
+        """Flush the file to disk and return its record."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -82,12 +82,12 @@ class HashingFile:
 
 
 def write_file(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
-    """Create ``path`` with what ``write`` writes, all the way to the disk. Local.
+    """Create ``path`` with what ``write`` writes, and flush it to disk. Local.
 
     Raises
     ------
     OSError
-        It exists, or cannot be written; with its path. What has been written is still there.
+        The file exists or cannot be written; the error has its path. What has been written is left in place.
     """
     file = HashingFile(path)
     try:
@@ -102,17 +102,19 @@ def write_file(path: Path, write: Callable[[HashingFile], object]) -> FileRecord
 
 
 def write_tensors(path: Path, content: Any) -> FileRecord:
-    """Create ``path`` by ``torch.save``; see :func:`write_file`."""
+    """Create ``path`` by ``torch.save``, as :func:`write_file` does."""
     return write_file(path, lambda file: torch.save(content, cast(IO[bytes], file)))
 
 
 def read_tensors(path: Path, record: FileRecord) -> Any:
-    """What :func:`write_tensors` wrote, on the CPU; nothing is unpickled before size and hash have been checked. Local.
+    """Return, on the CPU, what :func:`write_tensors` wrote. Local.
+
+    Nothing is unpickled before size and hash have been verified.
 
     Raises
     ------
     CheckpointError
-        The file is missing, is not the one that was recorded, or holds more than tensors and plain data.
+        The file is missing, differs from its record, or holds more than tensors and plain data.
     """
     try:
         with open(path, "rb") as file:
@@ -129,12 +131,12 @@ def read_tensors(path: Path, record: FileRecord) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} holds something else than tensors and plain data: {_unpickling(error)}"
+            f"{path} holds something other than tensors and plain data: {_unpickling(error)}"
         ) from error
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the folder's entries."""
+    """Flush the folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -143,7 +145,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """One line: why something went wrong, with errno and path where it was the system that refused."""
+    """Return in one line why something failed, with errno and path if the operating system refused it."""
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror} (errno {error.errno}){where}"

@@ -1,11 +1,11 @@
-"""What lies where in a folder of checkpoints, and which of it is complete.
+"""The layout of a folder of checkpoints, and which of its checkpoints are complete.
 
     folder/step_0000000100/rank0.pt, rank1.pt, ..., manifest.json
-    folder/.step_0000000200.partial/                               being written, or being removed
+    folder/.step_0000000200.partial/                               being written or removed
 
-A checkpoint is written in its partial folder, the manifest last, and gets its name by one rename: under that name it is
-complete or was damaged later. One that is to be replaced by another of the same step is called ``step_....replaced``
-between two renames, and counts as that step's until the new one is there.
+A checkpoint is written in its partial folder, the manifest last, and then gets its name by a single rename: under that
+name it is complete, unless it was damaged later. A checkpoint that another one of the same step replaces is called
+``step_....replaced`` between two renames, and counts as the checkpoint of that step until the new one is in place.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _FIELDS: Mapping[str, type] = {
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file in a checkpoint."""
+    """Return the name of a rank's file in a checkpoint."""
     return f"rank{rank}.pt"
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of ``step``."""
+    """Return the path of the checkpoint of ``step``."""
     return folder / f"step_{step:010d}"
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written."""
+    """Return the path at which the checkpoint of ``step`` is written."""
     return folder / f".step_{step:010d}.partial"
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether ``path`` is meant as one checkpoint, and not as a folder of them."""
+    """Return whether ``path`` denotes one checkpoint rather than a folder of them."""
     return _STEP.fullmatch(path.name) is not None or (path / MANIFEST).exists()
 
 
 def find_checkpoints(folder: Path) -> list[str]:
-    """Names of the checkpoints, complete or not, the newest first."""
+    """Return the names of the checkpoints, complete or not, the newest first."""
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except OSError as error:
@@ -72,7 +72,7 @@ def find_checkpoints(folder: Path) -> list[str]:
 
 
 def age_key(name: str) -> tuple[int, bool]:
-    """Sorts names of checkpoints from the oldest to the newest."""
+    """Return a key that sorts names of checkpoints from the oldest to the newest."""
     found = _STEP.fullmatch(name)
     assert found is not None
     return int(found[1]), found[2] is None
@@ -82,19 +82,19 @@ def age_key(name: str) -> tuple[int, bool]:
 
 
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """Write what makes a checkpoint complete; ``content`` is plain, see ``_FIELDS``."""
+    """Write the manifest, which completes a checkpoint; ``content`` is plain data, see ``_FIELDS``."""
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
     text = json.dumps(body | {"manifest_sha256": _digest(body)}, indent=1)
     write_file(checkpoint / MANIFEST, lambda file: file.write(text.encode()))
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's manifest, verified.
+    """Return a checkpoint's manifest, verified.
 
     Raises
     ------
     CheckpointError
-        There is none, or it is damaged, foreign or of another format version.
+        There is no manifest, or it is damaged, of another program or of another format version.
     """
     path = checkpoint / MANIFEST
     try:
@@ -114,16 +114,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"it with gossip {body.get('gossip', 'of another version')}"
         )
     if body.pop("manifest_sha256", None) != _digest(body):
-        raise CheckpointError(f"{path} is damaged: its own hash differs")
+        raise CheckpointError(f"{path} is damaged: its hash does not match its contents")
     for field, kind in _FIELDS.items():
         if type(body.get(field)) is not kind:
-            raise CheckpointError(f"{path} is damaged: {field!r} is no {kind.__name__}")
+            raise CheckpointError(f"{path} is damaged: {field!r} is not of type {kind.__name__}")
     records(body, path)
     return body
 
 
 def records(manifest: Mapping[str, Any], path: Path | str = MANIFEST) -> list[FileRecord]:
-    """What the ranks' files must be, by rank."""
+    """Return the records of the ranks' files, by rank."""
     found = []
     for rank in range(manifest["world_size"]):
         entry = manifest["files"].get(rank_file(rank))
@@ -136,7 +136,7 @@ def records(manifest: Mapping[str, Any], path: Path | str = MANIFEST) -> list[Fi
 
 
 def check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise if a rank's file is missing or has another size than the manifest says; a look at the folder only."""
+    """Raise if a rank's file is missing or differs in size from the manifest; reads only file sizes."""
     for rank, record in enumerate(records(manifest)):
         path = checkpoint / rank_file(rank)
         try:
@@ -151,17 +151,17 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------- writing; by rank 0 alone, under the lock
+# ---------------------------------------------------------------------- writing; by rank 0 only, holding the lock
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let nobody else save into ``folder`` meanwhile; the lock goes with its owner.
+    """Prevent other runs from saving into ``folder`` within the block; the lock ends with its process.
 
     Raises
     ------
     CheckpointError
-        Another run is saving there now.
+        Another run is saving there at the moment.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -169,20 +169,20 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"another run is saving into {folder} now; give every run a folder of its own"
+                f"another run is currently saving into {folder}; give every run a folder of its own"
             ) from None
         except OSError as error:
-            logger.debug("{} cannot be locked: {}", folder, error.strerror)  # not every file system knows locks
+            logger.debug("{} cannot be locked: {}", folder, error.strerror)  # not every file system supports locks
         yield
     finally:
         os.close(descriptor)
 
 
 def begin(folder: Path, step: int) -> None:
-    """Remove what dead runs left and make the partial folder of ``step``."""
+    """Remove what interrupted runs left behind, and create the partial folder of ``step``."""
     final = step_folder(folder, step)
     if final.exists() and not _is_ours(final):
-        raise CheckpointError(f"{final} exists and holds files that are no checkpoint's; move it away")
+        raise CheckpointError(f"{final} exists and holds files that do not belong to a checkpoint; move it away")
     for entry in list(os.scandir(folder)):
         if _PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             with contextlib.suppress(OSError):
@@ -197,12 +197,12 @@ def abandon(folder: Path, step: int) -> None:
 
 
 def commit(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
-    """Complete the partial folder and give it its name."""
+    """Complete the partial folder and rename it to its final name."""
     partial, final = partial_folder(folder, step), step_folder(folder, step)
     try:
         check_sizes(partial, manifest)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; the folder must be one that all ranks share") from error
+        raise CheckpointError(f"{error}; all ranks must share the folder") from error
     write_manifest(partial, manifest)
     sync_folder(partial)
     aside = final.with_name(f"{final.name}.replaced")
@@ -220,12 +220,12 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Of the checkpoints up to ``step`` keep the newest ``keep`` that are complete; whatever else is there stays."""
+    """Keep the newest ``keep`` complete checkpoints up to ``step``, and everything that is not a checkpoint of ours."""
     names = find_checkpoints(folder)
     later = [name for name in names if age_key(name) > (step, True)]
     if later:
         logger.warning(
-            "{} holds checkpoints of later steps, of another run perhaps: load takes {} before step {}",
+            "{} holds checkpoints of later steps, perhaps of another run: load prefers {} to step {}",
             folder,
             later[0],
             step,
@@ -252,7 +252,7 @@ def _is_ours(checkpoint: Path) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Under its own name a checkpoint is complete until it is gone."""
+    """Remove a checkpoint. Under its own name it stays complete until it is gone."""
     partial = checkpoint.with_name(f".{checkpoint.name}.partial")
     os.replace(checkpoint, partial)
     _delete(partial)

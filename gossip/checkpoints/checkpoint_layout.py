@@ -1,4 +1,4 @@
-"""What a model is made of, in words that can be compared: with another rank's, and with a checkpoint's."""
+"""Textual descriptions of a model, which can be compared with another rank's and with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossip.parameters.buffers import BufferBucket, persistent_buffers
 
 
 def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What belongs to the module's state_dict, each tensor once."""
+    """Yield name and tensor of everything in the module's state_dict, each tensor once."""
     for name, parameter in module.named_parameters():
         yield name, parameter.detach()
     for name, buffer in persistent_buffers(module):
@@ -20,7 +20,7 @@ def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def describe_module(module: nn.Module) -> dict[str, str]:
-    """Parameters and persistent buffers: what must be the same to load a checkpoint."""
+    """Describe parameters and persistent buffers, which must match for a checkpoint to be loaded."""
     entries = {f"parameter {name!r}": describe_tensor(parameter) for name, parameter in module.named_parameters()}
     entries |= {f"buffer {name!r}": describe_tensor(buffer) for name, buffer in persistent_buffers(module)}
     return entries
@@ -29,12 +29,12 @@ def describe_module(module: nn.Module) -> dict[str, str]:
 def describe_optimizers(
     groups: Sequence[tuple[str, Sequence[Sequence[torch.Tensor]]]], named: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """Types, groups, and which parameter is where: state_dict() numbers the parameters, and has no names.
+    """Describe types, groups and the place of each parameter, as state_dict() numbers parameters without their names.
 
     Parameters
     ----------
     groups : sequence of (str, sequence of sequence of Tensor)
-        Of each optimizer its type and the parameters of its groups.
+        The type of each optimizer, and the parameters of its groups.
     named : iterable of (str, Tensor)
         The parameters that have a name.
     """
@@ -52,7 +52,7 @@ def describe_optimizers(
 
 
 def describe_buckets(buckets: Iterable[Bucket | BufferBucket]) -> list[str]:
-    """Which value lies where in each bucket: a message in flight fits no other arrangement."""
+    """Describe where each value lies in each bucket: a message in flight fits no other arrangement."""
     lines = []
     for bucket in buckets:
         kind = "trainable" if isinstance(bucket, Bucket) else "buffers"
@@ -63,7 +63,7 @@ def describe_buckets(buckets: Iterable[Bucket | BufferBucket]) -> list[str]:
 
 
 def first_difference(saved: Mapping[str, str], present: Mapping[str, str]) -> str | None:
-    """The first entry that is not the same in a checkpoint and here, with both values."""
+    """Return the first entry that differs between a checkpoint and here, with both values, or None."""
     for key in dict.fromkeys([*saved, *present]):
         if saved.get(key) != present.get(key):
             return f"{key} is {saved.get(key, 'nothing')} in the checkpoint, but {present.get(key, 'nothing')} here"
@@ -71,7 +71,7 @@ def first_difference(saved: Mapping[str, str], present: Mapping[str, str]) -> st
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """Dtype and shape."""
+    """Describe dtype and shape of a tensor."""
     return f"{_name(tensor.dtype)} {list(tensor.shape)}"
 
 

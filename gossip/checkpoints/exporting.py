@@ -1,4 +1,4 @@
-"""The averaged model as one file that needs nothing of this package to be read."""
+"""The averaged model as one file that can be read without this package."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from gossip.checkpoints.trained_models import TrainedModel, jointly
 def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
     """Write the average of the replicas as a safetensors file, with the bare module's names. Collective.
 
-    ``safetensors.torch.load_model(module, path)`` reads it. The model is not changed, and training goes on bit for bit.
-    The mean over ranks of parameters and float buffers, summed in float32 or wider; rank 0's integer buffers; tied
-    weights once. Rank 0 holds the result, the others 16 MiB of it at a time.
+    ``safetensors.torch.load_model(module, path)`` reads the file. The model is not changed, and training continues bit
+    for bit. The file holds the mean over ranks of parameters and float buffers, summed in float32 or wider, rank 0's
+    integer buffers, and tied weights once. Rank 0 holds the whole result in memory, the others 16 MiB of it at a time.
 
     Parameters
     ----------
     model : GossipDataParallel or VirtualWorkers
-        Between two steps, inside or outside of ``averaged()``. Replicas that are equal already, as after
+        The model, between two steps, inside or outside ``averaged()``. Replicas that are already equal, as after
         ``global_avg()``, are written as they are.
     path : path
-        Of the file, on a disk that rank 0 sees; replaced by one rename once the new one is complete.
+        The path of the file, on a disk that rank 0 can access; an existing file is replaced by a single rename once the
+        new one is complete.
 
     Returns
     -------
     Path
+        The path of the file.
 
     Raises
     ------
     CheckpointError
-        Rank 0 could not write; raised on every rank. A file that was there before is intact.
+        Rank 0 could not write the file; raised on every rank. An existing file is intact.
     ManifestError
         The ranks' buffers differ in shape.
     ExchangeError
@@ -64,12 +66,12 @@ def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
 
 
 def write_module(module: nn.Module, path: Path) -> None:
-    """Write the module as it is, in the form of :func:`export`. Local.
+    """Write the module as it is, in the format of :func:`export`. Local.
 
     Raises
     ------
     OSError
-        It cannot be written. A file that was there before is intact.
+        The file cannot be written. An existing file is intact.
     """
     _write(module, {name: tensor.cpu().contiguous() for name, tensor in exported_tensors(module)}, path)
 

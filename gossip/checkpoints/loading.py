@@ -1,4 +1,4 @@
-"""Go on from a checkpoint."""
+"""Resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ from gossip.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded.
+    """The result of loading a checkpoint.
 
     Attributes
     ----------
     step : int
         The step at which it was saved, and at which the model is now.
     path : Path
-        Its folder.
+        The folder of the checkpoint.
     world_size : int
         The number of ranks that saved it.
     data : dict
-        The plain data that were given to :func:`gossip.save` by name, those of this rank; with virtual workers rank
-        0's.
+        The plain data that were passed to :func:`gossip.save`, by name: this rank's, or rank 0's with virtual workers.
     """
 
     step: int
@@ -58,7 +57,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What this process needs of a checkpoint, verified and read: the state of each of its ranks."""
+    """What this process needs of a checkpoint, verified and read: the states of its ranks."""
 
     path: Path
     manifest: dict[str, Any]
@@ -66,7 +65,7 @@ class _Contents:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What is the process's rather than a rank's: parts, data, random numbers."""
+        """The state that belongs to the process rather than to a rank: parts, data, random numbers."""
         return self.states[0]
 
 
@@ -74,44 +73,44 @@ class _Contents:
 def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Checkpoint:
     """Restore a checkpoint into ``model`` and ``parts``, in place. Collective.
 
-    With the same number of ranks and processes, buckets and topology as when it was saved, the run goes on bit for bit
-    as if it had never stopped. Otherwise it goes on from:
+    With the same number of ranks and processes, and the same buckets and topology as when it was saved, the run
+    continues bit for bit as if it had never stopped. Otherwise a warning is logged, and it continues as follows:
 
-    - other buckets or another topology: every rank's own state, without the messages that were in flight;
-    - the same ranks, which are processes now and were virtual workers, or the other way: every rank's own state and
-      messages in flight, and random numbers of its own;
-    - another number of ranks: on every rank the mean over the old ranks of parameters, float buffers and the
-      optimizer's float tensors, everything else as on old rank 0, and random numbers of its own;
-
-    and a warning says so.
+    - With other buckets or another topology, from every rank's own state, without the messages that were in flight.
+    - With the same ranks, which are now processes and were virtual workers, or vice versa, from every rank's own state
+      and messages in flight, but with new random numbers.
+    - With another number of ranks, every rank has the mean over the old ranks of parameters, float buffers and the
+      optimizer's float tensors; everything else is that of the old rank 0, and random numbers are new.
 
     Parameters
     ----------
     model : GossipDataParallel or VirtualWorkers
+        The model, between two steps.
     path : path
-        A folder of checkpoints, whose newest valid one is taken (a warning names every newer one and what is wrong with
-        it), or one checkpoint.
+        Either a folder of checkpoints, of which the newest valid one is loaded (a warning names every newer one and its
+        defect), or a single checkpoint.
     **parts
-        The objects whose states were given to :func:`gossip.save`, by the same names.
+        The objects whose states were passed to :func:`gossip.save`, by the same names.
 
     Returns
     -------
     Checkpoint
-        Its ``data`` holds what was saved as plain data.
+        The step, the path and the plain data of the checkpoint.
 
     Raises
     ------
     CheckpointError
-        There is no valid checkpoint, or it is one of another module, optimizer or other parts; raised on every rank,
+        There is no valid checkpoint, or it is of another module, other optimizers or other parts; raised on every rank
         before anything has been changed.
     TypeError
-        A part cannot take a state; raised before anything has been changed.
+        A part has no ``load_state_dict()``; raised before anything has been changed.
     ExchangeError
         A rank did not take part within the model's ``timeout``.
 
     Notes
     -----
-    Every file's size and SHA-256 are checked before it is unpickled, and unpickling makes tensors and plain data only.
+    Size and SHA-256 of every file are verified before it is unpickled, and unpickling creates only tensors and plain
+    data.
 
     Examples
     --------
@@ -135,14 +134,14 @@ def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoin
 
     together(replicas, f"{contents.path} does not fit", lambda: _check_fit(replicas, contents, parts))
     for names in manifest.get("unfrozen", ()):
-        replicas.unfreeze(names)  # the buckets that it had when it was saved
+        replicas.unfreeze(names)  # recreate the buckets that the run had when it was saved
     changes, keeps_exchanges = _changes(replicas, manifest)
     if not keeps_exchanges:
         for state in contents.states:
             state["engine"] = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
     left_out = together(
         replicas,
-        f"restoring {contents.path} (the model is partly loaded; load again, or construct it anew)",
+        f"restoring {contents.path} (the model is partly loaded; load again, or construct a new one)",
         lambda: _restore(replicas, contents, parts),
     )
     if replicas.process == 0:
@@ -156,7 +155,7 @@ def _restore(replicas: Replicas, contents: _Contents, parts: Mapping[str, Statef
         part.load_state_dict(contents.common["stateful"][name])
     numbers = contents.common.get("rng")
     if numbers is not None and _num_processes(contents.manifest) == replicas.num_processes:
-        left_out += restore_rng_states(numbers)  # at last: whatever was called above may have drawn some
+        left_out += restore_rng_states(numbers)  # last, because the calls above may have drawn random numbers
     return left_out
 
 
@@ -169,13 +168,14 @@ def _check_call(path: Path, parts: Mapping[str, Any]) -> bool:
     for name, part in parts.items():
         if not is_stateful(part):
             raise TypeError(
-                f"{name} is a {type(part).__name__}, which has no load_state_dict(); plain data come back in the "
-                "result's data: leave it out"
+                f"{name} is a {type(part).__name__}, which has no load_state_dict(); leave it out: plain data are "
+                "returned in the "
+                "result's data"
             )
     return is_step_folder(path)
 
 
-# ---------------------------------------------------------------------- which one
+# ---------------------------------------------------------------------- choosing a checkpoint
 
 
 def _read_one(replicas: Replicas, path: Path) -> _Contents:
@@ -187,12 +187,12 @@ def _read_one(replicas: Replicas, path: Path) -> _Contents:
 
     digests = together(replicas, "this checkpoint cannot be loaded", read)
     if len(set(digests)) > 1:
-        raise CheckpointError(f"the ranks see different checkpoints under {path}; it must be one that all ranks share")
+        raise CheckpointError(f"the ranks see different checkpoints under {path}; all ranks must share the folder")
     return contents[0]
 
 
 def _read_newest(replicas: Replicas, path: Path) -> _Contents:
-    """The newest checkpoint that is valid on all ranks: they go through them together, the newest first."""
+    """Find the newest checkpoint that is valid on all ranks, which go through them together, the newest first."""
     names: list[str] = []
     rejected: list[str] = []
     together(replicas, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
@@ -213,16 +213,16 @@ def _read_newest(replicas: Replicas, path: Path) -> _Contents:
             return contents[0]
         rejected.append("; ".join(reasons))
         if replicas.process == 0:
-            logger.warning("checkpoint {} is left out: {}", name, rejected[-1])
+            logger.warning("checkpoint {} is skipped: {}", name, rejected[-1])
 
 
 def _find(path: Path, replicas: Replicas, contents: list[_Contents]) -> dict[str, str | None]:
-    """What is wrong with it, or which one it is."""
+    """Return what is wrong with a checkpoint, or a digest that identifies it."""
     try:
         contents.append(_read(path, replicas))
         saved_at = contents[0].manifest["step"]
         if age_key(path.name)[0] != saved_at:
-            raise CheckpointError(f"{path} was renamed: it is of step {saved_at}")
+            raise CheckpointError(f"{path} was renamed: it was saved at step {saved_at}")
     except CheckpointError as error:
         is_one_of_many = replicas.num_processes > 1
         return {"reason": f"rank {replicas.process}: {error}" if is_one_of_many else str(error), "digest": None}
@@ -259,7 +259,7 @@ def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
     return checked
 
 
-# ---------------------------------------------------------------------- does it fit
+# ---------------------------------------------------------------------- compatibility
 
 
 def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]) -> None:
@@ -267,30 +267,31 @@ def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]
     for section in ("module", "optimizers"):
         difference = first_difference(contents.manifest[section], here[section])
         if difference is not None:
-            raise CheckpointError(f"{difference}; build the model as it was when it was saved")
+            raise CheckpointError(f"{difference}; construct the same model as when it was saved")
     saved = contents.common["stateful"]
     for name in parts:
         if name not in saved:
             raise CheckpointError(
-                f"it holds no state of {name!r}, but of {', '.join(map(repr, saved)) or 'no part at all'}; leave it out"
+                f"it holds no state for {name!r}, only for {', '.join(map(repr, saved)) or 'no part at all'}; leave "
+                "it out"
             )
 
 
 def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """What the run loses by what is different now, in words; and whether what was in flight is still good."""
+    """Return in words what the run loses because of what has changed, and whether the messages in flight are kept."""
     num_shards = manifest.get("num_shards", 1)
     if (manifest["world_size"], num_shards) != (replicas.world_size, replicas.num_shards):
         before, now = manifest["world_size"] // num_shards, replicas.world_size // replicas.num_shards
         changes = [
-            f"the replicas themselves: they were {before} and are {now} now, and all start from the mean of "
+            f"the replicas themselves: there were {before} and are now {now}, which all start from the mean of "
             "parameters, float buffers and optimizer state",
             "the states of the random number generators, and data and parts of all ranks but 0",
-            "what was in flight, and accumulated gradients",
+            "the messages in flight, and accumulated gradients",
         ]
         if num_shards != replicas.num_shards:
             changes.append(
-                f"what the algorithm keeps: a replica was divided into {num_shards} shards, and into "
-                f"{replicas.num_shards} now"
+                f"the state of the algorithm: a replica was divided into {num_shards} shards, and is now divided into "
+                f"{replicas.num_shards}"
             )
         return changes, False
     changes, here = [], replicas.describe()
@@ -298,21 +299,21 @@ def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str]
         changes.append(
             f"the states of the random number generators, and data and parts of all ranks but 0: {replicas.world_size} "
             f"ranks were trained in {_num_processes(manifest)} process{'es' * (_num_processes(manifest) > 1)} and are "
-            f"in {replicas.num_processes} now"
+            f"now in {replicas.num_processes}"
         )
     for section, are_others in (
-        ("buckets", "the buckets are others"),
-        ("topology", "the topology is another"),
-        ("compression", "the compression is another"),
+        ("buckets", "the buckets differ"),
+        ("topology", "the topology differs"),
+        ("compression", "the compression differs"),
     ):
         if manifest[section] != here[section]:
-            return [*changes, f"what was in flight: {are_others}"], False
+            return [*changes, f"the messages in flight: {are_others}"], False
     return changes, True
 
 
 def _report(contents: _Contents, left_out: list[str], parts: Mapping[str, Stateful]) -> None:
     left_out = left_out + [
-        f"the state of {name!r}: it was not asked for" for name in contents.common["stateful"].keys() - parts
+        f"the state of {name!r}: it was not requested" for name in contents.common["stateful"].keys() - parts
     ]
     if left_out:
         logger.warning(

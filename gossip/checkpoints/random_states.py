@@ -11,7 +11,7 @@ from loguru import logger
 
 
 def rng_states() -> dict[str, Any]:
-    """Of torch (CPU, and CUDA if it is in use), Python and NumPy. Local."""
+    """Return the states of torch (CPU, and CUDA if it is in use), Python and NumPy. Local."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -19,7 +19,7 @@ def rng_states() -> dict[str, Any]:
         "python": [version, torch.tensor(numbers), gauss],
         "numpy": None,
     }
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 -- training may draw from it all the same
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 -- training may draw from it nevertheless
     assert isinstance(numpy_state, dict)
     if numpy_state["bit_generator"] == "MT19937":
         states["numpy"] = [
@@ -29,16 +29,16 @@ def rng_states() -> dict[str, Any]:
             float(numpy_state["gauss"]),
         ]
     else:
-        logger.warning("NumPy's global generator is a {}: its state is not saved", numpy_state["bit_generator"])
+        logger.warning("NumPy's global generator is a {}; its state is not saved", numpy_state["bit_generator"])
     return states
 
 
 def restore_rng_states(states: dict[str, Any]) -> list[str]:
-    """Set them. Local. Returns what could not be restored, in words."""
+    """Set the states and return in words what could not be restored. Local."""
     left_out = []
     torch.set_rng_state(states["torch"])
     if states["cuda"] and (not torch.cuda.is_available() or torch.cuda.device_count() != len(states["cuda"])):
-        left_out.append(f"the states of {len(states['cuda'])} CUDA generators: there are other devices here")
+        left_out.append(f"the states of {len(states['cuda'])} CUDA generators: the devices here differ")
     elif states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"])
     version, numbers, gauss = states["python"]

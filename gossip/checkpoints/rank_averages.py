@@ -1,4 +1,4 @@
-"""The mean over the ranks of a distributed run, chunk by chunk, for rank 0 alone."""
+"""The mean over the ranks of a distributed run, chunk by chunk, held by rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gossip.step.engine import StepEngine
 
 
 def averages_over_ranks(replicas: Replicas, engine: StepEngine, world: World, path: Path) -> dict[str, torch.Tensor]:
-    """See :meth:`Replicas.averages`. Rank 0 holds the result, the others a chunk of it at a time."""
+    """Implement :meth:`Replicas.averages`. Rank 0 holds the result, the others a chunk of it at a time."""
     module = engine.module
     engine.frozen.compare()
     equal = engine.frozen.names_of_equal()
@@ -42,15 +42,15 @@ def averages_over_ranks(replicas: Replicas, engine: StepEngine, world: World, pa
 
 
 def _begin(module: nn.Module, path: Path, rank: int, equal: Container[str]) -> str:
-    """Whether rank 0 can write at all; and the hash of what need not be ``equal`` on all ranks."""
+    """Check that rank 0 can write, and return a hash of everything that is not known to be equal on all ranks."""
     if rank == 0 and not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent} is not a folder; make it first")
+        raise CheckpointError(f"{path.parent} is not a folder; create it first")
     exported = exported_tensors(module)
     return digest_of(tensor for name, tensor in exported if name not in equal and is_averaged(tensor)).hex()
 
 
 def _average(tensor: torch.Tensor, world: World, what: str, weight: float) -> torch.Tensor | None:
-    """The mean over ranks, on the CPU of rank 0; in chunks. This rank's values count ``weight``."""
+    """Return the mean over ranks, on the CPU of rank 0, computed in chunks; this rank's values count ``weight``."""
     result = torch.empty(tensor.numel(), dtype=tensor.dtype) if world.rank == 0 else None
     place = 0
     for chunk in chunks_in_memory_order(tensor):

@@ -1,4 +1,4 @@
-"""The replica of one rank, which a process of a distributed run holds."""
+"""The replica of one rank, held by one process of a distributed run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from gossip.wrapper import GossipDataParallel
 
 
 class RankReplica(Replicas):
-    """That of a model and its optimizers.
+    """The replica of a model and its optimizers.
 
     Parameters
     ----------
     model : GossipDataParallel
+        The model of this rank.
     """
 
     def __init__(self, model: GossipDataParallel) -> None:
@@ -41,7 +42,7 @@ class RankReplica(Replicas):
 
     @functools.cached_property
     def step(self) -> int:
-        """This model's; the farthest rank's where they do not make their steps together."""
+        """The number of steps made; with an asynchronous algorithm, that of the rank that has made the most."""
         if not self._model.algorithm.is_asynchronous:
             return self._model.step
         return max(map(int, self.gather(str(self._model.step).encode(), "comparing numbers of steps")))

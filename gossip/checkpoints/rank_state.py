@@ -1,4 +1,4 @@
-"""What one rank's file holds."""
+"""The contents of one rank's file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECTIONS: Mapping[str, type] = {
     "stateful": dict,
     "data": dict,
 }
-"""What every rank's file has, beside the states of the random number generators."""
+"""The sections of every rank's file, besides the states of the random number generators."""
 
 
 class Stateful(Protocol):
@@ -31,18 +31,18 @@ class Stateful(Protocol):
 
 
 def is_stateful(part: Any) -> TypeGuard[Stateful]:
-    """Whether ``part`` gives and takes its state."""
+    """Return whether ``part`` has ``state_dict()`` and ``load_state_dict()``."""
     is_one = not isinstance(part, type)
     return is_one and all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def parts_state(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The states of the parts that have one, and the plain data. Local.
+    """Return the states of the parts that have one, and the plain data. Local.
 
     Raises
     ------
     TypeError
-        Names the part that cannot be saved, and what in it.
+        A part cannot be saved; the text names it, and what in it is unsuitable.
     """
     stateful, data = {}, {}
     for name, part in parts.items():
@@ -54,9 +54,9 @@ def parts_state(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_sections(state: Any, manifest: Mapping[str, Any], where: str) -> None:
-    """Raise unless ``state``, read from a rank's file, has the form that a rank's file has."""
+    """Raise unless ``state``, read from a rank's file, has the expected sections and tensors."""
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where} holds a {type(state).__name__}, but no rank's state")
+        raise CheckpointError(f"{where} holds a {type(state).__name__}, not the state of a rank")
     for section, kind in SECTIONS.items():
         if type(state.get(section)) is not kind:
             raise CheckpointError(f"{where} has no {section!r}")

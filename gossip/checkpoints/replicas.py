@@ -1,4 +1,4 @@
-"""What a checkpoint is made from and restored into: one rank's replica in each process, or all of them in one."""
+"""What a checkpoint is made from and restored into: one replica per process, or all of them in one process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 
 class Replicas(ABC):
-    """The replicas of a training that this process holds.
+    """The replicas that this process holds.
 
     Attributes
     ----------
     ranks : range
-        Whose they are.
+        The ranks of these replicas.
     world_size : int
-        How many there are in all processes.
+        The number of replicas in all processes.
     process, num_processes : int
-        Which process this is, and of how many; process 0 writes what is common to all.
+        The number of this process, and how many there are; process 0 writes what all have in common.
     place, num_shards : int
-        Which shard of a replica a rank here has, and of how many; ranks of a group follow each other.
+        Which shard of a replica the rank here holds, and of how many; the ranks of a shard group are consecutive.
     """
 
     place: int = 0
@@ -36,11 +36,11 @@ class Replicas(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of steps made."""
+        """The number of steps made."""
 
     @abstractmethod
     def gather(self, payload: bytes, what: str) -> list[bytes]:
-        """Every process's payload, in their order. Collective.
+        """Return the payloads of all processes, in their order. Collective.
 
         Raises
         ------
@@ -50,7 +50,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def check_between_steps(self) -> None:
-        """Raise GossipError if this is no moment to save or to load."""
+        """Raise GossipError unless the model is between two steps, where it can be saved and loaded."""
 
     @abstractmethod
     def check_alive(self) -> None:
@@ -58,27 +58,27 @@ class Replicas(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Module, optimizers, buckets and topology, as plain data for the manifest. Local."""
+        """Describe module, optimizers, buckets and topology as plain data for the manifest. Local."""
 
     @abstractmethod
     def check_savable(self) -> None:
-        """Raise TypeError if something in the optimizers' states cannot be saved. Local."""
+        """Raise TypeError if the optimizers' states hold something that cannot be saved. Local."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for what is in flight, and compare what must be equal on all ranks. Collective; before :meth:`states`.
+        """Await the messages in flight, and compare what must be equal on all ranks. Collective; before :meth:`states`.
 
         Raises
         ------
         ExchangeError
-            It did not arrive.
+            A message did not arrive.
         """
 
     @abstractmethod
     def states(self) -> Iterator[dict[str, Any]]:
-        """Of each rank here the sections of its file, without the parts of the run. Local.
+        """Yield for each rank here the sections of its file, without the parts of the run. Local.
 
-        Nothing in flight is applied: the training goes on as if nothing had been read.
+        Messages in flight are not applied: training continues as if nothing had been read.
         """
 
     @abstractmethod
@@ -93,21 +93,21 @@ class Replicas(ABC):
 
     @abstractmethod
     def unfreeze(self, names: Sequence[str]) -> None:
-        """Give buckets to these parameters, as when they were unfrozen in the run that was saved."""
+        """Create buckets for these parameters, as when they were unfrozen in the run that was saved."""
 
     @abstractmethod
     def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Put the sections of each rank here into its replica, in place; what could not be restored, in words. Local.
+        """Restore each rank here from its sections, in place, and return what could not be restored, in words. Local.
 
-        Without ``exchanges`` in the section ``engine`` nothing is in flight.
+        Without ``exchanges`` in the section ``engine``, no message is in flight.
         """
 
     @abstractmethod
     def averages(self, path: Path) -> dict[str, torch.Tensor]:
-        """The mean over ranks by name, in process 0, for the file ``path``; elsewhere nothing. Collective.
+        """Return the mean over ranks by name in process 0, elsewhere an empty dict, for the file ``path``. Collective.
 
         Raises
         ------
         CheckpointError
-            There cannot be such a file; raised in every process.
+            The file cannot be created; raised in every process.
         """

@@ -1,4 +1,4 @@
-"""A checkpoint of n ranks as the one state that any other number of ranks can start from."""
+"""The state of n ranks combined into one from which any other number of ranks can start."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _Path = tuple[Any, ...]
 
 
 def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The mean over the old ranks' states. Local; holds one of them at a time, beside the sum.
+    """Return the mean of the old ranks' states. Local; holds one of them in memory at a time, besides the sum.
 
-    Parameters, float buffers and the optimizers' float tensors are averaged, in float32 or wider, each over the ranks
-    that have it. Integers, step counters, parameter groups, and the parts are old rank 0's. Gradients,
-    what was in flight and the random number generators' states belong to a rank, and are left out.
+    Parameters, float buffers and the optimizers' float tensors are averaged in float32 or wider, each over the ranks
+    that have it. Integers, step counters, parameter groups and parts are those of the old rank 0. Gradients, messages
+    in flight and the states of random number generators belong to single ranks, and are left out.
 
     Raises
     ------
     CheckpointError
-        The states do not fit each other.
+        The states do not match each other.
     """
     mean = _Mean()
     for rank, state in enumerate(states):
@@ -33,7 +33,7 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"the state of rank {rank} does not fit rank 0's: {reason(error)}") from error
+            raise CheckpointError(f"the state of rank {rank} does not match rank 0's: {reason(error)}") from error
     return mean.result()
 
 
@@ -74,7 +74,7 @@ class _Mean:
     def _accumulate(self, path: _Path, tensor: torch.Tensor) -> torch.Tensor:
         if path in self._sums:
             if self._sums[path].shape != tensor.shape:
-                raise TypeError(f"shape {list(tensor.shape)} instead of {list(self._sums[path].shape)} at {path}")
+                raise TypeError(f"shape {list(tensor.shape)} differs from {list(self._sums[path].shape)} at {path}")
             self._sums[path].add_(tensor)
         else:
             self._sums[path] = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
@@ -86,7 +86,7 @@ class _Mean:
 
 
 def _map_floats(tree: Any, path: _Path, function: Callable[[_Path, torch.Tensor], torch.Tensor]) -> Any:
-    """``tree`` with ``function`` applied to what is averaged."""
+    """Return ``tree`` with ``function`` applied to the tensors that are averaged."""
     if isinstance(tree, torch.Tensor):
         is_counter = path[0] == "optimizers" and path[-1] == "step"
         is_averaged = (tree.is_floating_point() or tree.is_complex()) and not is_counter

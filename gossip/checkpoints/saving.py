@@ -1,4 +1,4 @@
-"""Save what every rank needs to go on exactly where it stands."""
+"""Save everything that the ranks need in order to continue exactly."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ from gossip.version import __version__
 
 @torch.inference_mode(False)
 def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, **parts: Any) -> Path:
-    """Write a checkpoint of all ranks into ``folder``. Collective; between any two steps.
+    """Write a checkpoint of all ranks into ``folder``. Collective.
 
     Every rank's file has its parameters and buffers (under the bare module's names), optimizer, messages in flight
-    (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training goes on bit for bit as if
-    nothing had been saved, and a run that :func:`gossip.load` resumes does too. Virtual workers write the files of all
-    their ranks, so that a run may begin virtually and go on in processes, and back.
+    (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training continues bit for bit as
+    if nothing had been saved, and so does a run that :func:`gossip.load` resumes. Virtual workers write the files of
+    all their ranks, so a run can start virtually and continue in processes, and vice versa.
 
     Parameters
     ----------
     model : GossipDataParallel or VirtualWorkers
+        The model, between any two steps and outside ``averaged()``.
     folder : path
-        Shared by all ranks; made if it does not exist. The checkpoint is ``folder/step_0000000123``.
+        A folder that all ranks share; created if it does not exist. The checkpoint is ``folder/step_0000000123``.
     keep : int
-        How many complete checkpoints stay; older ones are removed once the new one is complete. (Complete by their
-        manifest and sizes: old files are not read again.) Checkpoints of later steps and all other files stay.
+        The number of complete checkpoints to keep; older ones are removed once the new one is complete. (Completeness
+        is judged by manifest and sizes: old files are not read again.) Checkpoints of later steps and all other files
+        are kept.
     **parts
-        What else belongs to the run, by name: objects with ``state_dict()`` and ``load_state_dict()`` (scheduler,
-        GradScaler, sampler), or plain data (numbers, strings, tensors, lists, dicts: the position in the data).
+        Whatever else belongs to the run, by name: objects with ``state_dict()`` and ``load_state_dict()`` (scheduler,
+        GradScaler, sampler), or plain data (numbers, strings, tensors, lists, dicts), such as the position in the data.
 
     Returns
     -------
     Path
-        Of the checkpoint.
+        The path of the checkpoint.
 
     Raises
     ------
     TypeError, ValueError
         An argument, or something in a part's state, cannot be saved; nothing has been written.
     CheckpointError
-        Some rank could not write (disk full, no permission), or the ranks are at different steps; raised on every rank,
-        with rank, path and reason. What was saved before is intact, and training can go on.
+        A rank could not write (disk full, no permission), or the ranks are at different steps; raised on every rank,
+        with rank, path and reason. Earlier checkpoints are intact, and training can continue.
     ExchangeError
         A rank did not take part within the model's ``timeout``.
 
     Notes
     -----
-    Between two steps and outside ``averaged()``. A checkpoint is written under another name (``.step_....partial``),
-    hashed meanwhile, brought to the disk, and renamed at the end: one that is not complete does not exist.
+    A checkpoint is written under another name (``.step_....partial``), hashed while it is written, flushed to disk, and
+    renamed at the end, so an incomplete one never appears under its final name.
 
     Examples
     --------
@@ -95,9 +97,9 @@ def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> P
 
 
 def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> dict[str, Any]:
-    """Check everything that can be checked before anything is written, here and between the processes.
+    """Check everything that can be checked before writing, here and between the processes.
 
-    Returns the sections that are the same for all ranks here: the parts.
+    Returns the sections that all ranks here have in common, the parts.
     """
     shared: dict[str, Any] = {}
 
@@ -161,7 +163,7 @@ def _complete(replicas: Replicas, path: Path, files: Sequence[dict[str, Any]]) -
 
 
 def _prune(path: Path, step: int, keep: int) -> None:
-    """The new checkpoint is complete: what goes wrong from here on is worth a warning only."""
+    """Remove old checkpoints. The new one is complete, so a failure here only deserves a warning."""
     try:
         layout_on_disk.prune(path, step, keep)
     except (OSError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""What can be saved, loaded and exported."""
+"""The models that can be saved, loaded and exported."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TrainedModel = GossipDataParallel | VirtualWorkers
 
 
 def replicas_of(model: TrainedModel) -> Replicas:
-    """The replicas that this process holds of what ``model`` trains.
+    """Return the replicas of ``model`` that this process holds.
 
     Raises
     ------
     TypeError
-        It trains none.
+        ``model`` is neither a GossipDataParallel nor VirtualWorkers.
     """
     if isinstance(model, GossipDataParallel):
         return RankReplica(model) if model._live().shards is None else ShardedReplica(model)
@@ -34,12 +34,12 @@ def replicas_of(model: TrainedModel) -> Replicas:
 
 
 def jointly(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _Result:
-    """What ``operation`` makes of the replicas here; if a rank is lost meanwhile, those left may do it again.
+    """Run ``operation`` on the replicas here; if a rank is lost meanwhile, the remaining ranks may repeat it.
 
     Raises
     ------
     TypeError
-        The model trains none.
+        ``model`` is neither a GossipDataParallel nor VirtualWorkers.
     """
     if isinstance(model, GossipDataParallel):
         return model._joint_work.jointly(lambda: operation(replicas_of(model)))

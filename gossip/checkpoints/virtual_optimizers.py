@@ -1,4 +1,4 @@
-"""An optimizer over stacked parameters as the optimizers of single ranks, and back."""
+"""Conversion between an optimizer over stacked parameters and the optimizers of single ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from gossip.parameters.plain_state import plain
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
 
-_OF_STACKS = ("params", "param_names")  # of a group, what depends on the number of devices
+_OF_STACKS = ("params", "param_names")  # the entries of a group that depend on the number of devices
 
 
 class StackedOptimizer:
-    """One of the optimizers of virtual workers, as checkpoints see it.
+    """One optimizer of virtual workers, as checkpoints see it.
 
     Parameters
     ----------
     optimizer : Optimizer
-        Over stacks, [k, *shape], those of a parameter one after the other.
+        An optimizer over stacks, [k, *shape]; the stacks of one parameter are consecutive.
     shards : sequence of Shard
+        The shards, in the order of the stacks of a parameter.
     """
 
     def __init__(self, optimizer: Optimizer, shards: Sequence[Shard]) -> None:
@@ -33,20 +34,20 @@ class StackedOptimizer:
 
     @property
     def groups(self) -> list[list[torch.Tensor]]:
-        """Of each group, the first shard's stacks."""
+        """The stacks of the first shard, by group."""
         return [list(group["params"][:: self._num_shards]) for group in self._optimizer.param_groups]
 
     def _held(self) -> list[list[torch.Tensor]]:
-        """The stacks of each parameter, in the order of the groups."""
+        """Return the stacks of each parameter, in the order of the groups."""
         stacks = [stack for group in self._optimizer.param_groups for stack in group["params"]]
         return [stacks[start : start + self._num_shards] for start in range(0, len(stacks), self._num_shards)]
 
     def check_savable(self) -> None:
-        """Raise TypeError if something that it knows cannot be saved."""
+        """Raise TypeError if the state holds something that cannot be saved."""
         plain(self._optimizer.state_dict(), f"the state_dict() of {type(self._optimizer).__name__}")
 
     def state_of(self, shard: int, row: int) -> dict[str, Any]:
-        """What ``state_dict()`` of one rank's own optimizer would give."""
+        """Return what ``state_dict()`` of a single rank's own optimizer would return."""
         state: dict[int, dict[str, Any]] = {}
         for number, stacks in enumerate(self._held()):
             stack = stacks[shard]
@@ -68,7 +69,7 @@ class StackedOptimizer:
         return checked
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Take over those of single ranks; what could not be, in words."""
+        """Load the states of single ranks, and return in words what could not be restored."""
         optimizer = self._optimizer
         optimizer.state.clear()
         held = self._held()
@@ -93,7 +94,7 @@ class StackedOptimizer:
         for group, saved in zip(optimizer.param_groups, states[0]["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in (*_OF_STACKS, *IMPLEMENTATION)})
         name = type(optimizer).__name__
-        return [f"{key!r} of {name}, which differs between ranks, and is rank 0's now" for key in differing]
+        return [f"{key!r} of {name}, which differed between ranks and is now rank 0's" for key in differing]
 
 
 def _all_equal(values: Iterable[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The replicas of all ranks, which virtual workers hold in one process."""
+"""The replicas of all ranks, held by virtual workers in one process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from gossip.virtual.workers import VirtualWorkers
 
 
 class VirtualReplicas(Replicas):
-    """Those of virtual workers.
+    """The replicas of virtual workers.
 
     Parameters
     ----------
     workers : VirtualWorkers
+        The workers that hold the replicas.
     """
 
     process, num_processes = 0, 1
@@ -56,18 +57,21 @@ class VirtualReplicas(Replicas):
 
     def check_between_steps(self) -> None:
         if is_in_backward():
-            raise GossipError(f"step {self.step} is half made: save and load after backward()")
+            raise GossipError(f"step {self.step} is in progress; save and load after backward()")
         if self._workers._is_averaged:
-            raise GossipError(f"step {self.step}: inside averaged() there is nothing to save or load; leave it first")
+            raise GossipError(
+                f"step {self.step}: nothing can be saved or loaded inside averaged(); leave the block first"
+            )
         if self._workers._replay is not None:
             raise GossipError(
-                f"step {self.step}: a replay is neither saved nor loaded, as its replicas are at different steps; make "
-                "it again, it computes the same"
+                f"step {self.step}: a replay can be neither saved nor loaded, because its replicas are at different "
+                "steps; "
+                "run it again, which gives the same result"
             )
         self._updater.stack_new_groups()
 
     def check_alive(self) -> None:
-        """Nothing ends the training of virtual workers for good."""
+        """Do nothing, as no error ends the training of virtual workers permanently."""
 
     def describe(self) -> dict[str, Any]:
         workers = self._workers
@@ -87,7 +91,7 @@ class VirtualReplicas(Replicas):
             optimizer.check_savable()
 
     def settle(self) -> None:
-        """What is in flight has arrived."""
+        """Do nothing, as everything in flight has already arrived."""
 
     @torch.no_grad()
     def states(self) -> Iterator[dict[str, Any]]:
@@ -116,7 +120,7 @@ class VirtualReplicas(Replicas):
                 }
 
     def _gradients_of(self, shard: Shard, rank: int) -> dict[str, torch.Tensor]:
-        """The stacks of the gradients of which a rank has its own."""
+        """Return the stacks of those gradients of which the rank has its own."""
         if not self._updater.scales[rank]:
             return {}
         reached = self._updater.reached
@@ -162,7 +166,7 @@ class VirtualReplicas(Replicas):
             ):
                 deal_([shard.buffers[name] for shard in self._shards], saved)
             else:
-                left_out.append(f"buffer {name!r}, which is not persistent and has another form here")
+                left_out.append(f"buffer {name!r}, which is not persistent and has another shape or dtype here")
         return left_out
 
     def _restore_gradients(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -179,13 +183,13 @@ class VirtualReplicas(Replicas):
                         stack.grad[row].copy_(gradient)
             reached = torch.tensor([gradient is not None for gradient in gradients])
             if self._workers.is_vectorised:
-                reached |= self._updater.scales == 0  # a rank without any gradient: the next one reaches everything
+                reached |= self._updater.scales == 0  # the next gradient of a rank without any reaches everything
             if not bool(reached.all()):
                 self._updater.reached[name] = reached
 
     def averages(self, path: Path) -> dict[str, torch.Tensor]:
         if not path.parent.is_dir():
-            raise CheckpointError(f"{path.parent} is not a folder; make it first")
+            raise CheckpointError(f"{path.parent} is not a folder; create it first")
         weights, first = self._exchanges.weights(), self._shards[0]
         averages = {}
         for name, _ in exported_tensors(self._workers.module):
@@ -201,7 +205,7 @@ def _rows(stacks: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tenso
 
 
 def _stacked_algorithm(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the ranks' algorithms keep, as that of all replicas."""
+    """Stack what the ranks' algorithms keep into the state for all replicas."""
     saved: list[Mapping[str, Any]] = [engine["algorithm"] for engine in engines if "algorithm" in engine]
     if len(saved) < len(engines):
         return None

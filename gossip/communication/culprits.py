@@ -1,4 +1,4 @@
-"""Who it is that everybody waits for, found by following who waits for whom."""
+"""The ranks that all others wait for, found by following which rank waits for which."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _NUM_HOPS_TOLD = 4
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank's newest note.
+    """The newest note of a rank.
 
     Attributes
     ----------
     sequence : int
-        How many collectives it had called.
+        The number of collectives that it had called.
     what : str
-        The name of the latest.
+        The name of the latest collective.
     gave_up : bool
-        Whether it waits no longer, and does not go on.
+        Whether it has stopped waiting and will not continue.
     waits_in : str
-        Where it waits, and has waited for long; empty if it had no long wait since.
+        Where it has been waiting for long; empty if it has had no long wait since.
     waits_for : sequence of int
-        For whom.
+        The ranks that it waits for.
     beat : int
-        Counts up for as long as it waits.
+        A counter that increases for as long as it waits.
     blames : sequence of int
-        Once it has given up: for whose sake.
+        If it has given up: the ranks that caused this.
     reason : str
-        And why, in words.
+        If it has given up: the reason, in words.
     """
 
     sequence: int
@@ -47,17 +47,18 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What this rank knows of another one.
+    """What this rank knows about another rank.
 
     Attributes
     ----------
     arrival : Arrival or None
-        Its newest note.
+        The newest note of the rank.
     is_fresh : bool
-        Whether that changed a moment ago.
+        Whether the note changed a moment ago.
     state : str
-        Of its process: see :meth:`gossip.communication.roll_call.RollCall.state_of`.
+        The state of its process, see :meth:`gossip.communication.roll_call.RollCall.state_of`.
     pid : int
+        The id of its process.
     """
 
     arrival: Arrival | None
@@ -67,20 +68,20 @@ class Sighting:
 
 
 class Verdict(NamedTuple):
-    """Who has stopped.
+    """The ranks that have stopped.
 
     Attributes
     ----------
     culprits : tuple of int
-        Empty if there is no telling.
+        The ranks; empty if they are unknown.
     reason : str
-        In words, also if there is no telling.
+        The reason in words, even if the ranks are unknown.
     is_certain : bool
-        Whether it will not read otherwise a moment later.
+        Whether a moment later the verdict would be the same.
     ends_wait : bool
-        Whether nothing will come of waiting longer.
+        Whether it is pointless to wait longer.
     source : int or None
-        Who found it out, if not this rank.
+        The rank that found out, if not this one.
     """
 
     culprits: tuple[int, ...]
@@ -91,13 +92,13 @@ class Verdict(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The reason, and whose it is."""
+        """The reason, and the rank that found it."""
         return self.reason + (f" (so rank {self.source} found)" if self.source is not None else "")
 
 
 @dataclass
 class _Chains:
-    """Where the chains of those who wait for each other end."""
+    """The ends of the chains of ranks that wait for each other."""
 
     waiting: list[int] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)
@@ -120,17 +121,17 @@ def find_culprits(
     Parameters
     ----------
     rank : int
-        This one.
+        This rank.
     where : str
         Where it waits.
     awaited : sequence of int
-        For whom.
+        The ranks that it waits for.
     sightings : mapping
-        Of all other ranks.
+        What is known about all other ranks.
     sequence : int
-        How many collectives this rank has called.
+        The number of collectives that this rank has called.
     is_collective : bool
-        Whether it waits in one of them: who has called fewer is absent.
+        Whether it waits in one of them; ranks that have called fewer are then absent.
     """
     reached_from: dict[int, int] = dict.fromkeys(awaited, rank)
     chains = _Chains()
@@ -165,7 +166,7 @@ def find_culprits(
         return Verdict(tuple(ranks), "; ".join(texts))
 
     if chains.gone:
-        # What a process sent before it ended may still be on its way.
+        # What a process sent before it ended might still be on its way.
         nothing_comes = is_collective and any(_is_behind(sightings[other].arrival, sequence) for other in chains.gone)
         return verdict_on(chains.gone)._replace(is_certain=True, ends_wait=nothing_comes)
     if chains.given_up:
@@ -195,11 +196,11 @@ def _last_seen(arrival: Arrival | None, sequence: int, *, is_collective: bool) -
         return "; it was never seen"
     if is_collective:
         return f"; it was last seen in {arrival.what!r}"
-    return f"; it is meanwhile in {arrival.what!r}" if arrival.sequence > sequence else ""
+    return f"; it is now in {arrival.what!r}" if arrival.sequence > sequence else ""
 
 
 def _hops(rank: int, start: int, reached_from: Mapping[int, int], sightings: Mapping[int, Sighting]) -> str:
-    """Who waits for it, if that is not this rank itself."""
+    """Describe which ranks wait for the rank, if that is not only this rank."""
     hops: list[str] = []
     while (waiter := reached_from[rank]) != start and len(hops) < _NUM_HOPS_TOLD:
         arrival = sightings[waiter].arrival
@@ -209,7 +210,7 @@ def _hops(rank: int, start: int, reached_from: Mapping[int, int], sightings: Map
 
 
 def _passed_on(ranks: Sequence[int], rank: int, sightings: Mapping[int, Sighting]) -> Verdict:
-    """What those that gave up have found out: they saw it earlier, or from nearer."""
+    """Return the verdict of ranks that gave up, which saw the cause earlier or more directly."""
     arrivals = {other: arrival for other in ranks if (arrival := sightings[other].arrival) is not None}
     knowing = {other: arrival for other, arrival in arrivals.items() if arrival.blames}
     if not knowing:
@@ -223,7 +224,7 @@ def _passed_on(ranks: Sequence[int], rank: int, sightings: Mapping[int, Sighting
 def _cycle(where: str, ranks: Sequence[int], sightings: Mapping[int, Sighting]) -> str:
     waits = {other: arrival.waits_in for other in ranks if (arrival := sightings[other].arrival) is not None}
     if all(waits_in == where for waits_in in waits.values()):
-        return "all others wait too: a connection between two of them is cut"
+        return "all others are waiting too; a connection between two of them is cut"
     return "they wait for each other: " + "; ".join(
-        f"rank {other} is meanwhile in {waits_in}" for other, waits_in in waits.items() if waits_in != where
+        f"rank {other} is now in {waits_in}" for other, waits_in in waits.items() if waits_in != where
     )

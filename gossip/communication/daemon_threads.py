@@ -1,4 +1,4 @@
-"""Threads in the back that are over before the interpreter is."""
+"""Background threads that end before the interpreter does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 CLOSING_PATIENCE = timedelta(seconds=1)
-"""How long the end of communication may take before what is stuck is left alone."""
+"""How long the end of communication may take before blocked threads are abandoned."""
 
 
 class _Ending(NamedTuple):
@@ -29,28 +29,29 @@ _endings: weakref.WeakKeyDictionary[threading.Thread, _Ending] = weakref.WeakKey
 def start(
     name: str, run: Callable[[], None], *, end: Callable[[], object], patience: timedelta = CLOSING_PATIENCE
 ) -> threading.Thread:
-    """Start a daemon thread that is told to end, and waited for, when the program does.
+    """Start a daemon thread that is told to end, and waited for, when the program ends.
 
-    CPython before 3.14 ends a daemon thread that wants the interpreter after its finalization has begun by unwinding
-    its stack, and C++ aborts the process where that meets a function that must not throw: the end of ``Work.wait``, or
-    of a tensor. So none may be left by then. Exit handlers come before, the program's own before this one as long as
-    they were registered after ``import torch``.
+    When a daemon thread asks for the interpreter after finalization has begun, CPython before 3.14 ends the thread by
+    unwinding its stack, and C++ aborts the process if the unwinding meets a function that must not throw, such as the
+    end of ``Work.wait`` or of a tensor. So none of these threads may be left by then. Exit handlers run before
+    finalization, and the program's own run before this one if they were registered after ``import torch``.
 
     Parameters
     ----------
     name : str
+        The name of the thread.
     run : callable
-        The thread's life.
+        The function that the thread runs.
     end : callable
-        Makes ``run`` return, as soon as what it waits for lets it; called once, when the program ends. It must not hold
-        what must not outlive its owner.
+        Makes ``run`` return as soon as what it waits for permits; called once, when the program ends. It must not hold
+        references to objects that must not outlive their owners.
     patience : timedelta
-        How long the program's end waits for it; the end of a program that fails waits no longer than
-        ``CLOSING_PATIENCE``, so that its peers are soon told.
+        How long the end of the program waits for the thread. A program that fails waits no longer than
+        ``CLOSING_PATIENCE``, so that its peers are notified soon.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     _endings[thread] = _Ending(end, patience)
-    if not _program_end().alive:  # it is over: an exit handler of an earlier date still asks for something
+    if not _program_end().alive:  # it has run, but an exit handler that was registered earlier still needs a thread
         _let_the_stuck_sleep()
     thread.start()
     return thread
@@ -59,7 +60,7 @@ def start(
 @functools.cache
 def _program_end() -> weakref.finalize[[], Callable[..., object]]:
     os.register_at_fork(after_in_child=_endings.clear)  # the threads are the parent's
-    # Among the handlers of weakref, which were registered when torch was imported: nearly all others come before.
+    # Among weakref's handlers, which were registered when torch was imported, so nearly all others run before.
     return weakref.finalize(start, _end_all)
 
 
@@ -75,8 +76,8 @@ def _end_all() -> None:
         if left and not has_failed and max(left.values()) > CLOSING_PATIENCE:
             names = ", ".join(sorted(thread.name for thread in left))
             print(  # the logger has ended by now
-                f"gossip: the program has ended, but messages are under way that a peer has not sent or taken yet "
-                f"({names}); waiting for them up to {max(left.values()).total_seconds():g} s, the model's timeout",
+                f"gossip: the program has ended, but messages are in flight that a peer has not yet sent or received "
+                f"({names}); waiting for them for up to {max(left.values()).total_seconds():g} s, the model's timeout",
                 file=sys.stderr,
                 flush=True,
             )
@@ -92,12 +93,12 @@ def _join(patiences: Mapping[threading.Thread, timedelta], begin: float) -> None
 
 
 def _let_the_stuck_sleep() -> None:
-    """Make a thread sleep for good that could only abort the process, which is what CPython 3.14 does.
+    """Put a thread to sleep forever that could otherwise only abort the process, as CPython 3.14 does.
 
-    A peer that is stuck may let go of a thread at any moment, also while the interpreter finalizes. The process then
-    goes on to its end by itself: the other exit handlers, what is left in buffers, and the program's own status, which
-    no exit handler can know.
+    A blocked peer may release a thread at any moment, even while the interpreter finalizes. The process then continues
+    to its regular end: the other exit handlers, the contents of buffers, and the program's own status, which no exit
+    handler can know.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C++ library: as it was
+    with contextlib.suppress(OSError, AttributeError):  # with another C++ library nothing is changed
         cpp, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
         cpp._ZSt13set_terminatePFvvE(ctypes.cast(c.pause, ctypes.c_void_p))  # std::set_terminate(pause)

@@ -1,4 +1,4 @@
-"""The transport for finding a rank that is out of step: every message says what it is."""
+"""The transport for finding a rank that is out of step: every message carries a description."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
 _HEADERS, _MESSAGES = "debug headers", "debug messages"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 _GLANCE_S = 0.1
-_LATENESS_S = 1.0  # of a header whose sender says that it is gone
+_LATENESS_S = 1.0  # how late a header may be whose sender has moved on
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a message is: seven integers on the wire."""
+    """The description of a message: seven integers on the wire."""
 
     step: int
     bucket: int
@@ -44,47 +44,48 @@ class Header:
     LENGTH = 7
 
     def to_tensor(self, device: torch.device) -> torch.Tensor:
-        """[LENGTH], int64."""
+        """Return the header as a tensor, [LENGTH], int64."""
         values = [_MAGIC, self.step, self.bucket, self.round_digest, self.numel, self.dtype, self.digest]
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     def difference(self, source: int, values: Sequence[int]) -> str | None:
-        """In words how what rank ``source`` sent differs from what this rank has; None if it does not."""
+        """Return in words how what rank ``source`` sent differs from what is expected; None if it does not."""
         if values[0] != _MAGIC:
-            return f'rank {source} sent something else than a header: it has not transport="debug"'
+            return f'rank {source} sent something other than a header; it does not use transport="debug"'
         found = Header(*values[1:])
         if (found.step, found.bucket) != (self.step, self.bucket):
-            return f"rank {source} sent bucket {found.bucket} of step {found.step}: one of the two is out of step"
+            return f"rank {source} sent bucket {found.bucket} of step {found.step}; one of the two ranks is out of step"
         if found.round_digest != self.round_digest:
-            return f"rank {source} mixes by another round: the topologies, their seeds or their versions differ"
+            return f"rank {source} mixes by another round; the topologies, their seeds or their versions differ"
         if (found.numel, found.dtype) != (self.numel, self.dtype):
-            return f"rank {source} sent {found.contents}, expected {self.contents}: the modules differ"
+            return f"rank {source} sent {found.contents}, expected {self.contents}; the modules differ"
         return None
 
     @property
     def contents(self) -> str:
-        """For people: number and type of the values."""
+        """The number and type of the values, in words."""
         return f"{self.numel} values of {str(_DTYPES[self.dtype]).removeprefix('torch.')}"
 
 
 class DebugTransport(Transport):
-    """Point-to-point exchange in which every message is announced, and checked against the announcement.
+    """Point-to-point exchange in which every message is announced, and verified against the announcement.
 
-    A header with step, bucket, digest of the round, number and type of the values and digest of the bytes goes ahead of
-    each message. Its tag counts the exchanges between two ranks and nothing else, so that it meets the peer's header
-    also if the peer is at another step or bucket; each rank also notes in the key-value store how far it has come, so
-    that a rank is found that went on without its peer. The message itself travels once the headers agree: nothing is
-    hidden behind the next iteration, and the digests cost a pass over the memory.
+    Each message is preceded by a header with step, bucket, digest of the round, number and type of the values and
+    digest of the bytes. The header's tag only counts the exchanges between two ranks, so it matches the peer's header
+    even if the peer is at another step or bucket. Each rank also notes in the key-value store how far it has come, so
+    that a rank that has moved on without its peer is found. The message itself is sent once the headers agree: nothing
+    overlaps the next iteration, and the digests cost a pass over the memory.
 
     Parameters
     ----------
     world : World
+        The ranks.
     topology : Topology
-        Looked at round by round only.
+        The topology, of which only single rounds are used.
 
     Notes
     -----
-    Collective: every rank must construct it.
+    Construction is collective: every rank must construct it.
     """
 
     def __init__(self, world: World, topology: Topology) -> None:
@@ -148,7 +149,7 @@ class DebugTransport(Transport):
         sent: Messages,
         received: Messages,
     ) -> Works:
-        # What goes backwards along an edge has the edge's tag too.
+        # Messages in the opposite direction of an edge have the edge's tag, too.
         tags = {**receive_tags, **send_tags}
         group = self.world.communicator(range(self.world.world_size), purpose)
         return post_point_to_point(
@@ -170,7 +171,7 @@ class DebugTransport(Transport):
 
 @dataclass
 class DebugExchange:
-    """Messages under way, announced but not yet sent; see :class:`gossip.Exchange`."""
+    """Messages that are announced but not yet sent, see :class:`gossip.Exchange`."""
 
     conversation: Conversation
     expected: Mapping[int, Header]
@@ -184,7 +185,7 @@ class DebugExchange:
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
-        return {}  # messages leave only when they are awaited
+        return {}  # messages are sent only when they are awaited
 
     def wait(self) -> Arrival:
         self._await(self.pending, self.world.control_device)
@@ -215,8 +216,9 @@ class DebugExchange:
             digest = _digest(message)
             if digest != announced[source]:
                 raise ExchangeError(
-                    f"{self._where}: the message of rank {source} was corrupted on the way: its digest is "
-                    f"{digest:08x}, and was {announced[source]:08x} when it left; check the network and both hosts' "
+                    f"{self._where}: the message from rank {source} was corrupted in transit: its digest is "
+                    f"{digest:08x}, but was {announced[source]:08x} when it was sent; check the network and both "
+                    "hosts' "
                     "memory"
                 )
         delivery = Delivery(opening.sent, opening.receive_buffers, on_host=(wire_sent, wire_received))
@@ -248,7 +250,7 @@ class DebugExchange:
         for source in self.expected:
             progress = self.world.roll_call.progress(source)
             if progress is not None and progress > (self.step, self.bucket):
-                return f"rank {source} has gone on to bucket {progress[1]} of step {progress[0]}"
+                return f"rank {source} has moved on to bucket {progress[1]} of step {progress[0]}"
         return ""
 
     def _progress(self) -> str:
@@ -262,7 +264,7 @@ class DebugExchange:
 
 
 class _Lateness:
-    """Raises once somebody has been ahead for so long that its message must have been there first."""
+    """Raises once a rank has been ahead for so long that its message would have arrived before."""
 
     def __init__(self, who_is_ahead: Callable[[], str], where: str) -> None:
         self._who_is_ahead = who_is_ahead
@@ -281,7 +283,7 @@ class _Lateness:
         elif self._since is None:
             self._since = now
         elif now - self._since > _LATENESS_S:
-            raise ExchangeError(f"{self._where}{ahead} without a message for it: one of the two is out of step")
+            raise ExchangeError(f"{self._where}{ahead} without sending a message; one of the two ranks is out of step")
 
 
 def _digest(tensor: torch.Tensor) -> int:

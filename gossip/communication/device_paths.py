@@ -1,4 +1,4 @@
-"""The ways in which tensors of a device get into a communicator and out of it."""
+"""The paths by which a device's tensors enter and leave a communicator."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from gossip.private_torch import begin_coalescing, end_coalescing
 
 Tensors = Sequence[torch.Tensor]
 MakeJob = Callable[[Tensors, Tensors], Job]
-"""Begins the job that sends the first tensors and fills the second ones."""
+"""Starts the job that sends the first tensors and fills the second ones."""
 
 
 class Pending(Protocol):
-    """Operations under way."""
+    """Operations in progress."""
 
     @property
     def error(self) -> Exception | None:
-        """What the job, or the first operation that failed, raised."""
+        """The exception that the job, or the first operation that failed, raised."""
 
     @property
     def awaited(self) -> str:
-        """Whom the operation that is being waited for, or that failed, waits for."""
+        """What the operation that is being awaited, or that failed, waits for."""
 
     @property
     def done(self) -> bool:
-        """Whether all of them have ended, well or not. Waits for nothing."""
+        """Whether all of them have ended, successfully or not. Does not block."""
 
     @property
     def finished_at(self) -> Mapping[str, float]:
-        """``time.perf_counter()`` when those of a name were seen to have ended; none where the host does not see it."""
+        """``time.perf_counter()`` when the operations of a name were seen to end; empty if the host cannot see it."""
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether the operations have ended within ``timeout``, as far as work of the current stream can see."""
+        """Return whether the operations have ended within ``timeout``, as far as the current stream's work can see."""
 
 
 class DevicePaths:
-    """Chooses the way by a tensor's device and its backend.
+    """Chooses the path by a tensor's device and its backend.
 
     ================= ======================= ======================================================================
-    device            backend                 way
+    device            backend                 path
     ================= ======================= ======================================================================
     cpu               any                     through the :class:`gossip.communication.worker_threads.WorkerThreads`
-    cuda and alike    gloo                    through pinned memory and these threads: gloo itself copies synchronously
-    cuda and alike    all others (nccl)       posted at once on a stream of our own; the host waits for nothing
+    cuda and similar  gloo                    through pinned memory and these threads: gloo itself copies synchronously
+    cuda and similar  all others (nccl)       posted at once on a separate stream; the host does not wait
     ================= ======================= ======================================================================
 
     Parameters
     ----------
     worker_threads : WorkerThreads
+        The threads that send and receive on the host.
     backends : mapping
-        By type of device.
+        The backend for each type of device.
     """
 
     def __init__(self, worker_threads: WorkerThreads, backends: Mapping[str, str]) -> None:
@@ -65,18 +66,19 @@ class DevicePaths:
         self._streams: dict[torch.device, Any] = {}
 
     def serves(self, device: torch.device) -> bool:
-        """Whether some backend takes tensors of this device."""
+        """Return whether a backend supports tensors on this device."""
         return device.type in self._backends
 
     def submit(self, make_job: MakeJob, sent: Tensors, received: Tensors) -> Pending:
-        """Start the job, in the order of the calls.
+        """Start the job; jobs run in the order of the calls.
 
         Parameters
         ----------
         make_job : callable
-            Called once with the tensors that go on the wire: ``sent`` and ``received``, or their copies.
+            Called once with the tensors that are communicated: ``sent`` and ``received``, or their copies.
         sent, received : sequence of Tensor
-            All on one device; a tensor may be in both. They must stay as they are until the operations have ended.
+            Tensors on a single device; a tensor may be in both. They must not be changed until the operations have
+            ended.
         """
         device = (*sent, *received)[0].device
         if device.type == "cpu":
@@ -92,8 +94,8 @@ class DevicePaths:
 class _OnStream:
     """Operations of a backend that works on the device's own streams.
 
-    They are posted by the caller, in its order, which is the same on all ranks, and each begins on the device after the
-    one before has ended: operations on several NCCL communicators would deadlock if two ranks ran them in different
+    They are posted by the caller, in an order that is the same on all ranks, and each begins on the device after the
+    previous one has ended: operations on several NCCL communicators would deadlock if two ranks ran them in different
     orders.
     """
 
@@ -105,12 +107,12 @@ class _OnStream:
         self._module = torch.get_device_module(self._device.type)
         stream.wait_stream(self._module.current_stream(self._device))
         for tensor in (*sent, *received):
-            tensor.record_stream(stream)  # its memory is not given away meanwhile
+            tensor.record_stream(stream)  # its memory must not be reused meanwhile
         with self._module.stream(stream):
             try:
                 for works in make_job(sent, received):
                     for self.awaited, work, *_ in works or ():
-                        work.wait()  # only the stream does
+                        work.wait()  # only the stream waits
             except PostingError as error:
                 self.awaited, self.error = error.awaited, error.cause
             except Exception as error:
@@ -122,7 +124,7 @@ class _OnStream:
         return bool(self._event.query())
 
     def wait(self, _: timedelta) -> bool:
-        """Make the current stream wait; the host does not, and it is the backend's time-out that counts."""
+        """Make the current stream wait; the host does not wait, and the backend's own time-out applies."""
         self._module.current_stream(self._device).wait_event(self._event)
         return True
 
@@ -143,7 +145,7 @@ class _Staged:
         with module.stream(stream):
             for tensor in sent:
                 self._copies[id(tensor)].copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # its memory is not given away meanwhile
+                tensor.record_stream(stream)  # its memory must not be reused meanwhile
             copied = stream.record_event()
         wire_sent = [self._copies[id(tensor)] for tensor in sent]
         wire_received = [self._copies[id(tensor)] for tensor in received]
@@ -181,7 +183,7 @@ class _Staged:
 
 
 class Message(NamedTuple):
-    """What goes to a rank, or comes from it."""
+    """A message that is sent to a rank or received from it."""
 
     peer: int
     tensor: torch.Tensor
@@ -189,20 +191,20 @@ class Message(NamedTuple):
 
 
 def message_of(rank: int) -> str:
-    """What a receive from it awaits, in words."""
-    return f"the message of rank {rank}"
+    """Describe what a receive from the rank awaits."""
+    return f"the message from rank {rank}"
 
 
 def taking_by(rank: int) -> str:
-    """What a send to it awaits, in words."""
-    return f"rank {rank} to take ours"
+    """Describe what a send to the rank awaits."""
+    return f"rank {rank} to receive ours"
 
 
 def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> Works:
     """Post receives and sends.
 
-    Receives first, on every rank: gloo then moves large messages both ways at once. The other way round two ranks take
-    turns, at half the speed of the link.
+    Receives are posted first, on every rank: gloo then moves large messages in both directions at once. In the opposite
+    order two ranks take turns, at half the speed of the link.
     """
     if not receives and not sends:
         return ()
@@ -218,8 +220,8 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
                 for peer, tensor, tag in sends
             ),
         ]
-    # In one call: a device runs what two ranks have between them in turn, and a receive before a send on both sides
-    # would never end.
+    # In one call, because a device runs the operations between two ranks in turn, and a receive before a send on both
+    # sides would never end.
     begin_coalescing(group, device)
     for peer, tensor, tag in receives:
         group.recv([tensor], peer, tag)

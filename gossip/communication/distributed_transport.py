@@ -21,42 +21,45 @@ from gossip.errors import ExchangeError, GossipError
 from topologies import Phase, Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
-_MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory on each
-_NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end
+_MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory for each
+_NUM_SAMPLED_ROUNDS = 8  # for a schedule without a period
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
-#: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns: worth it from this size on.
+#: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns; it pays from this size on.
 MIN_LARGE_BYTES = 2**16
-#: Messages are cut into pieces of this size, of which a few are under way at a time.
+#: Messages are cut into pieces of this size, of which a few are in flight at a time.
 PIECE_BYTES = 2**19
 
 
 class DistributedTransport(Transport):
     """Exchange over ``torch.distributed``.
 
-    Messages go point-to-point, each as a whole, to every rank that reads this one. Where three and more ranks average
-    uniformly in disjoint groups, messages of 64 KiB and more run as one all-reduce in each group, over communicators
-    that are made here, once, for all rounds of the period and of a warm-up; unless that would bring some rank to more
-    than 16 communicators (4 with backends other than gloo, none but the group itself if such a group was given).
+    Messages are sent point-to-point, each as a whole, to every rank that reads this one. Where three or more ranks
+    average uniformly in disjoint groups, messages of at least 64 KiB run as one all-reduce per group, over
+    communicators that are created here, once, for all rounds of the period and of a warm-up; unless that would give
+    some rank more than 16 communicators (4 with backends other than gloo, and only the group itself if such a group was
+    passed).
 
     Parameters
     ----------
     world : World
+        The ranks.
     topology : Topology
+        The topology whose rounds are exchanged.
     sums_on_wire : bool
-        False: never by all-reduce; compressed messages cannot be added before they are decoded.
+        Whether all-reduce may be used; compressed messages cannot be added before they are decoded.
     shares_memory : bool
-        Whether messages between ranks on one machine go through memory that both see, from 64 KiB on, on a CPU: whole
-        values are read where they lie, others are taken from there.
+        Whether messages of at least 64 KiB between ranks on one machine go through shared memory, on a CPU: whole
+        values are read in place, others are copied from there.
 
     Notes
     -----
-    Collective: every rank must construct it, with the same topology.
+    Construction is collective: every rank must construct it, with the same topology.
 
-    Measured on gloo (docs/performance.md): a pair takes as long either way when the link is what counts, but a third of
-    the time for small messages point-to-point, and less processor time; receives are posted before sends, without which
-    large messages would go one way at a time. Large messages go in pieces, and only as many at a time as keep the link
-    busy (``gossip.communication.worker_threads``): messages of several buckets would compete otherwise, to the old
-    peer and to the new one, and what is lost then costs more than the pauses.
+    Measurements on gloo (docs/performance.md): if the link is the bottleneck, a pair takes equally long either way, but
+    small messages take a third of the time point-to-point, and less processor time. Receives are posted before sends,
+    without which large messages would move in one direction at a time. Large messages are sent in pieces, and only as
+    many at a time as keep the link busy (``gossip.communication.worker_threads``): otherwise messages of several
+    buckets would compete, to the old peer and to the new one, and the resulting losses cost more than the pauses.
     """
 
     def __init__(
@@ -67,17 +70,17 @@ class DistributedTransport(Transport):
         self._topology = topology
         most = _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK
         self._shared = dict.fromkeys(shared_groups(topology, most) if sums_on_wire else ())
-        if not world.can_split:  # the group that was given is the only one there is
+        if not world.can_split:  # the group that was passed is the only one available
             self._shared = {ranks: None for ranks in self._shared if len(ranks) == world.world_size}
         for ranks in self._shared:
             if world.rank in ranks or not world.membership.is_gloo:
                 world.communicator(ranks, "mixing")
         self._local_messages = LocalMessages(world, shares_memory=shares_memory)
         self._shared_messages: dict[int, SharedMessage] = {}
-        self._copies: dict[tuple[int, int, int], SharedMessage] = {}  # by bucket, number in it, size
+        self._copies: dict[tuple[int, int, int], SharedMessage] = {}  # by bucket, number within it, and size
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
-        """Where peers on this machine read it, if there are any; waits until they have read what lay there before."""
+        """Return memory that peers on this machine read, if any; waits until they have read its old content."""
         if not self._local_messages.local or not _is_large(message):
             return message
         if bucket not in self._shared_messages:
@@ -86,14 +89,14 @@ class DistributedTransport(Transport):
 
     @property
     def num_communicators(self) -> int:
-        """How many communicators this rank is a member of, the one over all ranks included."""
+        """The number of communicators of which this rank is a member, including the one over all ranks."""
         return len(
             {id(self._world.group)}
             | {id(self._world.communicator(ranks, "mixing")) for ranks in self._shared if self._world.rank in ranks}
         )
 
     def describe(self) -> str:
-        """The backend, the communicators, and which rounds go which way. Local."""
+        """Describe the backend, the communicators, and how rounds are exchanged. Local."""
         assert self._world.membership is not None
         ways: dict[str, list[int]] = {}
         for phase in self._topology.phases:
@@ -123,7 +126,7 @@ class DistributedTransport(Transport):
         turn = conversation.unmade_opening
         check_device(self._world, turn, step, bucket)
         rank = self._world.rank
-        # The members of a group decide alike, and the groups of a round are disjoint.
+        # The members of a group decide equally, and the groups of a round are disjoint.
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
         exchange = DistributedExchange(self._world, conversation, tuple(round_.neighbours(rank)), step, bucket)
         if ranks in self._shared and self._is_summed(turn, ranks, bucket):
@@ -133,7 +136,7 @@ class DistributedTransport(Transport):
         return exchange
 
     def _is_summed(self, turn: Turn, ranks: Sequence[int], bucket: int) -> bool:
-        """Whether a group's messages are added on the wire: whole values, enough of them, and not read in memory."""
+        """Return whether messages are added on the wire: large whole values that are not read in shared memory."""
         if turn.make_accumulator is None or next(iter(turn.sent.values())).nbytes < MIN_LARGE_BYTES:
             return False
         return not (bucket in self._shared_messages and self._local_messages.are_local(ranks))
@@ -142,7 +145,7 @@ class DistributedTransport(Transport):
         assert self._world.device_paths is not None
         assert turn.make_accumulator is not None
         total = turn.make_accumulator()
-        # In the wide dtype: mul(out=) would round in the narrow one.
+        # In the wide dtype, because mul(out=) would round in the narrow one.
         total.copy_(next(iter(turn.sent.values()))).mul_(1 / len(ranks))
         others = tuple(rank for rank in ranks if rank != self._world.rank)
         exchange.sources = others
@@ -178,7 +181,7 @@ class DistributedTransport(Transport):
         exchange.progress.follow(exchange.conversation.make_opening())
 
     def _hand_out(self, exchange: DistributedExchange, messages: Messages) -> frozenset[int]:
-        """Let ranks on this machine read their message, where it lies or is put; who they are."""
+        """Let ranks on this machine read their message, in place or as a copy, and return these ranks."""
         readers = {
             target: message
             for target, message in messages.items()
@@ -198,7 +201,7 @@ class DistributedTransport(Transport):
 
 
 class DistributedExchange:
-    """Messages under way over ``torch.distributed``; see :class:`gossip.Exchange`."""
+    """Messages in flight over ``torch.distributed``, see :class:`gossip.Exchange`."""
 
     pending: Pending
 
@@ -229,27 +232,27 @@ class DistributedExchange:
         return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
 
     def begin(self) -> Pending:
-        """Post the messages that go over a network; where there are none, who needs the others looks for them."""
+        """Post the messages that go over a network; without any, whoever needs the local ones polls for them."""
         if not self.received and self.readings:
             return Readings({message_of(source): reading for source, reading in self.readings.items()}, self._take_in)
         assert self.world.device_paths is not None
         return self.world.device_paths.submit(self._post_all, list(self.sent.values()), list(self.received.values()))
 
     def _post_all(self, sent: Tensors, received: Tensors) -> Job:
-        """The messages, and what the codec has to say to them."""
+        """Send and receive the messages, and those with which the codec follows up."""
         wire_sent = dict(zip(self.sent, sent, strict=True))
         wire_received = dict(zip(self.received, received, strict=True))
         outgoing = {rank: message for rank, message in wire_sent.items() if rank not in self.handed_out}
         incoming = {rank: buffer for rank, buffer in wire_received.items() if rank not in self.readings}
         if all(message.is_cpu for message in (*sent, *received)):
-            # All receives at once: a peer on a far link hears in time that there is room.
+            # All receives at once, so that a peer on a slow link learns early that there is room.
             receives = [self._post({}, buffers) for buffers in _pieces(incoming)]
             self._following = self._post({}, self.conversation.unmade_opening.following)
             num_bytes = 0
             for works, piece in zip_longest(receives, _pieces(outgoing)):
                 self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
                 yield [*(works or ()), *self._post(piece or {}, {})]
-        else:  # the host does not look at them
+        else:  # the host does not inspect them
             self.progress.wait_for(sys.maxsize)
             yield self._post(outgoing, incoming)
         if self.local_messages is not None:
@@ -258,7 +261,7 @@ class DistributedExchange:
                 for source, reading in self.readings.items()
             ]
         yield None
-        self.progress.wait_for(sys.maxsize)  # who sends nothing reads the others' messages by its own
+        self.progress.wait_for(sys.maxsize)  # a rank that sends nothing decodes the others' messages by its own
         for source, reading in self.readings.items():
             if self.read_in_place is not None:
                 wire_received[source] = self.received[source] = self._in_place(reading)
@@ -268,7 +271,7 @@ class DistributedExchange:
         yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
 
     def _take_in(self) -> None:
-        """All messages are in the memory of this machine; they are whole values, to which a codec says nothing."""
+        """Read the messages, all in the memory of this machine; they are whole values, which need no follow-up."""
         self.received = {source: self._in_place(reading) for source, reading in self.readings.items()}
         for _ in self.proceed(Delivery(self.sent, self.received)):
             pass
@@ -278,7 +281,7 @@ class DistributedExchange:
         return reading.message.view(self.read_in_place.message.dtype)
 
     def proceed(self, delivery: Delivery) -> Job:
-        """What follows the opening, once that has been delivered."""
+        """Carry the turns after the opening, once that has been delivered."""
         for turn in self.conversation.proceed(delivery):
             for target, message in turn.sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
@@ -286,7 +289,8 @@ class DistributedExchange:
             yield [*following, *self._post(turn.sent, {} if following else turn.receive_buffers)]
 
     def _post(self, sent: Messages, received: Messages) -> Works:
-        tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS  # two buckets between two ranks must never be swapped
+        # Two buckets between two ranks must never be swapped.
+        tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS
         return post_point_to_point(
             self.world.group,
             [Message(source, buffer, tag) for source, buffer in received.items()],
@@ -302,18 +306,18 @@ class DistributedExchange:
         return Arrival(self._read(arrival.parts), arrival.is_finite)
 
     def _awaited(self) -> Sequence[int]:
-        """The ranks that the exchange waits for just now."""
+        """Return the ranks that the exchange currently waits for."""
         return peers_in(self.pending.awaited, self.sources, self.sent) or self.sources
 
     def _read(self, parts: Parts) -> Parts:
-        """All parts; then the peers are told that this rank has read their messages."""
+        """Yield all parts, then tell the peers that this rank has read their messages."""
         yield from parts
         for reading in self.readings.values() if self.read_in_place is not None else ():
             reading.done()
 
 
 class Progress:
-    """How many bytes of a message have been made, for the thread that sends them."""
+    """The number of bytes of a message that are complete, for the thread that sends them."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -322,7 +326,7 @@ class Progress:
         self._has_ended = False
 
     def follow(self, making: Iterator[int]) -> None:
-        """Have the message made."""
+        """Run the iterator that makes the message."""
         try:
             for num_bytes in making:
                 with self._changed:
@@ -337,12 +341,12 @@ class Progress:
                 self._changed.notify()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when so many bytes are there, or all.
+        """Return when this number of bytes is complete, or the whole message.
 
         Raises
         ------
         GossipError
-            They will never be.
+            The message could not be made.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended or self._num_bytes >= num_bytes)
@@ -351,13 +355,13 @@ class Progress:
 
 
 def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:
-    """The rank whose message, or whose taking of ours, is what ``awaited`` says; none if it is something else."""
+    """Return the rank that ``awaited`` refers to, as sender or as receiver; empty if it refers to something else."""
     ranks = {message_of(source): source for source in sources} | {taking_by(target): target for target in targets}
     return (ranks[awaited],) if awaited in ranks else ()
 
 
 def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) -> ExchangeError:
-    """The error for an exchange whose messages did not come, naming rank, step, bucket and peers."""
+    """Return the error for an exchange whose messages did not arrive, naming rank, step, bucket and peers."""
     if pending.error is not None:
         return world.lost(failure, f"{where}: failed while waiting for {pending.awaited}", pending.error)
     return world.lost(
@@ -368,7 +372,7 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
 
 
 def _is_large(message: torch.Tensor) -> bool:
-    """Whether it is worth it to hand it out in the memory of this machine; alike at both ends of an edge."""
+    """Return whether the message is worth sharing in memory; equal at both ends of an edge."""
     return message.is_cpu and message.nbytes >= MIN_LARGE_BYTES
 
 
@@ -377,14 +381,14 @@ def _bytes_of(message: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(messages: Messages) -> Iterator[Messages]:
-    """Messages in the memory of the host piece by piece, cut alike by all ranks."""
+    """Yield messages in host memory piece by piece, cut equally by all ranks."""
     cut = {peer: message.split(PIECE_BYTES // message.element_size()) for peer, message in messages.items()}
     for number in range(max(map(len, cut.values()), default=0)):
         yield {peer: pieces[number] for peer, pieces in cut.items() if number < len(pieces)}
 
 
 def shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:
-    """The groups of three and more ranks that get a communicator, in order of their first round."""
+    """Return the groups of three or more ranks that get a communicator, in order of their first round."""
     groups: dict[tuple[int, ...], None] = {}
     for phase in topology.phases:
         groups |= _groups_of(phase, groups, most_per_rank)
@@ -394,7 +398,7 @@ def shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK)
 def _groups_of(
     phase: Phase[Topology], known: Mapping[tuple[int, ...], None], most_per_rank: int
 ) -> dict[tuple[int, ...], None]:
-    """The groups of a phase besides the known ones; none if some rank would be in too many with them."""
+    """Return the groups of a phase besides the known ones; none if some rank would then be in too many."""
     memberships = Counter(rank for ranks in known for rank in ranks)
     groups: dict[tuple[int, ...], None] = {}
     for exchange in range(phase.num_distinct(sampled=0)):
@@ -413,7 +417,7 @@ def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
     Raises
     ------
     ExchangeError
-        Names the devices that it serves.
+        No backend serves the device; the text names the devices that are served.
     """
     assert world.device_paths is not None
     assert world.membership is not None
@@ -421,12 +425,12 @@ def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
     if not world.device_paths.serves(device):
         raise ExchangeError(
             f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {device}, but the process "
-            f"group has a backend for {', '.join(world.membership.backends)} only; move the module there before "
+            f"group only has a backend for {', '.join(world.membership.backends)}; move the module there before "
             'wrapping it, or initialise with backend="cpu:gloo,cuda:nccl"'
         )
 
 
 def device_of(turn: Turn) -> torch.device:
-    """Where its messages are."""
+    """Return the device of the turn's messages."""
     messages = turn.sent or turn.receive_buffers
     return next(iter(messages.values())).device

@@ -1,4 +1,4 @@
-"""A yes or no that the ranks agree on while they train."""
+"""A boolean on which the ranks agree while they train."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gossip.communication.world import World
 
 
 class Flag(Protocol):
-    """Whether any rank said yes, step by step; nobody waits but who asks."""
+    """Whether any rank has said yes, step by step; only :meth:`wait` blocks."""
 
     def say(self, yes: bool) -> None:
         """Take part in the next agreement. Local."""
 
     def wait(self) -> bool | None:
-        """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
+        """Return whether any rank said yes in the latest agreement of this rank; None if there has been none.
 
         Raises
         ------
@@ -31,24 +31,25 @@ class Flag(Protocol):
         """Set what :meth:`wait` returns, from a checkpoint. Local."""
 
     def close(self) -> None:
-        """Let go of what it holds. Local."""
+        """Release its resources. Local."""
 
 
 class AgreedFlag:
-    """See :class:`Flag`; of ranks all of which must stay.
+    """A :class:`Flag` for ranks all of which must stay.
 
-    It has a communicator and threads of its own: its all-reduce ends when the slowest rank has spoken, and must not
-    hold up the exchanges between others.
+    It has its own communicator and threads: its all-reduce ends when the slowest rank has taken part, and must not
+    delay the exchanges between other ranks.
 
     Parameters
     ----------
     world : World
+        The ranks.
     what : str
-        For the error: what is agreed on.
+        What is agreed on, for the error text.
 
     Notes
     -----
-    Collective: every rank must construct it, and say yes or no equally often.
+    Construction is collective: every rank must construct it, and say yes or no equally often.
     """
 
     def __init__(self, world: World, what: str) -> None:

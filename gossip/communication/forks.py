@@ -1,7 +1,7 @@
-"""What a forked child inherits and must leave alone: sockets that it shares, the work of threads that it does not have.
+"""What a forked child inherits and must leave alone: shared sockets, and the work of threads that it does not have.
 
-A child gives nothing back. The end of one of gloo's communicators waits for threads, which a fork does not copy, and a
-message on an inherited connection would be taken for the parent's.
+A child releases nothing. Closing one of gloo's communicators waits for threads, which a fork does not copy, and a
+message on an inherited connection would be mistaken for the parent's.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ import weakref
 from typing import Protocol
 
 FORKED = (
-    "this process was forked from the one that trains: the connections to the other ranks are that one's; train there, "
-    "or start processes of their own (gossip.launch, torchrun)"
+    "this process was forked from the one that trains, to which the connections to the other ranks belong; train "
+    "there, "
+    "or start separate processes (gossip.launch, torchrun)"
 )
 
 
 class Inherited(Protocol):
-    """Something that is of use in the process that made it alone."""
+    """Something that can only be used in the process that made it."""
 
     def leave_to_parent(self) -> None:
-        """Run in a forked child, first of all: from now on refuse, and wait for nothing."""
+        """Run first in a forked child: from now on refuse all use, and wait for nothing."""
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def watch(holder: Inherited) -> None:
-    """Have ``holder.leave_to_parent()`` called in every child that is forked as long as it exists."""
+    """Have ``holder.leave_to_parent()`` called in every child that is forked while the holder exists."""
     _inherited.add(holder)
     _watch_forks()
 
 
 def keep(*things: object) -> None:
-    """Never let go of these: their end would wait for what does not come, also when the interpreter ends."""
+    """Never release these objects: their destruction would block forever, even when the interpreter ends."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 

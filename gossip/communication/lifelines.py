@@ -1,8 +1,9 @@
-"""Whether a process on another machine still lives: its kernel closes its connections, however it ends.
+"""Whether a process on another machine is alive: its kernel closes its connections, however it ends.
 
-Each process has a socket listen that nobody ever answers, and connects to those of the others as soon as it knows them.
-The kernel over there takes a connection without the process, however busy or frozen that is, and closes it when the
-process ends. A connection that could not be made tells nothing: something between the two may have refused it.
+Each process has a listening socket that is never accepted from, and connects to those of the others as soon as it knows
+them. The remote kernel completes a connection without the process, however busy or frozen that is, and closes it when
+the process ends. A connection that could not be made is no evidence: something between the two machines may have
+refused it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from gossip.communication.membership import innermost
 from gossip.communication.process_states import Process
 
-_BACKLOG = 4096  # the kernel may allow less; who finds it full learns nothing
+_BACKLOG = 4096  # the kernel may allow less; a process that finds it full learns nothing
 _CONNECTING_PATIENCE_S = 1.0
 
 _listening: dict[str, socket.socket] = {}  # by address; they end with the process
@@ -30,12 +31,13 @@ _gone: set[Process] = set()
 
 
 def listen(store: dist.Store | None) -> tuple[str, int]:
-    """Have a socket of this process listen where whoever reaches the store's host can reach it, once for all. Local.
+    """Make this process listen, once, where every process that can reach the store's host can reach it. Local.
 
-    Returns its address and port. Nothing listens, and the address is empty, if it would be a loopback one, or if the
-    store has no host (a file, a table in memory): then all ranks are on one machine, or nobody knows how they reach it.
+    Returns its address and port. The process does not listen, and the address is empty, if the address would be a
+    loopback one, or if the store has no host (a file, a table in memory): then either all ranks are on one machine, or
+    it is unknown how they reach it.
     """
-    with contextlib.suppress(OSError):  # it is a convenience: the time-out comes in any case
+    with contextlib.suppress(OSError):  # this is a convenience: the time-out applies in any case
         family, host = own_address(store)
         if host:
             if host not in _listening:
@@ -46,7 +48,7 @@ def listen(store: dist.Store | None) -> tuple[str, int]:
 
 
 def connect(processes: Iterable[Process]) -> None:
-    """Connect to each process that listens, unless that has been done. Takes a second at most. Local."""
+    """Connect to each listening process, unless that has been done. Takes at most a second. Local."""
     poll = select.poll()
     connecting: dict[int, tuple[Process, socket.socket]] = {}
     for process in processes:
@@ -70,7 +72,7 @@ def connect(processes: Iterable[Process]) -> None:
 
 
 def is_gone(process: Process) -> bool:
-    """Whether a process that was connected to has ended. Waits for nothing."""
+    """Return whether a process that was connected to has ended. Does not block."""
     if process in _connections and process not in _gone:
         try:
             if not _connections[process].recv(1):
@@ -78,7 +80,7 @@ def is_gone(process: Process) -> bool:
         except ConnectionResetError:
             _gone.add(process)
         except OSError:
-            pass  # nothing has come, or there is no way to it any more
+            pass  # nothing has arrived, or the process is no longer reachable
     return process in _gone
 
 
@@ -92,7 +94,7 @@ def _is_connected(connection: socket.socket) -> bool:
 
 @functools.cache
 def _leave_listening_to_parent() -> None:
-    """A forked child that held a socket open would have its parent taken for alive."""
+    """Close listeners in a forked child, where an open socket would make its parent seem alive."""
 
     def leave() -> None:
         for listener in _listening.values():
@@ -103,12 +105,12 @@ def _leave_listening_to_parent() -> None:
 
 
 def own_address(store: dist.Store | None) -> tuple[int, str]:
-    """The family and the address by which this machine reaches the store's host; no address if it is a loopback."""
+    """Return the family and the address by which this machine reaches the store's host; empty if it is a loopback."""
     server = None if store is None else innermost(store)
     if not isinstance(server, dist.TCPStore):
         return socket.AF_INET, ""
     family, kind, _, _, target = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing: it asks the routes
+        probe.connect(target)  # sends nothing: it only looks up the route
         host = str(probe.getsockname()[0])
     return family, "" if ipaddress.ip_address(host.partition("%")[0]).is_loopback else host

@@ -1,4 +1,4 @@
-"""Which ranks gossip, over which backends, and how a communicator among some of them is made."""
+"""Which ranks gossip, over which backends, and how a communicator among some of them is created."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gossip.private_torch import default_store, known_groups
 
 Group = Any
-"""A ``ProcessGroup`` or a backend's own (``ProcessGroupGloo``): both have allreduce, broadcast, allgather, send, recv.
+"""A ``ProcessGroup`` or a backend such as ``ProcessGroupGloo``; both have allreduce, broadcast, allgather, send, recv.
 
 The functions of ``torch.distributed`` refuse the latter.
 """
@@ -29,13 +29,13 @@ class Membership:
     ranks : tuple of int
         Their ranks in the default process group, by their rank here.
     rank : int
-        This process's place among them.
+        The place of this process among them.
     backends : dict
-        By type of device, the backend that carries its tensors.
+        The backend for the tensors of each type of device.
     group : ProcessGroup
-        The one that was given, or the default one.
+        The group that was passed, or the default one.
     is_given : bool
-        Whether it was given.
+        Whether a group was passed.
     """
 
     ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class Membership:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> Membership:
-        """The members of ``process_group``; None is the default one. Local.
+        """Return the members of ``process_group``; None stands for the default group. Local.
 
         Raises
         ------
@@ -62,10 +62,10 @@ class Membership:
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, dist.ProcessGroup) or group not in known_groups():
             raise ValueError(
-                f"process_group must be a group that torch.distributed.new_group returned, and that has not been "
+                f"process_group must be a group that torch.distributed.new_group returned and that has not been "
                 f"destroyed, got {process_group!r}"
             )
-        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", also where one name stands for all devices
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", even if one name stands for all devices
         return cls(
             ranks=tuple(dist.get_process_group_ranks(group)),
             rank=dist.get_rank(group),
@@ -76,30 +76,30 @@ class Membership:
 
     @property
     def world_size(self) -> int:
-        """Number of members."""
+        """The number of members."""
         return len(self.ranks)
 
     @property
     def is_gloo(self) -> bool:
-        """Whether gloo carries everything: then communicators are made among their members only."""
+        """Whether gloo serves all devices; then only their members take part in creating communicators."""
         return set(self.backends.values()) == {"gloo"}
 
     @property
     def can_split(self) -> bool:
-        """Whether communicators of some of the members can be made: not inside a group that is used as it is."""
+        """Whether communicators of some of the members can be created; not within a group that is used directly."""
         return self.is_gloo or not self.is_given
 
     @property
     def backend_name(self) -> str:
-        """For people: one name, or one per type of device."""
+        """The name of the backend, or the names for each type of device, for people to read."""
         names = list(dict.fromkeys(self.backends.values()))
         return names[0] if len(names) == 1 else ", ".join(f"{name} ({kind})" for kind, name in self.backends.items())
 
     def store(self) -> dist.Store | None:
-        """Keys of the next world over these members, the same ones on every member; None for MPI. Local.
+        """Return the keys of the next world over these members, equal on every member; None for MPI. Local.
 
-        Worlds are told apart by the group, its members and how many worlds over them this process has had before:
-        a process that belongs to several sub-groups counts each by itself.
+        Worlds are distinguished by the group, its members and the number of earlier worlds over them in this process: a
+        process that belongs to several sub-groups counts each separately.
         """
         if "mpi" in self.backends.values():
             return None
@@ -110,29 +110,29 @@ class Membership:
         return dist.PrefixStore(f"gossip/{digest}/{number}", default_store())
 
 
-_num_worlds: Counter[str] = Counter()  # never set back: a store may outlive the process group
+_num_worlds: Counter[str] = Counter()  # never reset: a store may outlive the process group
 
 
 def gloo_group(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> Group:
-    """A communicator of gloo's that torch's registry does not know. Collective among its members only.
+    """Create a gloo communicator that torch's registry does not know. Collective among its members only.
 
-    Both ways of ``new_group`` are worse: one is collective over all processes, the other hangs where processes hold
+    Both ways of ``new_group`` are worse: one is collective over all processes, and the other hangs if processes hold
     different numbers of groups (pytorch #189073).
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, timeout)
 
 
 def registered_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A communicator of torch's registry. Collective over all processes of the default group."""
+    """Create a communicator in torch's registry. Collective over all processes of the default group."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout)
     return group
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """The same keys over a connection of their own, where there are connections. Local.
+    """Return the same keys over a separate connection, if the store has connections. Local.
 
-    The default one is locked for as long as somebody waits in it: a communicator that cannot be made holds it up to
-    its time-out, and that is just when the notes of arrivals are wanted.
+    The default connection is locked for as long as somebody waits in it: a communicator that cannot be created blocks
+    it until its time-out, which is just when the notes of arrivals are needed.
     """
     if isinstance(innermost(store), dist.TCPStore) and hasattr(store, "clone"):
         clone: dist.Store = store.clone()
@@ -141,7 +141,7 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 
 def innermost(store: dist.Store) -> dist.Store:
-    """The store below all prefixes. Local."""
+    """Return the store below all prefixes. Local."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

@@ -1,4 +1,4 @@
-"""Operations that have ended, on the host as on the device whose memory they are about."""
+"""Operations that have ended both on the host and on the device whose memory they concern."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _LONGEST_PAUSE_S = 0.005
 
 
 class Ended(NamedTuple):
-    """An operation that has failed already."""
+    """An operation that has already failed."""
 
     error: Exception
 
     @staticmethod
     def wait(_: timedelta) -> bool:
-        """It has."""
+        """Return True, as it has ended."""
         return True
 
 
 class OnDevice(NamedTuple):
-    """Operations that have ended when the device has done its share of them too."""
+    """Operations that have ended only when the device has completed its part as well."""
 
     pending: Pending
     device: torch.device
@@ -36,13 +36,13 @@ class OnDevice(NamedTuple):
         return self.pending.error
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether they have ended within ``timeout``. Ctrl-C gets through."""
+        """Return whether they have ended within ``timeout``. Can be interrupted by Ctrl-C."""
         deadline = time.monotonic() + timeout.total_seconds()
         return self.pending.wait(timeout) and device_is_idle(self.device, deadline)
 
 
 def device_is_idle(device: torch.device, deadline: float) -> bool:
-    """Whether the device has done all work of the current stream by then; the CPU always has. Ctrl-C gets through."""
+    """Return whether the device has done the current stream's work in time; the CPU always has. Interruptible."""
     if device.type == "cpu":
         return True
     event = torch.get_device_module(device.type).current_stream(device).record_event()

@@ -1,4 +1,4 @@
-"""Plain data from every rank, as JSON: nothing that a peer sends is ever unpickled, for unpickling runs its code."""
+"""Plain data from every rank, as JSON: what a peer sends is never unpickled, because unpickling runs its code."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from gossip.communication.world import World
 
 
 def gather_plain(content: Any, what: str, timeout: timedelta) -> list[Any]:
-    """Every rank's ``content``, by rank. Collective; without a process group, this one's.
+    """Return every rank's ``content``, by rank. Collective; without a process group, only this process's.
 
     Parameters
     ----------
     content : plain data
-        Numbers, strings, None, lists and dictionaries with strings for keys. A tuple arrives as a list; a float arrives
-        as it was sent.
+        Numbers, strings, None, lists and dictionaries with strings as keys. A tuple arrives as a list; a float arrives
+        unchanged.
     what : str
-        What is being done, for the error.
+        What is being done, for the error text.
     timeout : timedelta
         How long to wait for the others.
 
     Raises
     ------
     TypeError
-        ``content`` is no plain data.
+        ``content`` is not plain data.
     ExchangeError
         A rank did not take part in time.
     """

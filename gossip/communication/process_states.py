@@ -1,4 +1,4 @@
-"""Whether the process of another rank still lives, where this can be seen: on one machine."""
+"""Whether the process of another rank is alive, as far as this can be seen: on one machine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ _SUSPENDED_STATES = "Tt"
 
 
 class Process(NamedTuple):
-    """A process that nothing else is ever taken for.
+    """The unique identity of a process.
 
     Attributes
     ----------
     machine : str
-        Equal where process ids mean the same; empty where there is no /proc to look at.
+        Equal for processes between which process ids are comparable; empty if there is no /proc to inspect.
     pid : int
+        The process id.
     started_at : int
-        In ticks of the machine: a number may be given away again.
+        The start time, in ticks of the machine, because a process id may be reused.
     host, port
-        Where it listens for those that want to see it end: see :mod:`gossip.communication.lifelines`. ``host`` is empty
-        where it does not.
+        Where it listens for processes that watch for its end, see :mod:`gossip.communication.lifelines`. ``host`` is
+        empty if it does not.
     """
 
     machine: str
@@ -33,7 +34,7 @@ class Process(NamedTuple):
 
 
 def own_process() -> Process:
-    """This one."""
+    """Return the identity of this process."""
     pid = os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -43,7 +44,7 @@ def own_process() -> Process:
 
 
 def state_of(process: Process, here: Process) -> str:
-    """``GONE``, ``SUSPENDED`` (by SIGSTOP or a debugger), or nothing: it lives, or is not on this machine."""
+    """Return ``GONE``, ``SUSPENDED`` (by SIGSTOP or a debugger), or "": it is alive, or not on this machine."""
     if not here.machine or process.machine != here.machine:
         return ""
     try:
@@ -58,7 +59,7 @@ def state_of(process: Process, here: Process) -> str:
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether a process of this machine is."""
+    """Return whether a process of this machine is suspended."""
     try:
         return _stat(pid)[0] in _SUSPENDED_STATES
     except (OSError, ValueError, IndexError):
@@ -66,6 +67,6 @@ def is_suspended(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and time of its start; its name, in brackets, may hold anything."""
+    """Return state and start time; the process's name, in brackets, may contain anything."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

@@ -1,4 +1,4 @@
-"""Who has arrived where: notes in the key-value store that name the rank which everybody waits for."""
+"""Notes in the key-value store of where ranks have arrived, which name the rank that all others wait for."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ _Answer = TypeVar("_Answer")
 STORE_PATIENCE_S = 2.0
 _STORE_PATIENCE = timedelta(seconds=STORE_PATIENCE_S)
 STORE_IS_SILENT = (
-    "the key-value store does not answer: this rank is cut off from it, or the process that holds it is gone (rank 0 "
-    "where the group was made by env:// or tcp://, otherwise the launcher)"
+    "the key-value store does not reply: this rank is cut off from it, or the process that holds it is gone (rank 0 "
+    "if the group was made by env:// or tcp://, otherwise the launcher)"
 )
 
 
 class RollCall:
-    """Each rank's latest arrival at a collective, for all ranks to read.
+    """The latest arrival of each rank at a collective, for all ranks to read.
 
-    A note costs one message to the store, which nobody waits for; notes are read only when somebody has waited for long
+    A note costs one message to the store, which nobody awaits; notes are read only when a rank has waited for long
     (:func:`gossip.communication.waiting.wait_for`).
 
     Parameters
     ----------
     store : Store or None
-        Of keys that no other roll call uses. None (MPI has no store): notes go nowhere and nobody can be named.
+        A store with keys that no other roll call uses. With None (MPI has no store), notes go nowhere and no rank can
+        be named.
     rank, world_size : int
+        This rank, and the number of ranks.
 
     Attributes
     ----------
     processes : list of Process
-        By rank, once all ranks have been waited for.
+        The processes by rank, once all ranks have been waited for.
     is_silent : bool
-        Whether the store was found to hold its callers: nothing is written to it any more.
+        Whether the store was found to block its callers; nothing is written to it any more.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
@@ -63,7 +65,7 @@ class RollCall:
 
     @property
     def has_store(self) -> bool:
-        """Whether notes go anywhere."""
+        """Whether notes are stored anywhere."""
         return self._store is not None
 
     @property
@@ -78,15 +80,15 @@ class RollCall:
         self._write(Arrival(self._sequence, what))
 
     def note_waiting(self, where: str, ranks: Sequence[int], beat: int) -> None:
-        """Tell the others for whom this rank has been waiting for long. Local."""
+        """Tell the others for which ranks this rank has been waiting for long. Local."""
         self._write(Arrival(self._sequence, self._what, waits_in=where, waits_for=list(ranks), beat=beat))
 
     def note_giving_up(self, blames: Sequence[int] = (), reason: str = "") -> None:
-        """Tell the others that this rank waits no longer, and why. Local."""
+        """Tell the others that this rank has stopped waiting, and why. Local."""
         self._write(Arrival(self._sequence, self._what, gave_up=True, blames=list(blames), reason=reason))
 
     def wait_for_all(self, timeout: timedelta) -> str | None:
-        """None once all ranks have made their first note; else, after ``timeout``, in words who has not.
+        """Return None once all ranks have made their first note; after ``timeout``, in words which have not.
 
         Raises
         ------
@@ -96,14 +98,14 @@ class RollCall:
         if self._store is None:
             return None
         absent, arrivals = self._ask(lambda stop: self._meet(stop, timeout), timeout + _STORE_PATIENCE)
-        if not absent:  # otherwise it is for their sake that somebody may have given up
+        if not absent:  # otherwise a rank may have given up because of the absent ones
             absent = [rank for rank, arrival in enumerate(arrivals) if arrival is not None and arrival.gave_up]
         if not absent:
             return None
         return "; ".join([f"{_ranks(absent)} absent", *(_last_seen(rank, arrivals[rank]) for rank in absent)])
 
     def read(self) -> list[Arrival | None]:
-        """Everybody's newest note. May take as long as the store pleases."""
+        """Return the newest note of every rank. May take as long as the store likes."""
         store: Any = self._store
         if store is None:
             return [None] * self.world_size
@@ -117,7 +119,7 @@ class RollCall:
         self._set(f"progress{self.rank}", [step, bucket])
 
     def progress(self, rank: int) -> tuple[int, int] | None:
-        """Step and bucket of the latest exchange that ``rank`` has announced; None if not known. Local."""
+        """Return step and bucket of the latest exchange that ``rank`` has announced; None if unknown. Local."""
         store, key = self._store, f"progress{rank}"
         if store is None:
             return None
@@ -128,16 +130,16 @@ class RollCall:
         return None if found is None else (found[0], found[1])
 
     def state_of(self, rank: int) -> str:
-        """``GONE``, ``SUSPENDED`` or, if its process lives or there is no telling, nothing. Local.
+        """Return ``GONE``, ``SUSPENDED`` or, if the process is alive or its state is unknown, "". Local.
 
-        The latter is seen on one machine only.
+        ``SUSPENDED`` is only detected on one machine.
         """
         process = self.processes[rank]
         state = state_of(process, self.processes[self.rank])
         return GONE if not state and lifelines.is_gone(process) else state
 
     def close(self) -> None:
-        """Give the connection to the store back. Local."""
+        """Release the connection to the store. Local."""
         self._store = None
 
     # ------------------------------------------------------------------ the store
@@ -148,21 +150,21 @@ class RollCall:
     def _set(self, key: str, content: object) -> None:
         if self._store is None or self.is_silent:
             return
-        # What is in the way of a note need not be in the way of training; who waits in vain will be told.
+        # What prevents a note need not prevent training; a rank that waits too long is told.
         with contextlib.suppress(RuntimeError):
             self._store.set(key, json.dumps(content))
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
-        """What is there; in one message, if the store can do that."""
+        """Return the values of the keys, in a single message if the store can do that."""
         store: Any = self._store
         found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         return found
 
     def _meet(self, stop: threading.Event, timeout: timedelta) -> tuple[list[int], list[Arrival | None]]:
-        """Who is absent once everybody is here, or somebody has ended, or ``timeout`` has passed; and all first notes.
+        """Wait until all ranks are here, one has ended, or ``timeout`` has passed; return absent ranks and all notes.
 
-        Where there are several machines nobody goes on before all have connected to all: from then on every end of a
-        process is seen.
+        With several machines no rank continues before all have connected to all: from then on every end of a process is
+        detected.
         """
         store = self._store
         assert store is not None
@@ -179,11 +181,12 @@ class RollCall:
         return absent, self.read()
 
     def _absent(self, keys: Sequence[str], deadline: float, stop: threading.Event) -> list[int]:
-        """The ranks whose keys the store does not have by then, or when one of them has ended."""
+        """Return the ranks whose keys are not in the store by then, or as soon as one of the ranks has ended."""
         store = self._store
         assert store is not None
         pause_s = _FIRST_PAUSE_S
-        # Asking for all keys at once is one message; store.wait would hold the thread, and warns at each time-out.
+        # Asking for all keys at once is a single message; store.wait would block the thread, and warns at each
+        # time-out.
         while not store.check(list(keys)):
             remaining_s = deadline - time.monotonic()
             gone = any(self.state_of(rank) == GONE for rank in range(self.world_size) if rank != self.rank)
@@ -193,7 +196,7 @@ class RollCall:
         return []
 
     def _ask(self, question: Callable[[threading.Event], _Answer], patience: timedelta) -> _Answer:
-        """The answer of another thread: a store whose host has been cut off can hold its caller for hours."""
+        """Return the reply that another thread gets: a store whose host is cut off can block its caller for hours."""
         stop, answers, errors = threading.Event(), list[_Answer](), list[Exception]()
 
         def ask() -> None:

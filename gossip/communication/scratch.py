@@ -1,4 +1,4 @@
-"""Collectives into scratch memory: nothing is assigned before every rank has it, and nothing is ever half summed."""
+"""Collectives into scratch memory: nothing is assigned before every rank has it, and nothing is left half summed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ _ALIGNMENT_BYTES = 16
 
 
 class Scratch:
-    """Results of collectives on their way into tensors that others read.
+    """Results of collectives before they are assigned to tensors that others read.
 
-    A peer that dies leaves a torn buffer, and an operation that was given up may write its buffer later. So a
-    collective works on a copy, and what is in the copies is assigned once all ranks have confirmed that they have it.
-    The copies take at most 64 MiB (a tensor that is not contiguous is copied as a whole): what fits into that is
-    assigned together or, if there is an error, not at all; of more, every single value is either the result or what it
-    was before.
+    A peer that dies leaves a corrupt buffer, and an operation that was abandoned may write its buffer later. Therefore
+    a collective works on a copy, and the copies are assigned once all ranks have confirmed that they have them. The
+    copies take at most 64 MiB (a tensor that is not contiguous is copied as a whole): values that fit into this are
+    assigned together or, after an error, not at all; of more values, every single one is either the result or its
+    previous value.
 
     Parameters
     ----------
     world : World
+        The ranks.
 
     Attributes
     ----------
     num_assigned : int
-        Number of values that have been assigned.
+        The number of values that have been assigned.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,9 +40,9 @@ class Scratch:
         self.num_assigned = 0
 
     def average(self, tensor: torch.Tensor, what: str, weight: float = 1.0) -> None:
-        """The mean over ranks for ``tensor``, of which this rank's counts ``weight``. Collective.
+        """Average ``tensor`` over ranks, this rank's values counting ``weight``. Collective.
 
-        Weights add up to the number of ranks. Half precision is summed in float32.
+        Weights sum to the number of ranks. Half precision is summed in float32.
         """
         dtype = accumulation_dtype(tensor.dtype)
         for scratch in self._copies(tensor, dtype, is_summed=True):
@@ -50,17 +51,17 @@ class Scratch:
             self._world.average_(scratch, what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Rank 0's values for ``tensor``, of any dtype. Collective."""
+        """Set ``tensor``, of any dtype, to rank 0's values. Collective."""
         for scratch in self._copies(tensor, tensor.dtype, is_summed=False):
             self._world.broadcast_([scratch], what)
 
     def assign(self) -> None:
-        """Assign what has come so far, once all ranks have it. Collective; to be called at the end.
+        """Assign what has arrived so far, once all ranks have it. Collective; must be called at the end.
 
         Raises
         ------
         ExchangeError
-            Not all ranks have confirmed that they have it: none of it was assigned here.
+            Not all ranks have confirmed that they have it; none of it was assigned here.
         """
         if self._results:
             self._world.sum_(torch.zeros(1, device=self._world.control_device), "confirming that all ranks have it")
@@ -72,7 +73,7 @@ class Scratch:
         self._num_bytes = 0
 
     def _copies(self, tensor: torch.Tensor, dtype: torch.dtype, *, is_summed: bool) -> Iterator[torch.Tensor]:
-        """Copies of the parts of ``tensor``, whose values are assigned to it in the end; one at a time."""
+        """Yield copies of the parts of ``tensor``, one at a time, whose values are assigned to it in the end."""
         if self._world.is_alone or tensor.numel() == 0:
             return
         for targets, length in self._parts(tensor, dtype, is_summed=is_summed):
@@ -97,14 +98,14 @@ class Scratch:
 
 
 _Part = tuple[Sequence[torch.Tensor], int]
-"""Views that get the rows of one piece of scratch memory, and how long those are at least."""
+"""Views that receive the rows of one piece of scratch memory, and the minimum length of the rows."""
 
 
 def _in_shares(flat: torch.Tensor, world_size: int) -> Iterator[_Part]:
-    """Parts that hold an equal share of each of the stretches in which gloo adds up a tensor as a whole.
+    """Yield parts that hold an equal share of each of the segments in which gloo sums a tensor as a whole.
 
-    gloo's ring begins the sum of each stretch on another rank. So a value is added up in the same order here as if the
-    tensor had been summed at once, and the result has the same bits.
+    gloo's ring starts the sum of each segment on another rank. So the values are summed here in the same order as if
+    the tensor had been summed at once, and the result has the same bits.
     """
     num_segments = max(-(-flat.nbytes // _GLOO_SEGMENT_BYTES), 2 * world_size)
     per_rank = -(-num_segments // world_size)

@@ -1,4 +1,4 @@
-"""Buffers of one process that others on its machine read and mark as read: how they lie in memory."""
+"""The layout of buffers of one process that others on its machine read and mark as read."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Address(NamedTuple):
     Attributes
     ----------
     pid, fd : int
-        A descriptor of that process.
+        A file descriptor of that process.
     secret : str
-        Tells whether it is still what it was.
+        Verifies that the descriptor still refers to the same file.
     """
 
     pid: int
@@ -40,16 +40,16 @@ class Address(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Some buffers of an :class:`Arena`, one after the other.
+    """Some consecutive buffers of an :class:`Arena`.
 
     Attributes
     ----------
     place : int
         The bucket that they serve, plus 1.
     start : int
-        In the file, a whole number of pages.
+        The start in the file, a whole number of pages.
     nbytes : int
-        Of a message.
+        The size of a message.
     """
 
     place: int
@@ -58,14 +58,14 @@ class Row(NamedTuple):
 
 
 class SharedFile:
-    """Memory of one process that others map too: a file without a name, which lives as long as any process holds it.
+    """Memory of one process that others map too: an anonymous file, which exists as long as any process holds it.
 
-    At its start is a secret. What has not been written takes no memory.
+    It starts with a secret. Parts that have not been written take no memory.
 
     Parameters
     ----------
     fd : int
-        Of the file; closed with this.
+        The file descriptor, closed with this object.
     """
 
     def __init__(self, fd: int) -> None:
@@ -73,19 +73,19 @@ class SharedFile:
         self._end = _whole_pages(_SECRET_BYTES)
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid:  # in a forked child the number may stand for something else by now
+        if os.getpid() == self._pid:  # in a forked child the number may refer to something else by now
             os.close(self._fd)
 
     @classmethod
     def make(cls) -> tuple[SharedFile, Address]:
-        """That of this process."""
+        """Create the file of this process."""
         fd, secret = os.memfd_create("gossip"), secrets.token_hex(_SECRET_BYTES // 2)
         os.write(fd, secret.encode())
         return cls(fd), Address(os.getpid(), fd, secret)
 
     @classmethod
     def at(cls, address: Address) -> SharedFile | None:
-        """That of another process, if this one can read and write it."""
+        """Open the file of another process, or return None if this process cannot read and write it."""
         try:
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
         except OSError:
@@ -98,7 +98,7 @@ class SharedFile:
         return cls(fd)
 
     def grow(self, nbytes: int) -> int:
-        """Add so much memory, at least, and return where it begins: a whole number of pages. By the owner."""
+        """Add at least ``nbytes`` of memory, and return its start, a whole number of pages. Called by the owner."""
         start = self._end
         self._end += _whole_pages(nbytes)
         if os.fstat(self._fd).st_size < self._end:
@@ -106,20 +106,22 @@ class SharedFile:
         return start
 
     def map(self, start: int, nbytes: int) -> memoryview:
-        """A part of it, from a page's beginning on."""
+        """Map a part of the file that starts at a page."""
         return memoryview(mmap.mmap(self._fd, nbytes, offset=start))
 
 
 class Arena:
     """All buffers of one process.
 
-    Whoever knows of it holds it from the beginning: what a process has published is there after its end too. First come
-    rows, which are added and never changed; then the buffers.
+    A process that knows the arena holds it from the beginning, so what its owner has published is available even after
+    the owner's end. First come rows, which are added and never changed; then the buffers.
 
     Parameters
     ----------
     file : SharedFile
+        The memory.
     world_size : int
+        The number of ranks.
     """
 
     def __init__(self, file: SharedFile, world_size: int) -> None:
@@ -131,40 +133,41 @@ class Arena:
 
     @classmethod
     def make(cls, world_size: int) -> tuple[Arena, Address]:
-        """That of this process."""
+        """Create the arena of this process."""
         file, address = SharedFile.make()
         return cls(file, world_size), address
 
     @classmethod
     def at(cls, address: Address, world_size: int) -> Arena | None:
-        """That of another process, if this one can read and write it."""
+        """Open the arena of another process, or return None if this process cannot read and write it."""
         file = SharedFile.at(address)
         return None if file is None else cls(file, world_size)
 
     def add(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
-        """Make buffers for messages of ``nbytes``: by the owner.
+        """Make buffers for messages of ``nbytes``. Called by the owner.
 
         Raises
         ------
         GossipError
-            There are too many.
+            There are too many sizes of messages.
         """
         if self._num_rows == _MAX_ROWS:
             raise GossipError(
-                f"messages of {_MAX_ROWS} different sizes went to ranks on this machine, which is as many as fit; a "
-                "codec whose messages change their size in every step is to send them filled up to a few sizes"
+                f"messages of {_MAX_ROWS} different sizes were sent to ranks on this machine, the largest possible "
+                "number; a "
+                "codec whose messages change their size in every step must pad them to a few sizes"
             )
         row = Row(bucket + 1, self._file.grow(BUFFERS_PER_ROW * self._stride(nbytes)), nbytes)
         buffers = self._buffers(row)
         start = self._num_rows * len(row)
-        for number in reversed(range(len(row))):  # a row is there once its first number is
+        for number in reversed(range(len(row))):  # a row is complete once its first number is
             keep_order()
             self._numbers[start + number] = row[number]
         self._num_rows += 1
         return buffers
 
     def new_buffers(self) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        """Buckets, and buffers for them that were added since the last call: by a reader."""
+        """Yield buckets, and buffers for them that were added since the last call. Called by a reader."""
         while self._num_rows < _MAX_ROWS and self._numbers[start := self._num_rows * len(Row._fields)]:
             keep_order()
             row = Row(*self._numbers[start : start + len(Row._fields)])
@@ -174,7 +177,7 @@ class Arena:
 
     def _buffers(self, row: Row) -> Sequence[Buffer]:
         stride = self._stride(row.nbytes)
-        # One mapping for all: each takes a descriptor.
+        # One mapping for all, because each takes a descriptor.
         memory = self._file.map(row.start, BUFFERS_PER_ROW * stride)
         starts = range(0, BUFFERS_PER_ROW * stride, stride)
         return [Buffer(memory[start : start + stride], self._world_size, row.nbytes) for start in starts]
@@ -184,19 +187,21 @@ class Arena:
 
 
 class Buffer:
-    """Memory for one message, who shall read it, and who has.
+    """Memory for one message, and for which ranks are to read it and which have.
 
     Parameters
     ----------
     memory : memoryview
-        Zeros at first.
+        The memory; zeros at first.
     world_size : int
+        The number of ranks.
     nbytes : int
-        Of the message.
+        The size of the message.
 
     Attributes
     ----------
     message : Tensor, [nbytes], uint8
+        The message.
     """
 
     def __init__(self, memory: memoryview, world_size: int, nbytes: int) -> None:
@@ -208,49 +213,49 @@ class Buffer:
 
     @property
     def published_at(self) -> float:
-        """``time.perf_counter()``, which is one clock for all processes of a machine."""
+        """The time of publication by ``time.perf_counter()``, which is one clock for all processes of a machine."""
         return self._time[0] / 1e9
 
     def publish(self, numbers: Mapping[int, int]) -> None:
-        """Let ranks read it, as their messages of these numbers: by the owner."""
+        """Let ranks read it, as their messages with these numbers. Called by the owner."""
         self._time[0] = time.perf_counter_ns()
         keep_order()
         for rank, number in numbers.items():
             self._given[rank] = number
 
     def holds(self, number: int, rank: int) -> bool:
-        """Whether it is the message of this number to that rank."""
+        """Return whether it holds the message with this number to that rank."""
         is_it = self._given[rank] == number
         keep_order()
         return is_it
 
     def done(self, rank: int) -> None:
-        """That rank has read it."""
+        """Note that the rank has read it."""
         keep_order()
         self._read[rank] = self._given[rank]
 
     def is_read_by(self, rank: int) -> bool:
-        """Whether that rank has done with what it was given last."""
+        """Return whether the rank has finished reading what it was given last."""
         return self._read[rank] == self._given[rank]
 
     @property
     def readers(self) -> list[int]:
-        """Who has not read it yet."""
+        """The ranks that have not read it yet."""
         if self._read == self._given:
             return []
         return [rank for rank in range(len(self._given)) if not self.is_read_by(rank)]
 
 
 def machine() -> list[str | int]:
-    """Equal in two processes that can have memory in common, and between which nobody has put a network."""
+    """Return a value that is equal in processes that can share memory and are in the same network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return [boot, os.getuid(), *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))]
 
 
 def keep_order() -> None:
-    """What was written before is seen before what is written after, and likewise what is read.
+    """Ensure that what was written before is seen before what is written after, and likewise for reads.
 
-    Some processors (ARM) change the order, but not across a lock that is given back and taken.
+    Some processors (ARM) change the order, but not across a lock that is released and acquired.
     """
     for _ in range(2):
         with _order:

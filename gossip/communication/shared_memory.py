@@ -1,4 +1,4 @@
-"""Messages between processes of one machine, in memory that the readers read where it is."""
+"""Messages between processes on one machine, in memory that readers read in place."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _GONE_CHECK_S = 0.005
 
 
 class SharedMessage:
-    """Where messages of one bucket of this rank lie, of one size.
+    """The memory for messages of one bucket of this rank, of one size.
 
-    A rank that is ahead need not wait for a peer that still reads: it takes another buffer then, up to three. With that
-    many, one-peer gossip with delays that are exponentially distributed is within 1 % of what it makes without a limit,
-    as a recursion over the times of the steps shows; with two it loses 3 to 5 %, from 4 to 64 ranks.
+    A rank that is ahead need not wait for a peer that is still reading: it takes another buffer, of up to three. With
+    three, one-peer gossip with exponentially distributed delays is within 1 % of its speed without a limit, as a
+    recursion over the times of the steps shows; with two it loses 3 to 5 %, from 4 to 64 ranks.
     """
 
     def __init__(self, owner: LocalMessages, message: torch.Tensor, bucket: int) -> None:
@@ -44,19 +44,19 @@ class SharedMessage:
 
     @property
     def message(self) -> torch.Tensor:
-        """The buffer taken last."""
+        """The buffer that was taken last."""
         return self._used[-1].message.view(self._dtype)
 
     def take(self, step: int) -> torch.Tensor:
-        """A buffer for the message of ``step``, which nobody reads any more.
+        """Return a buffer for the message of ``step`` that nobody reads any more.
 
         Raises
         ------
         ExchangeError
-            There is none, in time.
+            No buffer was free in time.
         """
         if self._unused and not (self._used and not self._used[0].readers):
-            self._used.append(self._unused.popleft())  # what was never written takes no memory
+            self._used.append(self._unused.popleft())  # a buffer that was never written takes no memory
             return self.message
         oldest, world = self._used[0], self._owner.world
         for reader in oldest.readers:
@@ -74,12 +74,12 @@ class SharedMessage:
         return self.message
 
     def publish(self, readers: Sequence[int]) -> None:
-        """Let these ranks read the buffer taken last."""
+        """Let these ranks read the buffer that was taken last."""
         self._used[-1].publish({reader: self._owner.next_number_to(reader, self._bucket) for reader in readers})
 
 
 class _Polled(ABC):
-    """Something that is looked at again and again until it is so."""
+    """A condition that is polled until it holds."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -87,16 +87,16 @@ class _Polled(ABC):
 
     @abstractmethod
     def is_so(self) -> bool:
-        """Whether it is.
+        """Return whether the condition holds.
 
         Raises
         ------
         torch.distributed.DistError, OSError
-            It never will be.
+            It never will hold.
         """
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether it is so, or never will be, within ``timeout``."""
+        """Return whether, within ``timeout``, the condition holds or it is known that it never will."""
         if os.getpid() != self._pid:
             self.error = GossipError(forks.FORKED)
         start = time.monotonic()
@@ -124,13 +124,14 @@ class _BeingRead(_Polled):
 
 
 class Reading(_Polled):
-    """A message of a peer on this machine, once it is there.
+    """A message from a peer on this machine, once it is there.
 
     Parameters
     ----------
     messages : LocalMessages
+        The messages between ranks on this machine.
     source, bucket, number : int
-        Which one.
+        The rank, bucket and number of the message.
     """
 
     def __init__(self, messages: LocalMessages, source: int, bucket: int, number: int) -> None:
@@ -142,7 +143,7 @@ class Reading(_Polled):
 
     def is_so(self) -> bool:
         if self._buffer is None:
-            # Looked at in this order: what it has published before its end is there.
+            # In this order: what the process published before its end is available.
             is_gone = time.monotonic() - self._looked_at > _GONE_CHECK_S and self._is_gone()
             self._buffer = self._messages.find(self._source, self._bucket, self._number)
             if self._buffer is None and is_gone:
@@ -151,23 +152,23 @@ class Reading(_Polled):
 
     @property
     def is_found(self) -> bool:
-        """Whether it was there when it was looked for last."""
+        """Whether the message was there when it was last looked for."""
         return self._buffer is not None
 
     @property
     def message(self) -> torch.Tensor:
-        """What it says, in place, [nbytes], uint8: not to be changed."""
+        """The content of the message in place, [nbytes], uint8; must not be changed."""
         assert self._buffer is not None
         return self._buffer.message
 
     @property
     def published_at(self) -> float:
-        """When it was made: ``time.perf_counter()``."""
+        """When it was published, by ``time.perf_counter()``."""
         assert self._buffer is not None
         return self._buffer.published_at
 
     def done(self) -> None:
-        """Tell its owner that this rank has read it."""
+        """Tell the owner that this rank has read the message."""
         assert self._buffer is not None
         self._buffer.done(self._messages.world.rank)
 
@@ -177,13 +178,14 @@ class Reading(_Polled):
 
 
 class Readings(_Polled):
-    """Messages of peers on this machine that are waited for by the one who needs them: a
-    :class:`gossip.communication.device_paths.Pending`.
+    """Messages from peers on this machine that are polled for by the code that needs them.
+
+    Implements :class:`gossip.communication.device_paths.Pending`.
 
     Parameters
     ----------
     readings : mapping of str to Reading
-        By name.
+        The messages by name.
     then : callable
         Called when all are there.
     """
@@ -198,25 +200,25 @@ class Readings(_Polled):
 
     @property
     def done(self) -> bool:
-        """Whether they are there, or never will be. Waits for nothing."""
+        """Whether the messages are there, or never will be. Does not block."""
         return _Polled.wait(self, timedelta())
 
     @property
     def awaited(self) -> str:
-        """The name of the first one that is not there."""
+        """The name of the first message that is not there."""
         return next((name for name, reading in self._readings.items() if not reading.is_found), "")
 
     @property
     def finished_at(self) -> Mapping[str, float]:
-        """When they were made, by name."""
+        """When the messages were published, by name."""
         return {name: reading.published_at for name, reading in self._readings.items() if reading.is_found}
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether they are there, and have been taken in, or never will be, within ``timeout``."""
+        """Return whether, within ``timeout``, the messages are taken in, or it is known that they never will be."""
         if not super().wait(timeout):
             return False
         if self.error is None and self._then is not None:
-            then, self._then = self._then, None  # which refers to what holds this
+            then, self._then = self._then, None  # which refers to the holder of this object
             then()
         return True
 
@@ -228,41 +230,42 @@ class _Arrival(NamedTuple):
     timeout: timedelta
 
     def wait(self) -> None:
-        """Wait until it is there; longer than whoever needs it does.
+        """Wait until it is there, for longer than the code that needs it does.
 
         Raises
         ------
         Exception
-            It never will be.
+            It never will be there.
         """
         if not self.reading.wait(self.timeout):
-            raise dist.DistNetworkError("it did not come")
+            raise dist.DistNetworkError("the message did not arrive")
         if self.reading.error is not None:
             raise self.reading.error
 
 
 class LocalMessages:
-    """Which ranks are on this machine, and the messages between them.
+    """The ranks on this machine, and the messages between them.
 
-    A buffer says which message of its owner to each reader it holds, counted by edge and bucket; a reader looks until
-    the one that it needs is there. Nothing goes over a socket for it, and no thread is woken.
+    A buffer states which message of its owner it holds for each reader, counted by edge and bucket; a reader polls
+    until the one that it needs is there. This involves no socket, and wakes no thread.
 
     Attributes
     ----------
     world : World
+        The ranks.
     local : frozenset of int
-        Ranks whose memory this one can read, and that can read this one's. Ranks in another network namespace count as
-        on another machine: whoever keeps them apart wants their messages on the network.
+        The ranks whose memory this one can read, and that can read this one's. Ranks in another network namespace count
+        as being on another machine, because whoever separates them wants their messages on the network.
 
     Notes
     -----
-    Collective: every rank must construct it.
+    Construction is collective: every rank must construct it.
     """
 
     def __init__(self, world: World, *, shares_memory: bool) -> None:
         self.world = world
         self.local: frozenset[int] = frozenset()
-        self._lock = threading.Lock()  # messages are looked for in the training thread and beside it
+        self._lock = threading.Lock()  # messages are looked for in the training thread and concurrently
         self._seen: list[set[int]] = [set() for _ in range(world.world_size)]
         self._numbers_to: collections.Counter[tuple[int, int]] = collections.Counter()
         self._numbers_from: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -281,34 +284,34 @@ class LocalMessages:
         }
         machines = [str(machine) for machine, _ in everyone if machine is not None]
         if len(set(machines)) < len(machines):
-            self._seen = [set(ranks) for ranks in _gather(world, list(self._arenas))]  # so all ranks know by now
+            self._seen = [set(ranks) for ranks in _gather(world, list(self._arenas))]  # after this, all ranks know it
         self.local = frozenset(rank for rank in self._arenas if self.are_local((world.rank, rank)))
 
     def are_local(self, ranks: Sequence[int]) -> bool:
-        """Whether all of them can read each other's memory; the answer is the same on all ranks."""
+        """Return whether all of them can read each other's memory; the result is the same on all ranks."""
         return all(other in self._seen[rank] for rank in ranks for other in ranks if other != rank)
 
     def new_buffers(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
-        """Memory for messages of this rank, which the others find."""
+        """Return memory for messages of this rank, which the others find."""
         assert self._arena is not None
         return self._arena.add(bucket, nbytes)
 
     def next_number_to(self, reader: int, bucket: int) -> int:
-        """Count a message of this rank."""
+        """Count a message of this rank, and return its number."""
         self._numbers_to[reader, bucket] += 1
         return self._numbers_to[reader, bucket]
 
     def arrival(self, reading: Reading) -> _Arrival:
-        """What a thread that keeps communication out of the training thread's way can wait for."""
+        """Return an operation by which a communication thread can wait for the reading."""
         return _Arrival(reading, with_resending(self.world.timeout))
 
     def expect(self, source: int, bucket: int) -> Reading:
-        """Count a message to this rank."""
+        """Count a message to this rank, and return its reading."""
         self._numbers_from[source, bucket] += 1
         return Reading(self, source, bucket, self._numbers_from[source, bucket])
 
     def find(self, source: int, bucket: int, number: int) -> Buffer | None:
-        """The buffer in which a message is, if it is there."""
+        """Return the buffer that holds a message, or None if it is not there."""
         with self._lock:
             found = self._among(self._buffers[source, bucket], number)
             if found is None:
@@ -322,5 +325,5 @@ class LocalMessages:
 
 
 def _gather(world: World, content: Any) -> list[Any]:
-    """Every rank's, by rank. Collective."""
+    """Return every rank's content, by rank. Collective."""
     return [json.loads(data) for data in world.gather_bytes(json.dumps(content).encode(), "finding neighbours")]

@@ -1,11 +1,11 @@
-"""How soon TCP tries again after an outage, on the connections between ranks.
+"""How soon TCP retransmits after an outage, on the connections between ranks.
 
-The kernel doubles the pause between two attempts: it sends again 0.2, 0.6, 1.4, 3, 6.2 and 12.6 s after the first one.
-A network that is back after 7 s is then silent for 6 s more, and who waits for 10 s gives up. Linux 6.15 and later let
-a socket bound these pauses, to one second and more, and so a tenth of a time-out from 10 s on. After an outage it may
-take two of them: if what arrives again had arrived before, and only its acknowledgement was lost, TCP takes all else
-for underway, too, until it hears nothing of that either (F-RTO, RFC 5682). So whoever has waited for the time-out
-waits for a fifth of it more.
+The kernel doubles the pause between two attempts: it retransmits 0.2, 0.6, 1.4, 3, 6.2 and 12.6 s after the first
+transmission. A network that is back after 7 s is then silent for another 6 s, and a rank that waits for 10 s fails.
+Linux 6.15 and later let a socket limit these pauses, to at least one second, and so to a tenth of a time-out of 10 s or
+more. After an outage two pauses may be needed: if the data that arrive again had arrived before, and only their
+acknowledgement was lost, TCP assumes that everything else is on its way, until it gets no acknowledgement of that
+either (F-RTO, RFC 5682). Therefore a rank that has waited for the time-out waits for another fifth of it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-_TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python's socket module does not know it
-_SHORTEST_PAUSE_MS, _LONGEST_PAUSE_MS = 1_000, 120_000  # what the kernel takes
+_TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python's socket module does not define it
+_SHORTEST_PAUSE_MS, _LONGEST_PAUSE_MS = 1_000, 120_000  # the range that the kernel accepts
 _FIRST_PAUSE_MS = 200
 _USUAL_NUM_ATTEMPTS = 15
 _NUM_ATTEMPTS = Path("/proc/sys/net/ipv4/tcp_retries2")
@@ -26,15 +26,16 @@ _OPEN_FILES = Path("/proc/self/fd")
 
 
 def with_resending(timeout: timedelta) -> timedelta:
-    """Return how long to wait, for what an outage shorter than nine tenths of ``timeout`` holds up to arrive."""
+    """Return how long to wait for data that an outage shorter than nine tenths of ``timeout`` delays."""
     return timeout + 2 * timeout / 10
 
 
 @contextlib.contextmanager
 def resending_soon(timeout: timedelta) -> Iterator[None]:
-    """Let the connections that are made within the block resend as often as one that lasts for ``timeout`` can.
+    """Let connections made within the block retransmit as often as one that lasts for ``timeout`` can.
 
-    Where the kernel cannot do that they stay as they are. Those that another thread makes meanwhile are included.
+    Where the kernel does not support this, they are left unchanged. Connections that another thread makes meanwhile are
+    included.
     """
     before = _connections()
     yield
@@ -45,10 +46,10 @@ def resending_soon(timeout: timedelta) -> Iterator[None]:
 
 
 def longest_pause_ms(timeout: timedelta, num_attempts: int) -> int:
-    """Return the shortest bound of the pauses with which so many attempts take longer than ``timeout``.
+    """Return the shortest bound of the pauses at which ``num_attempts`` attempts take longer than ``timeout``.
 
-    The kernel gives a connection up after a number of attempts, which must not come before the time-out: pauses as
-    short as can be would end every connection in an outage of 15 s, however long somebody is ready to wait.
+    The kernel drops a connection after a number of attempts, which must not happen before the time-out: with the
+    shortest possible pauses every connection would end in an outage of 15 s, however long a rank is willing to wait.
 
     Examples
     --------
@@ -74,9 +75,9 @@ def _num_attempts() -> int:
 
 
 def _connections() -> dict[int, str]:
-    """Return the sockets that this process has open, each with what tells it from a later one of its number."""
+    """Return the open sockets of this process, each with what distinguishes it from a later one of the same number."""
     found = {}
-    with contextlib.suppress(OSError):  # without /proc there are none to be found
+    with contextlib.suppress(OSError):  # without /proc none can be found
         for entry in _OPEN_FILES.iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
                 identity = os.readlink(entry)
@@ -86,7 +87,7 @@ def _connections() -> dict[int, str]:
 
 
 def _bound(number: int, pause_ms: int) -> None:
-    """Set the option on the socket behind a file descriptor, if it is TCP's and the kernel knows the option."""
+    """Set the option on the socket behind a file descriptor, if it is a TCP socket and the kernel knows the option."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as shared:
         if shared.family in (socket.AF_INET, socket.AF_INET6) and shared.type == socket.SOCK_STREAM:
             shared.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, pause_ms)

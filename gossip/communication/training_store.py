@@ -1,4 +1,4 @@
-"""The key-value store of a training that is under way, which this process joins."""
+"""The key-value store of a running training that this process joins."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _store: dist.Store | None = None
 
 
 def join(store: dist.Store) -> None:
-    """Let the next model of this process join the training whose store this is. Local."""
+    """Let the next model of this process join the training that uses this store. Local."""
     global _store
     _store = innermost(store)
 
 
 def joined() -> dist.Store | None:
-    """That of the training that this process joins, if it does. Local."""
+    """Return the store of the training that this process joins, or None. Local."""
     return _store

@@ -1,4 +1,4 @@
-"""The contract of transports: what carries the messages of a wrapped model."""
+"""The contract of transports, which carry the messages of a wrapped model."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from topologies import Round, Topology
 
 
 class Exchange(Protocol):
-    """One bucket's messages on their way through one round."""
+    """The messages of one bucket in one round, in flight."""
 
     @property
     def bytes_by_peer(self) -> Mapping[int, int]:
-        """What this rank sends for it, by rank; complete after :meth:`wait`. None by default."""
+        """The bytes that this rank sends for it, by rank; complete after :meth:`wait`. Empty by default."""
         return {}
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
-        """When the peers' messages were there (``time.perf_counter()``), by rank; complete after :meth:`wait`.
+        """When the peers' messages arrived (``time.perf_counter()``), by rank; complete after :meth:`wait`.
 
-        None by default.
+        Empty by default.
         """
         return {}
 
     def wait(self) -> Arrival:
-        """Wait for the messages; what the conversation has made of them. Called once.
+        """Wait for the messages, and return the result of the conversation. Called once.
 
         Raises
         ------
         ExchangeError
-            It failed or timed out; the text names rank, step, bucket and peers.
+            The exchange failed or timed out; the text names rank, step, bucket and peers.
         """
 
 
 class LateDifference(NamedTuple):
-    """What a message adds that came after its exchange had ended.
+    """What a message adds that arrived after its exchange had ended.
 
     Attributes
     ----------
     round_index : int
-        Of that exchange.
+        The index of the exchange's round.
     difference : Tensor, [numel], float64
         The sender's message minus this rank's, times the sender's weight.
     """
@@ -61,65 +61,67 @@ class Transport(ABC):
     Attributes
     ----------
     publishes : bool
-        Whether exchanges are to be started too where this rank has no peer in a round.
+        Whether exchanges are also started if this rank has no peer in a round.
     """
 
     publishes: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
-        """Start to carry a conversation, without waiting for anybody.
+        """Start to carry a conversation, without blocking.
 
         Parameters
         ----------
         conversation : Conversation
-            Its opening is to be delivered, and the turns with which it proceeds.
+            The conversation, whose opening must be delivered, and then the turns with which it proceeds.
         round_ : Round
-            One in which this rank has a peer.
+            A round in which this rank has a peer.
         step, bucket : int
-            The same on all ranks for the same exchange. A bucket's exchanges are started one at a time.
+            The step and the bucket, the same on all ranks for the same exchange. Exchanges of one bucket are started
+            one at a time.
         """
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
-        """Memory like ``message`` where it is best made for this exchange; by default where it lies. Local.
+        """Return memory like ``message`` in which it is best made for this exchange; by default its own. Local.
 
-        Asked for, before :meth:`start`, only by those whose message goes to all peers alike.
+        Called, before :meth:`start`, only for messages that go to all peers alike.
         """
         del step, bucket
         return message
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        """What has come by now of earlier exchanges of a bucket, which did not wait for it. By default nothing.
+        """Yield what has arrived of earlier exchanges of a bucket that did not wait for it; by default nothing.
 
         Parameters
         ----------
         bucket : int
+            The bucket.
         waits : bool
-            Whether to wait for all that is still to come.
+            Whether to wait for all that is still to arrive.
         """
         del bucket, waits
         return iter(())
 
     def drop(self, bucket: int) -> None:
-        """Wait for all that is still to come of earlier exchanges of a bucket, and forget it."""
+        """Await all that is still to arrive of earlier exchanges of a bucket, and drop it."""
         collections.deque(self.late(bucket, waits=True), maxlen=0)
 
     def describe(self) -> str:
-        """One line for the log. Local."""
+        """Describe the transport in one line for the log. Local."""
         return type(self).__name__
 
 
 TransportFactory = Callable[[World, Topology], Transport]
-"""Makes a wrapped model's transport. Collective: called on every rank, where there is more than one."""
+"""Makes a wrapped model's transport. Collective: called on every rank, if there is more than one."""
 
 
 def make_transport(factory: TransportFactory, world: World, topology: Topology) -> Transport:
-    """What the factory makes. Collective.
+    """Return the transport that the factory makes. Collective.
 
     Raises
     ------
     TypeError
-        That is no transport.
+        The factory returned something else.
     """
     transport: object = factory(world, topology)
     if not isinstance(transport, Transport):

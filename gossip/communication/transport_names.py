@@ -12,26 +12,26 @@ from topologies.registry import Registry
 TRANSPORTS: Registry[TransportFactory] = Registry(
     "transport", {"distributed": DistributedTransport, "debug": DebugTransport}
 )
-"""What makes them; ``gossip.TRANSPORTS.register(name)`` decorates one of a user's own."""
+"""Factories of transports; ``gossip.TRANSPORTS.register(name)`` adds one of your own."""
 
 
 def resolve_transport(transport: object) -> TransportFactory:
-    """The factory itself, or the one of that name.
+    """Return the factory itself, or the one of that name.
 
     Raises
     ------
     ValueError
-        There is none of that name.
+        There is no transport of that name.
     TypeError
-        It is a transport already, or cannot be called.
+        The argument is already a transport, or cannot be called.
     """
     if isinstance(transport, str):
         return TRANSPORTS.get(transport)
     if isinstance(transport, Transport):
         name = type(transport).__name__
         raise TypeError(
-            f"transport must be a name or a function (world, topology) -> gossip.Transport, got a {name} that has been "
-            f"made already; pass its class, transport={name}, or functools.partial({name}, ...)"
+            f"transport must be a name or a function (world, topology) -> gossip.Transport, got an instance of {name}; "
+            f"pass its class, transport={name}, or functools.partial({name}, ...)"
         )
     if not callable(transport):
         raise TypeError(
@@ -42,8 +42,8 @@ def resolve_transport(transport: object) -> TransportFactory:
 
 
 def name_of(transport: str | TransportFactory) -> str:
-    """What is compared between ranks."""
+    """Return the name that is compared between ranks."""
     if isinstance(transport, str):
         return transport
-    made = getattr(transport, "func", transport)  # of a functools.partial
+    made = getattr(transport, "func", transport)  # for a functools.partial
     return getattr(made, "__qualname__", type(made).__qualname__)

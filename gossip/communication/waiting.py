@@ -1,4 +1,4 @@
-"""Waiting for other ranks, and finding out whose fault it is that it takes so long."""
+"""Waits for other ranks, and the search for the rank that causes a long wait."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gossip.communication.culprits import Arrival, Sighting, Verdict, find_culpr
 from gossip.communication.roll_call import STORE_IS_SILENT, STORE_PATIENCE_S, RollCall
 from gossip.communication.sockets import with_resending
 
-#: A wait is long, and others are told of it, after a tenth of the time-out, or after this.
+#: A wait is long, and reported to the others, after a tenth of the time-out, or after this.
 _PATIENCE_S = 1.0
-#: Who waits says so again after a tenth of the time-out, or after this.
+#: A waiting rank repeats its report after a tenth of the time-out, or after this.
 _BEAT_S = 0.5
 _SHORTEST_BEAT_S = 0.02
 _NUM_BEATS_MISSED = 3
@@ -26,25 +26,25 @@ _GLANCE = timedelta(seconds=0.02)
 
 
 class Awaited(Protocol):
-    """Something that ends some time."""
+    """Something that ends at some time."""
 
     @property
     def error(self) -> Exception | None:
-        """Why it ended otherwise than it should."""
+        """Why it failed, or None."""
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether it has ended, well or not, within ``timeout``."""
+        """Return whether it has ended, successfully or not, within ``timeout``."""
 
 
 class Failure(NamedTuple):
-    """A wait in vain.
+    """The outcome of a wait that failed.
 
     Attributes
     ----------
     verdict : Verdict
-        Whose fault it is.
+        The ranks that caused it.
     waited_s : float
-        How long it was, at most the time-out.
+        How long the wait lasted, at most the time-out.
     """
 
     verdict: Verdict
@@ -61,26 +61,35 @@ def wait_for(
     sequence: int | None = None,
     look: Callable[[], None] | None = None,
 ) -> Failure | None:
-    """Wait until ``awaited`` has ended well, or it is known whose fault it is that it does not. Ctrl-C gets through.
+    """Wait until ``awaited`` has ended, or it is known which rank prevents this. Can be interrupted by Ctrl-C.
 
-    A wait that takes long is told to the others in a note, which this rank renews for as long as it waits and lives;
-    and it reads theirs. So all of them can follow the chain to the one that waits for nobody. A rank that has given up
-    ends the waits for it at once. Who was not heard of gets a fifth more than ``timeout``, or a moment: an outage may
-    have ended in time (``communication.sockets``), or that rank may just have begun to wait.
+    A long wait is reported to the others in a note, which this rank renews for as long as it waits and lives, and this
+    rank reads the notes of the others. So every rank can follow the chain to the rank that waits for nobody. When a
+    rank has given up, the waits for it end at once. A rank that has not been heard from is allowed a fifth more than
+    ``timeout``, or a moment: an outage may have ended in time (``communication.sockets``), or that rank may only just
+    have started to wait.
 
     Parameters
     ----------
     awaited : Awaited
+        What this rank waits for.
     roll_call : RollCall
+        The notes of all ranks.
     timeout : timedelta
+        The time-out.
     where : str
-        For the others.
+        Where this rank waits, for the other ranks.
     ranks : callable
-        For whom it waits just now.
+        Returns the ranks that it currently waits for.
     sequence : int, optional
-        Of the collective that it waits in; None: it waits in none.
+        The number of the collective in which it waits; None outside a collective.
     look : callable, optional
-        Called from time to time in a long wait; what it raises ends it.
+        Called from time to time in a long wait; an exception that it raises ends the wait.
+
+    Returns
+    -------
+    Failure or None
+        None if it has ended successfully.
     """
     began = time.monotonic()
     timeout_s = timeout.total_seconds()
@@ -113,14 +122,15 @@ def wait_for(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an operation's error is another rank's fault; gloo's errors have no type of their own."""
+    """Return whether an operation failed because of another rank; gloo's errors have no specific type."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class Vigil:
-    """A long wait: renews this rank's note, and watches the others', in a thread of its own.
+    """A long wait: renews this rank's note and watches the others', in a separate thread.
 
-    A store whose host has been cut off can hold its caller for hours; and who is suspended renews nothing.
+    The thread is needed because a store whose host is cut off can block its caller for hours; a suspended process
+    renews nothing.
     """
 
     def __init__(self, roll_call: RollCall, where: str, ranks: Callable[[], Sequence[int]], beat_s: float) -> None:
@@ -150,15 +160,15 @@ class Vigil:
             self._roll_call.is_silent = self._thread.is_alive()
 
     def verdict(self, sequence: int | None) -> Verdict:
-        """By what is known now."""
+        """Return the verdict by what is known now."""
         roll_call = self._roll_call
         if not roll_call.has_store:
             return Verdict((), "this backend has no key-value store to tell who is absent", is_certain=True)
         now = time.monotonic()
         is_silent = bool(self._failure) or now - self._answered_at > STORE_PATIENCE_S
         if not self._has_read and not is_silent:
-            return Verdict((), "nothing is known of the others yet")
-        # What a rank said before it ended has been read: it may have been somebody else's fault.
+            return Verdict((), "nothing is known about the others yet")
+        # What a rank reported before it ended has been read: another rank may have caused its end.
         states = self._live_states() if is_silent else self._states
         freshness_s = _NUM_BEATS_MISSED * self._beat_s + _LEAST_GRACE_S
         sightings = {
@@ -184,7 +194,7 @@ class Vigil:
         return Verdict((), f"{STORE_IS_SILENT}{self._failure}")
 
     def _live_states(self) -> list[str]:
-        """Of the processes of those that this rank waits for, or that somebody waits for whom it waits for."""
+        """Return the process states of ranks that this rank waits for, directly or through one other rank."""
         roll_call = self._roll_call
         asked = set(self._ranks()).union(*(arrival.waits_for for arrival in self._arrivals if arrival is not None))
         return [

@@ -1,4 +1,4 @@
-"""Threads that keep communication out of the training thread's way."""
+"""Threads that keep communication from blocking the training thread."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from gossip.errors import GossipError
 
 
 class Waitable(Protocol):
-    """What an operation is waited for by: torch's ``Work``, and what is like it."""
+    """A handle that can be waited for: torch's ``Work``, and similar objects."""
 
     def wait(self) -> object:
-        """Return once it has ended; raise if it has failed."""
+        """Return once the operation has ended; raise if it has failed."""
 
 
 class Operation(NamedTuple):
-    """Something posted, that ends some time.
+    """A posted operation, which ends at some time.
 
     Attributes
     ----------
     awaited : str
-        Whom it waits for, in words.
+        What it waits for, in words.
     work : Waitable
+        Its handle.
     num_bytes : int
-        What it moves.
+        The number of bytes that it moves.
     """
 
     awaited: str
@@ -42,13 +43,14 @@ class Operation(NamedTuple):
 
 
 class PostingError(RuntimeError):
-    """Something could not even be posted.
+    """An operation could not even be posted.
 
     Attributes
     ----------
     awaited : str
-        Whom it would have waited for, in words.
+        What it would have waited for, in words.
     cause : Exception
+        The error.
     """
 
     def __init__(self, awaited: str, cause: Exception) -> None:
@@ -58,12 +60,12 @@ class PostingError(RuntimeError):
 
 
 def posted(awaited: str, post: Callable[[], dist.Work], num_bytes: int = 0) -> Operation:
-    """The operation that ``post`` begins.
+    """Return the operation that ``post`` starts.
 
     Raises
     ------
     PostingError
-        ``post`` failed: what is posted to a peer whose connection is closed does at once.
+        ``post`` failed, as it does at once for a peer whose connection is closed.
     """
     try:
         return Operation(awaited, post(), num_bytes)
@@ -73,31 +75,31 @@ def posted(awaited: str, post: Callable[[], dist.Work], num_bytes: int = 0) -> O
 
 Works = Sequence[Operation]
 Job = Iterator[Works | None]
-"""Posts operations and yields their handles; yields None where it can go on only once all of them have ended."""
+"""Posts operations and yields their handles; yields None where it can proceed only after all of them have ended."""
 
-#: Something is posted when fewer bytes than this, both ways together, are under way. Enough to keep a fast link busy,
-#: and too little to fill the queues between two hosts, whose losses cost more than the pauses.
+#: An operation is posted while fewer bytes than this are in flight, in both directions together. This keeps a fast link
+#: busy, but does not fill the queues between two hosts, where losses cost more than the pauses.
 WINDOW_BYTES = 2**21
 
 
 class WorkerThreads:
-    """Posts communication, and waits for it, in the order in which it was given.
+    """Posts communication, and waits for it, in the order in which it was submitted.
 
-    One daemon thread posts: a gloo send or receive of a large message can hold its caller for as long as the socket is
-    busy, and that would be time taken from the backward pass. One daemon thread waits: a thread that is blocked in
-    ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and gloo's point-to-point handles answer
-    ``is_completed()`` with False until somebody has waited for them. What a job yields before its first None
-    is posted ahead, in the order of the jobs, as long as only so much is under way; the rest is posted and waited for
-    by a third one, once all of that has ended: on all ranks in one order. So messages follow each other on the wire and
-    do not compete, and the wire is not idle while a message is decoded. Whoever needs the outcome waits on a
-    :class:`Ticket`, with a time-out of their own.
+    One daemon thread posts: a gloo send or receive of a large message can block its caller for as long as the socket is
+    busy, and that time would be taken from the backward pass. One daemon thread waits: a thread that is blocked in
+    ``Work.wait`` cannot be interrupted, not even by Ctrl-C, and ``is_completed()`` of gloo's point-to-point handles
+    returns False until somebody has waited for them. What a job yields before its first None is posted ahead, in the
+    order of the jobs, as long as few enough bytes are in flight. The rest is posted and waited for by a third thread,
+    once all of that has ended, in the same order on all ranks. So messages follow each other on the wire and do not
+    compete, and the wire is not idle while a message is decoded. Code that needs the outcome waits on a
+    :class:`Ticket`, with its own time-out.
 
     Parameters
     ----------
     name : str
-        The threads'.
+        The prefix of the threads' names.
     patience : timedelta
-        How long a program that ends waits for what is under way.
+        How long a program that ends waits for what is in flight.
     """
 
     def __init__(self, name: str, patience: timedelta = daemon_threads.CLOSING_PATIENCE) -> None:
@@ -119,19 +121,20 @@ class WorkerThreads:
         forks.watch(self)
 
     def submit(self, job: Job) -> Ticket:
-        """Begin it after everything submitted before, wait for what it yields, and so on; all in the back.
+        """Start a job after all that were submitted before, wait for what it yields, and so on, in the background.
 
         Raises
         ------
         GossipError
-            The program is over, or this process has been forked.
+            The program has ended, or this process has been forked.
         """
         if self._is_parents:
             raise GossipError(forks.FORKED)
         if not self._finalizer.alive:
             raise GossipError(
-                "communication has ended with the program: in an exit handler that was registered before torch was "
-                "imported nothing can be exchanged any more; register it later"
+                "communication has ended with the program: nothing can be exchanged any more in an exit handler that "
+                "was registered "
+                "before torch was imported; register it later"
             )
         ticket = Ticket(job)
         self._tickets.add(ticket)
@@ -139,10 +142,10 @@ class WorkerThreads:
         return ticket
 
     def close(self, patience: timedelta) -> bool:
-        """End the threads once what they wait for has ended. Whether that was so within ``patience``.
+        """End the threads when what they wait for has ended, and return whether that was within ``patience``.
 
-        If not they are left alone: they are daemons, and a peer that is stuck must not hold this process too. So are
-        those of the parent in a forked child.
+        Otherwise they are abandoned: they are daemons, and a blocked peer must not block this process too. In a forked
+        child, the parent's threads are left alone.
         """
         if self._is_parents:
             return False
@@ -153,7 +156,7 @@ class WorkerThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def leave_to_parent(self) -> None:
-        """See :class:`gossip.communication.forks.Inherited`."""
+        """Implement :class:`gossip.communication.forks.Inherited`."""
         self._is_parents = True
         self._finalizer.detach()
         for ticket in list(self._tickets):
@@ -166,11 +169,11 @@ class Ticket:
     Attributes
     ----------
     error : Exception or None
-        What the job, or the first work that failed, raised.
+        The exception that the job, or the first operation that failed, raised.
     awaited : str
-        The name of the work that is being waited for, or that failed.
+        The name of the operation that is being waited for, or that failed.
     finished_at : dict of str to float
-        ``time.perf_counter()`` when the last operation of a name was seen to have ended, by that name.
+        ``time.perf_counter()`` when the last operation of a name was seen to have ended, by name.
     """
 
     def __init__(self, job: Job) -> None:
@@ -181,24 +184,24 @@ class Ticket:
         self.finished_at: dict[str, float] = {}
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether it has ended, well or not, within ``timeout``. Ctrl-C gets through."""
+        """Return whether it has ended, successfully or not, within ``timeout``. Can be interrupted by Ctrl-C."""
         return self._done.wait(timeout.total_seconds())
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._done.is_set()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: it has ended, and not well, unless it had."""
+        """Fail, in a forked child, unless it has already ended."""
         if not self.done:
             forks.keep(self._job)
             self.error = GossipError(forks.FORKED)
-            self._done = threading.Event()  # another thread may have held the lock inside
+            self._done = threading.Event()  # another thread may have held its lock
             self._done.set()
 
     def post(self) -> Works | None:
-        """Run by the posting thread: what comes next, or None if that has to wait for something."""
+        """Return what to post next, or None if that must wait for something. Run by the posting thread."""
         try:
             return next(self._job, None) if self.error is None else None
         except Exception as error:
@@ -206,7 +209,7 @@ class Ticket:
             return None
 
     def wait_for(self, works: Works) -> None:
-        """Run by the thread that waits or finishes; nothing once something has failed."""
+        """Wait for operations; do nothing once one has failed. Run by the thread that waits or finishes."""
         try:
             for operation in works if self.error is None else ():
                 self.awaited = operation.awaited
@@ -216,7 +219,7 @@ class Ticket:
             self.error = error
 
     def finish(self) -> None:
-        """Run by the finishing thread: all that was not posted ahead."""
+        """Carry out everything that was not posted ahead. Run by the finishing thread."""
         while self.error is None:
             try:
                 works = next(self._job)
@@ -226,7 +229,7 @@ class Ticket:
                 self._fail(error)
             else:
                 self.wait_for(works or ())
-        self._job = iter(())  # what it holds is needed no more
+        self._job = iter(())  # releases what it holds
         self._done.set()
 
     def _fail(self, error: Exception) -> None:
@@ -236,7 +239,7 @@ class Ticket:
 
 
 class _Window:
-    """How many bytes are under way."""
+    """The number of bytes in flight, and its limit."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -248,7 +251,7 @@ class _Window:
             self._changed.wait_for(lambda: self._under_way < self._num_bytes)
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are posted, or, below zero, that have arrived."""
+        """Count bytes that are posted or, if negative, that have arrived."""
         with self._changed:
             self._under_way += num_bytes
             self._changed.notify()

@@ -32,15 +32,17 @@ from gossip.communication.worker_threads import Job, Operation, WorkerThreads, p
 from gossip.errors import ExchangeError, GossipError
 from gossip.private_torch import known_groups
 
-_GROUP_TIMEOUT_FACTOR = 3  # ours passes first, finding out who included: it names who and what, gloo only an address
+# So that our time-out, including the search for the cause, passes first: it names rank and operation, gloo only an
+# address.
+_GROUP_TIMEOUT_FACTOR = 3
 _AVERAGE_CHUNK_BYTES = 64 * 2**20
-_LENGTH_BYTES, _HEAD_BYTES = 8, 248  # of what is gathered, and how much of it travels with its length
+_LENGTH_BYTES, _HEAD_BYTES = 8, 248  # the length of what is gathered, and how much of the content is sent along with it
 _TOGETHER_BYTES = 2**20  # tensors below this size are broadcast in messages of up to this size
-_parents_groups: list[object] = []  # in a forked child, those that its parent has joined
+_parents_groups: list[object] = []  # in a forked child, the groups that its parent has joined
 
 _Result = TypeVar("_Result")
 _Post = Callable[[Tensors, Tensors], Any]
-"""Begins an operation that sends the first tensors and fills the second ones."""
+"""Starts an operation that sends the first tensors and fills the second ones."""
 
 
 class World:
@@ -49,37 +51,38 @@ class World:
     Parameters
     ----------
     timeout : timedelta
-        How long any wait may take before it raises.
+        How long any wait may last before it raises.
     process_group : ProcessGroup, optional
-        The ranks that gossip with each other; by default all. Ranks are counted inside it.
-
-    Attributes
-    ----------
-    rank, world_size : int
-    membership : Membership or None
-        Who they are in the default process group, and their backends; None without ``torch.distributed``.
-    group : ProcessGroup, ProcessGroupGloo or None
-        A communicator of all of them; None in a world of one. With gloo, and by default with other backends too, one
-        that nothing else uses; with another backend and ``process_group``, that group itself.
-    worker_threads : WorkerThreads or None
-        Carries all communication of this world from and to the memory of the CPU, in one order.
-    device_paths : DevicePaths or None
-        The ways of a device's tensors into a communicator.
-    roll_call : RollCall
-        Tells the others how far this rank has come.
+        The ranks that gossip with each other; all ranks by default. Ranks are numbered within it.
 
     Raises
     ------
     ValueError
         ``timeout`` is not positive, or this rank is not a member of ``process_group``.
     RuntimeError
-        The environment says that there are several processes, but ``torch.distributed`` is not initialised.
+        The environment indicates several processes, but ``torch.distributed`` is not initialised.
     ExchangeError
-        Some rank did not take part in time.
+        A rank did not take part in time.
+
+    Attributes
+    ----------
+    rank, world_size : int
+        This rank, and the number of ranks.
+    membership : Membership or None
+        Their ranks in the default process group, and their backends; None without ``torch.distributed``.
+    group : ProcessGroup, ProcessGroupGloo or None
+        A communicator of all ranks; None in a world of one. With gloo, and by default with other backends, it is one
+        that nothing else uses; with another backend and ``process_group``, it is that group itself.
+    worker_threads : WorkerThreads or None
+        Carries all communication of this world from and to CPU memory, in one order.
+    device_paths : DevicePaths or None
+        The paths of a device's tensors into a communicator.
+    roll_call : RollCall
+        Tells the others how far this rank has come.
 
     Notes
     -----
-    Collective: every rank of the process group must construct it.
+    Construction is collective: every rank of the process group must construct it.
     """
 
     def __init__(self, timeout: timedelta, process_group: dist.ProcessGroup | None = None) -> None:
@@ -101,7 +104,7 @@ class World:
             self.membership = Membership.of(process_group)
             self.rank, self.world_size = self.membership.rank, self.membership.world_size
         elif process_group is not None:
-            raise ValueError("process_group was given, but torch.distributed is not initialised")
+            raise ValueError("process_group was passed, but torch.distributed is not initialised; initialise it first")
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RuntimeError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
@@ -119,7 +122,7 @@ class World:
                 raise
 
     def _join(self) -> None:
-        """Call the roll, then connect: who is absent is named before anybody waits in a library's code."""
+        """Call the roll, then connect, so that an absent rank is named before any rank blocks in library code."""
         assert self.membership is not None
         self._store = self.membership.store()
         with resending_soon(self.timeout):
@@ -144,7 +147,7 @@ class World:
         self._connect()
 
     def _connect(self) -> None:
-        """Make what carries messages, once all ranks are known to be there."""
+        """Create what carries messages, once all ranks are known to be present."""
         assert self.membership is not None
         self.worker_threads = WorkerThreads(f"gossip-{self.rank}", self.timeout)
         self.device_paths = DevicePaths(self.worker_threads, self.membership.backends)
@@ -165,36 +168,36 @@ class World:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether what is done jointly may be undone and done again."""
+        """Whether a collective operation may be undone and repeated."""
         return False
 
     def jointly(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
-        """What ``operation``, collectives and what is made of their results, gives. Collective.
+        """Return the result of ``operation``, which consists of collectives and what is computed from them. Collective.
 
-        Where ranks go on without those that are lost it ends at all of them, or those that are left do it again, after
+        If ranks continue without lost ones, it either completes on all of them, or the remaining ranks repeat it, after
         ``undo``.
         """
         del undo
         return operation()
 
     def check_joint(self) -> None:
-        """Raise GossipError if this rank has no part in what all ranks do together now. Local."""
+        """Raise GossipError if this rank may not take part in collective operations now. Local."""
 
     @property
     def can_split(self) -> bool:
-        """Whether there can be communicators of some of the ranks."""
+        """Whether communicators of some of the ranks can be created."""
         return self.membership is not None and self.membership.can_split
 
     def communicator(self, ranks: Sequence[int], purpose: str) -> Group:
-        """The communicator of ``ranks`` that serves ``purpose``; made when it is first asked for.
+        """Return the communicator of ``ranks`` for ``purpose``; it is created on the first call.
 
-        Then it is collective: with gloo for ``ranks``, which must include this one, with other backends for all.
-        :meth:`close` gives it back.
+        Creation is collective: with gloo over ``ranks``, which must include this one, with other backends over all
+        ranks. :meth:`close` releases it.
 
         Raises
         ------
         ExchangeError
-            Some rank did not take part in time.
+            A rank did not take part in time.
         """
         key = (purpose, tuple(ranks))
         if key not in self._communicators:
@@ -205,7 +208,7 @@ class World:
         assert self.membership is not None
         if not self.membership.is_gloo:
             if len(ranks) == self.world_size and self.group is not None:
-                return self.group  # NCCL spends hundreds of MB on each
+                return self.group  # NCCL spends hundreds of MB for each
             assert self.membership.can_split
             return self.new_group(ranks)
         assert self._store is not None
@@ -219,11 +222,11 @@ class World:
             # A rank that closed at once would break the connections that others are still making.
             yield (Operation("all its ranks", made[0].barrier()),)
 
-        # In the back, because connecting cannot be interrupted.
+        # In the background, because connecting cannot be interrupted.
         ticket = self.worker_threads.submit(connect())
         where = f"making a communicator of ranks {list(ranks)}"
         others = [rank for rank in ranks if rank != self.rank]
-        # No connection tells of a death while there is none: who has ended will not come any more.
+        # Before there is a connection, none reveals a death; a process that has ended will not come any more.
         failure = self.wait_for(ticket, where, lambda: others, sequence=sys.maxsize)
         if failure is not None:
             raise self.lost(
@@ -244,7 +247,7 @@ class World:
         return wait_for(awaited, self.roll_call, self.timeout, where=where, ranks=ranks, sequence=sequence, look=look)
 
     def lost(self, failure: Failure, text: str, cause: Exception | None = None, advice: str = "") -> ExchangeError:
-        """The error for a wait in vain: ``text``, and whose fault it is; or ``cause``, if it says so itself."""
+        """Return the error for a failed wait, with ``text`` and the culprits; or ``cause``, if it is one already."""
         if isinstance(cause, ExchangeError):
             return cause
         culprits = failure.verdict.culprits
@@ -253,7 +256,7 @@ class World:
         return ExchangeError(f"rank {self.rank}: {text}: {failure.verdict.text}{advice}", culprits=culprits)
 
     def lost_by(self, cause: Exception, text: str) -> ExchangeError:
-        """The error for an operation of torch's own classes that has failed, whose peers leave no notes."""
+        """Return the error for a failed operation of torch's own classes, whose peers leave no notes."""
         failure = self.wait_for(Ended(cause), text, lambda: self.others)
         if failure is None or not (failure.verdict.is_certain and failure.verdict.culprits):
             return ExchangeError(f"rank {self.rank}: {text}: the connection to another rank is closed")
@@ -271,18 +274,18 @@ class World:
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one."""
+        """All ranks except this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of ``ranks`` for torch's own classes, given back by :meth:`close`.
+        """Create a group of ``ranks`` for torch's own classes, which :meth:`close` releases.
 
-        Collective over all processes of the default process group, also for ranks outside it.
+        Collective over all processes of the default process group, including ranks outside ``ranks``.
 
         Raises
         ------
         ExchangeError
-            Some rank did not take part in time.
+            A rank did not take part in time.
         """
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
         members = list(ranks) if self.membership is None else [self.membership.ranks[rank] for rank in ranks]
@@ -298,9 +301,9 @@ class World:
         return group
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's ``payload``, by rank. Collective. (Plain bytes: nothing a peer sends is ever unpickled.)
+        """Return every rank's ``payload``, by rank. Collective. (Plain bytes: what a peer sends is never unpickled.)
 
-        What is short travels with its length, all at once; of what is longer, the rest follows.
+        A short payload is sent along with its length, in a single message; of a longer one, the rest follows.
         """
         if self.is_alone:
             return [payload]
@@ -312,13 +315,13 @@ class World:
         return [(row[_LENGTH_BYTES:] + tail)[:length] for row, tail, length in zip(heads, tails, lengths, strict=True)]
 
     def _gather_rows(self, row: bytes, length: int, what: str) -> list[bytes]:
-        """Every rank's ``row``, padded to ``length``, by rank. Collective."""
+        """Return every rank's ``row``, padded to ``length``, by rank. Collective."""
         assert self.membership is not None
         own = torch.frombuffer(bytearray(row.ljust(length, b"\0")), dtype=torch.uint8).to(self.control_device)
         rows = own.new_empty(self.world_size, length)
         group = self._open_group()
         if self.membership.backends.get("cpu") == "gloo":
-            # gloo's own allgather goes round a ring: every rank waits for n - 1 messages, one after the other.
+            # gloo's own allgather uses a ring, in which every rank waits for n - 1 successive messages.
             options = dist.GatherOptions()
             options.rootRank = 0
             posts: list[_Post] = [
@@ -332,26 +335,27 @@ class World:
 
     @torch.no_grad()
     def broadcast_(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """Rank 0's values into ``tensors``, of any dtypes, in place. Collective.
+        """Copy rank 0's values into ``tensors``, of any dtypes, in place. Collective.
 
-        Those below 1 MiB travel together, copied into messages of up to that size.
+        Tensors below 1 MiB are copied into messages of up to that size.
         """
         if self.is_alone:
             return
         group = self._open_group()
         for load in _loads(tensors):
-            # As bytes: gloo knows some dtypes only, but it copies all alike.
+            # As bytes, because gloo supports only some dtypes but copies all of them equally.
             rows = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in load]
             data = self._on_wire(rows[0] if len(rows) == 1 else torch.cat(rows))
             self._run([lambda _, received: group.broadcast(received[0], 0)], [data], [data], what)
             for tensor, row in zip(load, data.split([row.numel() for row in rows]), strict=True):
                 if row.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned, it is aligned
+                    tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned in order to be aligned
 
     def average_(self, tensor: torch.Tensor, what: str) -> None:
-        """The mean over ranks into ``tensor``, in place. Collective. Half precision is summed in float32.
+        """Replace ``tensor`` by its mean over ranks, in place. Collective. Half precision is summed in float32.
 
-        A tensor that is not contiguous, or not of float32 or float64, goes through one chunk of memory.
+        A tensor that is not contiguous, or whose dtype is neither float32 nor float64, is averaged through one chunk of
+        memory.
         """
         if self.is_alone or tensor.numel() == 0:
             return
@@ -368,7 +372,7 @@ class World:
         tensor.copy_(flat.view(tensor.shape))
 
     def sum_(self, tensor: torch.Tensor, what: str) -> None:
-        """The sum over ranks into ``tensor``, in place. Collective."""
+        """Replace ``tensor`` by its sum over ranks, in place. Collective."""
         if self.is_alone:
             return
         data = self._on_wire(tensor)
@@ -378,13 +382,13 @@ class World:
             tensor.copy_(data)
 
     def keys(self, name: str) -> dist.Store | None:
-        """Keys for something else that the ranks agree on, over a connection of its own; None if there is no store."""
+        """Return keys for other agreements of the ranks, over a separate connection; None if there is no store."""
         return None if self._store is None else own_connection(dist.PrefixStore(name, self._store))
 
     def close(self) -> None:
-        """End the worker threads and give all communicators back, unless a peer that is stuck holds them. Local.
+        """End the worker threads and release all communicators, unless a blocked peer holds them. Local.
 
-        In a forked child nothing is given back.
+        In a forked child nothing is released.
         """
         ended = self.worker_threads is None or self.worker_threads.close(CLOSING_PATIENCE)
         if ended and dist.is_initialized():
@@ -398,14 +402,14 @@ class World:
         self.worker_threads = self.device_paths = self.group = self._store = None
 
     def leave_to_parent(self) -> None:
-        """See ``gossip.communication.forks.Inherited``."""
-        _parents_groups.extend(known_groups())  # torch's own wait for threads too, when the child ends
+        """Implement ``gossip.communication.forks.Inherited``."""
+        _parents_groups.extend(known_groups())  # torch's own groups wait for threads, too, when the child ends
         forks.keep(self._store, self.roll_call, *self._communicators.values(), *_parents_groups)
         self.roll_call = RollCall(None, self.rank, self.world_size)
 
     @property
     def control_device(self) -> torch.device:
-        """Where messages of this class's own must lie: on the CPU, if its backend goes there."""
+        """The device for messages of this class itself: the CPU, if its backend supports it."""
         assert self.membership is not None
         if "cpu" in self.membership.backends:
             return torch.device("cpu")
@@ -413,7 +417,7 @@ class World:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself, or a copy where a backend can take it."""
+        """Return ``tensor`` itself, or a copy on a device that a backend supports."""
         assert self.device_paths is not None
         return tensor if self.device_paths.serves(tensor.device) else tensor.to(self.control_device)
 
@@ -428,7 +432,7 @@ class World:
         return f" of process_group (ranks {list(self.membership.ranks)} of the default one)"
 
     def _run(self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str) -> None:
-        """Begin each operation once the one before has ended, and wait for the last."""
+        """Start each operation when the previous one has ended, and wait for the last."""
         assert self.device_paths is not None
         self.roll_call.note(what)
 
@@ -453,7 +457,7 @@ class World:
 
 
 def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Those that travel in one message, by the same rule on all ranks; none that are empty."""
+    """Group the tensors that are sent in one message, by the same rule on all ranks; empty ones are left out."""
     filling: dict[torch.device, list[torch.Tensor]] = {}
     filled: Counter[torch.device] = Counter()
     for tensor in tensors:
@@ -469,5 +473,5 @@ def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed: float64 for itself, else float32."""
+    """Return the dtype in which values of ``dtype`` are summed: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

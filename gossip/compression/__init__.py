@@ -1,1 +1,1 @@
-"""What goes on the wire in place of a bucket's values: rounded, quantized, sparse or of low rank."""
+"""Compressions: what is sent in place of a bucket's values, rounded, quantized, sparse or of low rank."""

@@ -1,4 +1,4 @@
-"""Messages that say how a rank's values have moved away from what its peers know of them."""
+"""Messages that describe how a rank's values have moved away from the copy that its peers have."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from gossip.errors import GossipError
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
 
-#: By what times the ratio gamma is, at most 1. Twice as much begins to diverge, with some topologies.
+#: The factor between the ratio and gamma, which is at most 1. With twice the factor some topologies diverge.
 _GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5}
 _SIGN_GAMMA = 0.5
 _DELIVERED = {"top_k": 1.0, "random_k": 1.0, "sign": 1 / 8}
-"""With corrections of these times gamma quadratics converge; with 2.5 times as much of signs they do not."""
+"""With corrections multiplied by these, quadratics converge; with 2.5 times the factor for signs they do not."""
 _RATIO = {"top_k": 1 / 16, "random_k": 1 / 8, "sign": 1.0}
 
 
 class Choco(Compression):
     r"""Sparse or one-bit increments of a public copy of each rank's values (CHOCO-Gossip).
 
-    Of the values :math:`x_i` of rank i its peers know the public copy :math:`\hat x_i`. Each exchange sends
-    :math:`q_i = C(x_i - \hat x_i)`, where C keeps a part; what it drops stays in the difference, and is sent later:
+    The peers know a public copy :math:`\hat x_i` of the values :math:`x_i` of rank i. Each exchange sends :math:`q_i =
+    C(x_i - \hat x_i)`, where C keeps a part; what it drops stays in the difference and is sent later:
 
     .. math::
         \hat x_i &\mathrel{+}= q_i, \qquad S_i \mathrel{+}= \sum_j W_{ij} (q_j - q_i) \\
         x_i &\mathrel{+}= \gamma S_i
 
-    :math:`S_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is all that is kept of the peers, whatever their number, and the
-    mean over ranks is exact, as the :math:`S_i` of all ranks add up to zero. For a static,
-    undirected topology: one whose exchanges are all alike, ``every(k)`` of one included.
+    :math:`S_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is all that is kept of the peers, whatever their number. The mean
+    over ranks is exact, because the :math:`S_i` of all ranks add up to zero. It requires a static, undirected topology,
+    that is, one whose exchanges are all equal, including ``every(k)`` of such a topology.
 
-    The first exchange sends the values in full: :math:`\hat x_i = x_i`. From :math:`\hat x_i = 0` on the differences
-    between the public copies would be of the size of the values themselves, where one rank had sent a value and another
-    one had not yet, and would be mixed in.
+    The first exchange sends the values in full: :math:`\hat x_i = x_i`. Starting from :math:`\hat x_i = 0` instead, the
+    differences between the public copies would be of the size of the values themselves wherever one rank had sent a
+    value and another one had not yet, and would be mixed in.
 
     Parameters
     ----------
     sparsifier : str
-        "top_k": of each block of 4,096 values those of largest magnitude, with their places, 2 bytes each. "random_k":
-        values at random places, the same on all ranks, that are not sent. "sign": the sign of every value, one bit, and
-        the mean magnitude in its block of 32.
+        "top_k": of each block of 4,096 values, those of largest magnitude, with their places in 2 bytes each.
+        "random_k": values at random places that are the same on all ranks and are not sent. "sign": the sign of every
+        value in one bit, and the mean magnitude in its block of 32.
     ratio : float, optional
-        Which part of the values is sent, by default 1/16 with "top_k" and 1/8 with "random_k"; "sign" ignores it.
+        The share of the values that is sent, by default 1/16 with "top_k" and 1/8 with "random_k"; "sign" ignores it.
     gamma : float, optional
-        Consensus step size: which part of the difference that is known is mixed in. Too large a one diverges: the less
-        C keeps, the smaller it must be. By default 2.5 times the ratio with "top_k", half the ratio with "random_k", at
-        most 1, and 0.5 with "sign".
+        The consensus step size: the share of the known difference that is mixed in. If it is too large, gossip
+        diverges: the less C keeps, the smaller it must be. The default is 2.5 times the ratio with "top_k" and half the
+        ratio with "random_k", at most 1, and 0.5 with "sign".
     seed : int
-        Of the random places.
+        The seed of the random places.
 
     Notes
     -----
-    Per value of float32 it takes 16 bytes beside the parameter: the public copy, the sum in float64, whose rounding
-    would otherwise add up to a drift of the mean, and what is mixed in. The public copy is in float32: by its rounding
-    replicas come to differ, by some 1e-6 of the largest value after a thousand exchanges, and like the root of their
-    number from then on. Their mean does not see it.
+    For each float32 value it needs 16 bytes in addition to the parameter: the public copy, the sum in float64, whose
+    rounding would otherwise accumulate to a drift of the mean, and what is mixed in. The public copy is in float32. Its
+    rounding makes replicas differ by about 1e-6 of the largest value after a thousand exchanges, and from then on in
+    proportion to the square root of their number. Their mean is not affected.
 
     References
     ----------
@@ -113,14 +113,14 @@ class Choco(Compression):
 
 
 class ChocoCodec(WholeCodec):
-    r"""One bucket's messages; see :class:`Choco`.
+    r"""The messages of one bucket, see :class:`Choco`.
 
     Attributes
     ----------
     known : Tensor, [numel]
-        What the peers know of this rank's values, :math:`\hat x_i`.
+        The public copy of this rank's values, :math:`\hat x_i`.
     total : Tensor, [numel], float64
-        :math:`S_i`.
+        The sum :math:`S_i`.
     has_begun : bool
         Whether the values have been sent in full.
     """
@@ -184,13 +184,16 @@ class ChocoCodec(WholeCodec):
 
 
 class StackedChocoCodec(StackedCodec):
-    """One bucket's messages at all ranks; see :class:`ChocoCodec`.
+    """The messages of one bucket on all ranks, see :class:`ChocoCodec`.
 
     Attributes
     ----------
     known : Tensor, [n, numel]
+        The public copies.
     total : Tensor, [n, numel], float64
+        The sums :math:`S_i`.
     has_begun : Tensor, [n], bool, CPU
+        Whether each rank's values have been sent in full.
     """
 
     def __init__(self, sparsifier: Sparsifier, gamma: float, world_size: int) -> None:
@@ -238,13 +241,14 @@ class StackedChocoCodec(StackedCodec):
         return StackedArrival([difference], [values.clone()], edges.num * num_bytes)
 
     def _have_begun(self, edges: Edges) -> bool:
-        """Whether all who take part have sent their values in full."""
+        """Return whether all ranks that take part have sent their values in full."""
         begun = self.has_begun[edges.active]
         if bool(begun.any()) and not bool(begun.all()):
             before, new = (edges.active[begun == has][0] for has in (True, False))
             raise GossipError(
-                f"rank {before} has exchanged with its peers before, and rank {new} has not: they expect messages of "
-                "different kinds; go on with the topology of the checkpoint"
+                f"rank {before} has exchanged with its peers before, but rank {new} has not, so they expect messages "
+                "of "
+                "different kinds; continue with the topology of the checkpoint"
             )
         return bool(begun.all())
 
@@ -262,11 +266,11 @@ class StackedChocoCodec(StackedCodec):
             self.has_begun[rank] = bool(state["has_begun"])
 
 
-# What follows is the arithmetic of both codecs: all tensors may have leading dimensions, which are ranks.
+# The arithmetic of both codecs follows. All tensors may have leading dimensions, which are ranks.
 
 
 def _begin(values: torch.Tensor, known: torch.Tensor) -> None:
-    """From now on the values are known, as far as they are finite."""
+    """Set the public copy to the values, as far as they are finite."""
     for part in chunks(values.shape[-1], values.device):
         known[..., part] = _finite(values[..., part])
 
@@ -297,7 +301,7 @@ def _add_values(
 
 
 def _add_weighted(total: torch.Tensor, values: torch.Tensor, weight: float | torch.Tensor) -> None:
-    """One rounding for product and sum: by ``alpha``, which is one number for all."""
+    """Add with a single rounding of product and sum, by ``alpha``, which must be one number for all values."""
     if isinstance(weight, torch.Tensor):
         for row, each, number in zip(total, values, weight.tolist(), strict=True):
             row.add_(each, alpha=number[0])

@@ -1,4 +1,4 @@
-"""How a bucket becomes messages on the wire: the contract of compressions."""
+"""The contract of compressions: how a bucket becomes messages."""
 
 from __future__ import annotations
 
@@ -12,98 +12,99 @@ from gossip.compression.conversation import Arrival, Conversation, Parts, Turns,
 from gossip.compression.stacked_codec import StackedCodec
 from topologies import Round, Topology
 
-NO_MEMORY = "int8, which remembers nothing"
-"""What to choose instead of a compression that builds on earlier exchanges."""
+NO_MEMORY = "int8, which keeps no state"
+"""What to choose instead of a compression that depends on earlier exchanges; part of error texts."""
 
 
 class Compression(ABC):
-    """How buckets become messages; the same on every rank. An object of constants: :meth:`codec` holds the state.
+    """How buckets become messages; equal on every rank. An instance holds constants, :meth:`codec` makes the state.
 
     Attributes
     ----------
     follows_up : bool
-        Whether an exchange may need further turns after its opening: see :meth:`Codec.turns`.
+        Whether an exchange may need further turns after its opening, see :meth:`Codec.turns`.
     delivers : float
-        The share of a difference between two ranks that an exchange delivers, where the rest follows in later ones; 1:
-        all of it, but for rounding.
+        The share of a difference between two ranks that one exchange delivers, the rest following in later ones; 1
+        means all of it, except for rounding.
     adds_on_wire : bool
-        Whether messages are the values as they are, so that those of several ranks may also be added on the wire.
+        Whether messages are the unchanged values, so that those of several ranks may also be added on the wire.
     """
 
     follows_up: ClassVar[bool] = False
     delivers: float = 1.0
     adds_on_wire: ClassVar[bool] = False
 
-    def check(self, topology: Topology) -> None:  # noqa: B027 -- most serve all
-        """Refuse a topology that it cannot serve.
+    def check(self, topology: Topology) -> None:  # noqa: B027 -- most compressions accept all
+        """Refuse a topology that the compression cannot serve.
 
         Raises
         ------
         ValueError
-            Says why, and what to take instead.
+            The topology cannot be served; the text says why, and what to use instead.
         """
 
     @abstractmethod
     def codec(self, bucket: BucketShape, rank: int) -> Codec:
-        """The state of one bucket at one rank. Local."""
+        """Return the state of one bucket on one rank. Local."""
 
     def stacked_codec(self, bucket: BucketShape, world_size: int) -> StackedCodec | None:
-        """The state of one bucket at all ranks, where these are replicas of one process on one device. Local.
+        """Return the state of one bucket on all ranks, if these are replicas in one process on one device. Local.
 
         Returns
         -------
         StackedCodec or None
-            It makes what :meth:`codec` makes for each rank, and is faster. None: every replica gets a codec of its own.
+            A codec that does what those of :meth:`codec` do for each rank, but faster; None if there is none, and every
+            replica gets a codec of its own.
         """
         del bucket, world_size
         return None
 
     def messages(self, values: torch.Tensor) -> torch.Tensor | None:
-        """The messages of several replicas at once, where a message is the values themselves in some dtype.
+        """Return the messages of several replicas, if a message is the values themselves in some dtype. Local.
 
         Parameters
         ----------
         values : Tensor, [..., numel]
-            Leading dimensions are replicas.
+            The values; leading dimensions are replicas.
 
         Returns
         -------
         Tensor, [..., numel], or None
-            What a :class:`Codec` sends for each; ``values`` itself if that is what is sent. None where a message is
-            something else.
+            What a :class:`Codec` sends for each; ``values`` itself if the values are sent as they are. None if a
+            message is something else.
         """
         del values
         return None
 
     @property
     def shows_messages(self) -> bool:
-        """Whether what a rank sends is one tensor for all peers, the :attr:`Codec.sent` of its codecs."""
+        """Whether a rank sends one tensor to all peers, the :attr:`Codec.sent` of its codecs."""
         return self.codec(BucketShape(0, torch.zeros(1)), 0).sent is not None
 
     @abstractmethod
     def describe(self) -> str:
-        """Name and constants, to be compared between ranks and logged."""
+        """Return name and constants as text, to be compared between ranks and logged."""
 
 
 class BucketShape:
-    """What a codec may know of its bucket.
+    """What a codec knows about its bucket.
 
     Attributes
     ----------
     index : int
-        Its place in launch order.
+        The bucket's place in launch order.
     numel : int
-        Length of the flat values.
+        The length of the flat values.
     dtype, device
-        Of the values.
+        The dtype and the device of the values.
     views : sequence of (shape, stride, offset)
-        Where each parameter lies in the flat values; one flat view where nothing is known.
+        Where each parameter lies in the flat values; a single flat view where nothing is known.
     memory : callable
-        ``(message, step) -> Tensor``: where a message like that one is best made in this step, for it to travel fast;
-        by default where it lies. Only for a message that goes to all peers alike.
+        ``(message, step) -> Tensor``: returns the memory in which a message like the given one should be made in this
+        step so that it travels fast; by default the message's own. Only for a message that goes to all peers alike.
     start : Tensor, [numel], or None
-        Values that all ranks begin with, as they are when the codec is made: how far a rank has come from there tells
-        how far apart two of them may be. None: they may be any distance apart.
+        The values with which all ranks started, as they are when the codec is made. The distance of a rank from there
+        bounds the distance between two ranks. None if they may be any distance apart.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class BucketShape:
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
-        """In which messages are summed: float64 for itself, else float32."""
+        """The dtype in which messages are summed: float64 for float64 values, otherwise float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
 class Codec(ABC):
-    r"""One bucket's messages at one rank, one exchange after the other.
+    r"""The messages of one bucket on one rank, one exchange after the other.
 
-    What rank i mixes in is :math:`\sum_j W_{ij} (m_j - m_i)`, where the message :math:`m_j` is what *every* rank makes
-    of rank j's bytes, j itself included. So the mean over ranks is kept whatever a message lost, as long as W is doubly
-    stochastic and two ranks decode the same bytes to the same values.
+    Rank i mixes in :math:`\sum_j W_{ij} (m_j - m_i)`, where the message :math:`m_j` is what *every* rank decodes from
+    rank j's bytes, j itself included. So the mean over ranks is kept whatever a message lost, as long as W is doubly
+    stochastic and all ranks decode the same bytes to the same values.
 
     Random numbers are drawn from (seed, step, bucket, rank) alone.
     """
@@ -142,55 +143,56 @@ class Codec(ABC):
     @property
     @abstractmethod
     def sent(self) -> torch.Tensor | None:
-        """This rank's own message :math:`m_i`, [numel], until the next exchange; None if it is no one tensor."""
+        """This rank's own message :math:`m_i`, [numel], until the next exchange; None if it is not a single tensor."""
 
     @abstractmethod
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
-        """One exchange, as a generator: its order is that of its lines.
+        """Lead one exchange, as a generator that runs from top to bottom.
 
         It makes the message of ``values`` and yields it, with room for those of the peers, as the first
-        :class:`gossip.Turn`; gets back what has become of it, a :class:`gossip.Delivery`; yields further turns, if it
-        needs any; and returns the :class:`gossip.Arrival`. What stands before the first ``yield`` runs in the training
-        thread, what follows beside the training, both without gradients, and the arrival's parts in the training thread
-        again. Both ends of an edge must take the same turns.
+        :class:`gossip.Turn`. It is sent a :class:`gossip.Delivery`, which says what has become of the messages, yields
+        further turns if it needs any, and returns the :class:`gossip.Arrival`. The code before the first ``yield`` runs
+        in the training thread, the code after it concurrently with training, both without gradients; the arrival's
+        parts run in the training thread again. Both ends of an edge must take the same turns.
 
         Parameters
         ----------
         values : Tensor, [numel]
-            They may change after the first ``yield``, or when that turn's ``making`` has ended; to be deleted before
-            it, so that nothing keeps them longer.
+            The values. They may change after the first ``yield``, or once that turn's ``making`` has ended; delete the
+            name before it, so that nothing keeps them alive longer.
         round_ : Round
-            One in which this rank has a peer.
+            A round in which this rank has a peer.
         step : int
+            The step that the exchange belongs to.
         """
 
     def exchange(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
-        """Make the messages of ``values``, and lead their exchange. One at a time. Local; see :meth:`turns`."""
+        """Make the messages of ``values`` and start their exchange, one at a time. Local; see :meth:`turns`."""
         conversation = self.begin(values, round_, step)
         for _ in conversation.make_opening():
             pass
         return conversation
 
     def begin(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
-        """The same, but ``values`` are needed until the messages of the conversation's ``opening`` are made."""
+        """Start an exchange like :meth:`exchange`, but ``values`` are needed until the opening's messages are made."""
         return Conversation(self.turns(values, round_, step))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next exchange needs of the ones before, as plain data and tensors; copies."""
+        """Return copies of what the next exchange needs of the previous ones, as plain data and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 -- most have none
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
 
 
 class WholeCodec(Codec):
-    """A codec that makes the difference as a whole, in memory that it keeps, beside the training where it can."""
+    """A codec that computes the whole difference in memory that it keeps, concurrently with training if possible."""
 
     def __init__(self, bucket: BucketShape) -> None:
         self._difference = torch.zeros(bucket.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
 
     def _arrival(self, take_in: Callable[[], None]) -> Arrival:
-        """What has arrived, once ``take_in`` has filled ``_difference``; called once, when the messages are there."""
+        """Return the arrival that ``take_in`` fills in; called once, when the messages have arrived."""
         if self._difference.is_cpu:
             take_in()
             return Arrival.of(self._difference)

@@ -1,4 +1,4 @@
-"""The arithmetic of modulo quantization in C, which goes over memory once, where it was built on installation."""
+"""The arithmetic of modulo quantization in C, in a single pass over memory, where it was built on installation."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _REALS = {torch.float32: "float", torch.float64: "double"}
 
 
 def passes(layout: Layout, device: torch.device) -> EagerPasses:
-    """The fastest that there are, which all make the same bits."""
+    """Return the fastest passes available; all produce the same bits."""
     library = _library() if device.type == "cpu" else None
     return EagerPasses(layout, device) if library is None else CompiledPasses(layout, library)
 
 
 def quantized_by() -> str:
-    """What quantizes buckets in the memory of the host here, for records: C or torch."""
+    """Return what quantizes buckets in host memory here, "C" or "torch", for records."""
     return "torch" if _library() is None else "C"
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """What ``lattice_passes.c`` was compiled to, or None where it was not; says which, once."""
+    """Return the compiled ``lattice_passes.c``, or None if it was not compiled; logs which, once."""
     path = Path(__file__).with_name(f"lattice_passes{sysconfig.get_config_var('EXT_SUFFIX')}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         logger.warning(
-            "int8 and int4 run uncompiled, a few times as slow, with the same results: {}; install a C compiler (gcc), "
-            "then install this package anew",
+            "int8 and int4 run uncompiled, a few times slower, with the same results: {}; install a C compiler (gcc), "
+            "then reinstall this package",
             error,
         )
         return None
@@ -65,14 +65,16 @@ def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype | None = None)
 
 
 class CompiledPasses(EagerPasses):
-    """The same as :class:`EagerPasses`, bit for bit, in the memory of the host.
+    """The same as :class:`EagerPasses`, bit for bit, in host memory.
 
-    Each pass is one call without Python's lock. It works on a block while that is in the nearest cache.
+    Each pass is one call that releases Python's lock. It works on a block while the block is in the nearest cache.
 
     Parameters
     ----------
     layout : Layout
+        The layout of the messages.
     library : ctypes.CDLL
+        The compiled functions.
     """
 
     def __init__(self, layout: Layout, library: ctypes.CDLL) -> None:
@@ -162,5 +164,5 @@ class CompiledPasses(EagerPasses):
 
 
 def _rows(tensor: torch.Tensor, dim: int = 2) -> tuple[int, int]:
-    """How many rows, and how far apart: of a tensor that has ``dim`` dimensions if the first one is rows."""
+    """Return the number of rows and their distance, for a tensor whose first of ``dim`` dimensions is rows."""
     return (tensor.shape[0], tensor.stride(0)) if tensor.dim() == dim else (1, 0)

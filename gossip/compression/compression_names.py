@@ -24,16 +24,16 @@ COMPRESSIONS: Registry[Callable[..., Compression]] = Registry(
         "powergossip": PowerGossip,
     },
 )
-"""With their default constants; ``gossip.COMPRESSIONS.register(name)`` decorates one of a user's own."""
+"""With their default constants; ``@gossip.COMPRESSIONS.register(name)`` adds a class of your own."""
 
 
 def resolve_compression(compression: str | Compression | None) -> Compression:
-    """The compression itself, or the one of that name; None: the values as they are.
+    """Return ``compression`` itself, or the one of that name; None means that the values are sent as they are.
 
     Raises
     ------
     ValueError, TypeError
-        There is none of that name; neither a name nor a compression.
+        There is no compression of that name, or the argument is neither a name nor a compression.
     """
     if compression is None:
         return Uncompressed()

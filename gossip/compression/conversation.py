@@ -1,4 +1,4 @@
-"""One exchange of one bucket, from what is sent to what the messages of the peers are decoded to."""
+"""One exchange of one bucket, from what is sent to the decoded messages of the peers."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 
 Messages = Mapping[int, torch.Tensor]
-"""Tensors that go to ranks, or come from them, by rank."""
+"""Tensors that are sent to ranks or received from them, by rank."""
 Parts = Iterator[tuple[slice, torch.Tensor]]
-"""A flat tensor bit by bit: where each part belongs, and its values, which are gone when the next one is asked for."""
-#: On a CPU so many elements are worked on at a time: what one operation writes is in the cache when the next reads it.
+"""A flat tensor piece by piece: the place and values of each part, valid until the next part is requested."""
+#: The number of elements processed at a time on a CPU: what one operation writes is still in the cache for the next.
 CHUNK_NUMEL = 2**18
 _NOTHING = nullcontext()
 
 
 class Turn:
-    """Messages that leave together, and room for those that come.
+    """Messages that are sent together, and room for those that are received.
 
     Parameters
     ----------
     sent : mapping of int to Tensor
-        By rank that it goes to: contiguous, and left as it is until the exchange has ended.
+        The messages by target rank: contiguous, and unchanged until the exchange has ended.
     make_buffers : callable
-        Makes ``receive_buffers``. Not called where no message is to be put anywhere.
+        Makes ``receive_buffers``. Not called where no message is stored.
     following : mapping of int to Tensor, optional
-        The ``receive_buffers`` of the next turn, where these are known by now: so it can be waited for from now on, and
-        what it waits for travels without asking first whether there is room. Of the opening alone.
+        The ``receive_buffers`` of the next turn, if they are already known: they can be awaited from now on, and their
+        messages can be sent without first asking whether there is room. For the opening only.
     making : iterator of int, optional
-        Makes ``sent``, from the beginning of each message on, and yields how many of their bytes are there; of the
-        opening alone. Without it they are there at once.
+        Makes ``sent``, from the beginning of each message on, and yields how many of its bytes are complete; for the
+        opening only. Without it they are complete at once.
     make_accumulator : callable, optional
-        Given where the messages are plain values of the same kind on all ranks, which may be added on the wire: memory
-        for the weighted sum, [numel], in the dtype of accumulation.
+        Given if the messages are plain values of the same kind on all ranks, which may be added on the wire: returns
+        memory for the weighted sum, [numel], in the accumulation dtype.
 
     Attributes
     ----------
     receive_buffers : mapping of int to Tensor
-        Where the messages are to be put, by rank that they come from.
+        Where the messages are to be stored, by source rank.
     lost : collection of int
-        Set by whoever carries a turn after the opening: ranks whose messages will never come.
+        Set by whatever carries a turn after the opening: the ranks whose messages will never arrive.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Turn:
         make_accumulator: Callable[[], torch.Tensor] | None = None,
         *,
         following: Messages = MappingProxyType({}),
-        making: Iterator[int] = iter(()),  # noqa: B008 -- it is empty, for all alike
+        making: Iterator[int] = iter(()),  # noqa: B008 -- it is empty and can be shared
     ) -> None:
         self.sent = sent
         self.following = following
@@ -73,16 +73,16 @@ class Turn:
 
 
 class Delivery:
-    r"""What has become of the messages of a turn.
+    r"""The outcome of a turn's messages.
 
     Parameters
     ----------
     sent, received : mapping of int to Tensor
-        This rank's messages and those of its peers, in the turn's buffers or elsewhere, on the device of the bucket.
-        There ``received`` is complete only when the parts of the :class:`Arrival` are asked for. Peers whose messages
-        are lost are not among them: what they would have added is left out.
+        This rank's messages and those of its peers, in the turn's buffers or elsewhere, on the device of the bucket. On
+        a GPU, ``received`` is complete only when the parts of the :class:`Arrival` are requested. Peers whose messages
+        are lost are missing: their contributions are left out.
     on_host : (mapping of int to Tensor, mapping of int to Tensor), optional
-        The same two in the memory of the host, if they have gone through it.
+        The same two in host memory, if they have passed through it.
     total : Tensor, optional
         In place of ``received``: the accumulator, which holds :math:`\sum_j W_{ij} m_j`.
     """
@@ -102,7 +102,7 @@ class Delivery:
 
     @property
     def on_host(self) -> tuple[Messages, Messages]:
-        """What was sent and what was received, where the host sees it, and may change what was received."""
+        """What was sent and what was received, in host memory; what was received may be changed."""
         if self._on_host is None:
             sent, received = (
                 {rank: message.cpu() for rank, message in messages.items()} for messages in (self._sent, self.received)
@@ -112,17 +112,17 @@ class Delivery:
 
 
 class Arrival(NamedTuple):
-    r"""What has arrived in one exchange.
+    r"""The result of one exchange.
 
     Attributes
     ----------
     parts : iterator of (slice, Tensor)
-        :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the dtype of accumulation; part by part, in order. A part is the
-        caller's, to change it too, until the next one; none at all stand for zeros. To be run to its end, before the
-        bucket's next exchange.
+        :math:`\sum_j W_{ij} (m_j - m_i)`, [numel], in the accumulation dtype, part by part, in order. A part belongs to
+        the caller, who may change it, until the next one; no parts at all stand for zeros. The iterator must be
+        exhausted before the bucket's next exchange.
     is_finite : bool
-        Whether all that arrived is; True where the host does not see it. Where it is, but this rank's own message is
-        not, ``parts`` yields something that is not.
+        Whether everything that arrived is finite; True where the host cannot see it. If it is True but this rank's own
+        message is not finite, ``parts`` yields values that are not finite.
     """
 
     parts: Parts
@@ -130,7 +130,7 @@ class Arrival(NamedTuple):
 
     @classmethod
     def of(cls, difference: torch.Tensor) -> Arrival:
-        """What arrived, decoded already as a whole into memory of the caller's, which the parts are views of."""
+        """Return an arrival whose parts are views of ``difference``, which is decoded and owned by the caller."""
         return cls(
             ((part, difference[part]) for part in chunks(difference.numel(), difference.device)),
             finite_on_host([difference]),
@@ -138,14 +138,14 @@ class Arrival(NamedTuple):
 
 
 Turns = Generator[Turn, Delivery, Arrival]
-"""Yields turns, gets what became of each, and returns what has arrived."""
+"""A generator that yields turns, is sent what became of each, and returns what has arrived."""
 
 
 class Conversation:
-    """One exchange of one bucket at one rank.
+    """One exchange of one bucket on one rank.
 
-    Made by :meth:`gossip.Codec.exchange`. Whoever carries it delivers the messages of its ``opening``, then those of
-    each turn of :meth:`proceed`, and has its ``arrival`` in the end::
+    Made by :meth:`gossip.Codec.exchange`. A transport delivers the messages of its ``opening``, then those of each turn
+    of :meth:`proceed`, and in the end reads its ``arrival``::
 
         for turn in conversation.proceed(Delivery(opening.sent, opening.receive_buffers)):
             ...  # send turn.sent, fill turn.receive_buffers
@@ -169,11 +169,11 @@ class Conversation:
 
     @property
     def unmade_opening(self) -> Turn:
-        """The first turn, for those who call :meth:`make_opening` before they leave the values to others."""
+        """The first turn, for callers that call :meth:`make_opening` before the values may change."""
         return self._opening
 
     def make_opening(self) -> Iterator[int]:
-        """Make the messages of the opening; how many bytes of each, from its beginning on, are there by now."""
+        """Make the messages of the opening, and yield how many bytes from the start of each are complete."""
         while True:
             with _no_gradients():
                 num_bytes = next(self._opening.making, None)
@@ -182,14 +182,15 @@ class Conversation:
             yield num_bytes
 
     def proceed(self, delivery: Delivery) -> Iterator[Turn]:
-        """The turns after the opening, which has been delivered; what a turn sends has arrived when the next is asked.
+        """Yield the turns after the opening, which has been delivered.
 
-        May run beside the training. Messages of these turns are in the memory of the host, on both sides.
+        The messages of a turn must have arrived when the next turn is requested. May run concurrently with training.
+        Messages of these turns are in host memory, on both sides.
 
         Raises
         ------
         GossipError
-            It has proceeded before.
+            It has been called before.
         """
         if self._turns is None:
             raise GossipError("a conversation proceeds once; begin the next exchange with codec.exchange(...)")
@@ -207,7 +208,7 @@ class Conversation:
 
     @property
     def arrival(self) -> Arrival:
-        """What has arrived.
+        """The result of the exchange.
 
         Raises
         ------
@@ -222,22 +223,22 @@ class Conversation:
 
 
 def _no_gradients() -> AbstractContextManager[object]:
-    """Nothing to do in a backward pass, where they are off."""
+    """Disable gradients; nothing to do in a backward pass, where they are disabled already."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def carry(conversations: Mapping[int, Conversation]) -> int:
-    """Carry conversations between ranks of one process, to their end.
+    """Carry conversations between ranks in one process, to their end.
 
     Parameters
     ----------
     conversations : mapping of int to Conversation
-        By rank; all who have a peer in the round.
+        The conversations by rank, of all ranks that have a peer in the round.
 
     Returns
     -------
     int
-        How many bytes were sent.
+        The number of bytes sent.
 
     Raises
     ------
@@ -258,7 +259,7 @@ def carry(conversations: Mapping[int, Conversation]) -> int:
 
 
 def _hand_over(turns: Mapping[int, Turn]) -> int:
-    """Put what is sent where it is expected; how many bytes that were."""
+    """Copy what is sent to where it is expected, and return the number of bytes."""
     sent = {(source, target): message for source, turn in turns.items() for target, message in turn.sent.items()}
     expected = {
         (source, target): buffer for target, turn in turns.items() for source, buffer in turn.receive_buffers.items()
@@ -266,31 +267,32 @@ def _hand_over(turns: Mapping[int, Turn]) -> int:
     for edge in sent.keys() ^ expected.keys():
         raise GossipError(
             f"rank {edge[0]} {'sends' if edge in sent else 'does not send'} rank {edge[1]} a message that it "
-            f"{'does not expect' if edge in sent else 'expects'}: a codec's turns must be the same at both ends"
+            f"{'does not expect' if edge in sent else 'expects'}: a codec's turns must be equal at both ends of an edge"
         )
     for (source, target), message in sent.items():
         buffer = expected[source, target]
         if (message.shape, message.dtype) != (buffer.shape, buffer.dtype) or not message.is_contiguous():
             raise GossipError(
                 f"rank {source} sends rank {target} {tuple(message.shape)} of {message.dtype}, which expects "
-                f"{tuple(buffer.shape)} of {buffer.dtype}: messages must be contiguous, and alike at both ends"
+                f"{tuple(buffer.shape)} of {buffer.dtype}: messages must be contiguous, with equal shape and dtype at "
+                "both ends"
             )
         buffer.copy_(message)
     return sum(message.nbytes for message in sent.values())
 
 
 def arrived(weights: Mapping[int, float], received: Messages) -> dict[int, float]:
-    """The weights of those peers whose messages were not lost."""
+    """Return the weights of those peers whose messages were not lost."""
     return {source: weight for source, weight in weights.items() if source in received}
 
 
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """The parts of a flat tensor that are worked on one after the other: small ones on a CPU."""
+    """Yield the parts of a flat tensor that are processed one after the other, which are small on a CPU."""
     size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
 
 
 def finite_on_host(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all are finite, as far as they are in the memory of the host: elsewhere it would hold up the host."""
+    """Return whether all tensors in host memory are finite; checking others would block the host."""
     return all(not tensor.is_cpu or all_finite(tensor) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The arithmetic of modulo quantization in torch: eager in the cache of a CPU, compiled on other devices."""
+"""The arithmetic of modulo quantization in torch: eager within a CPU's cache, compiled on other devices."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ T = TypeVar("T")
 class EagerPasses:
     """Passes over the blocks of one bucket, on one device.
 
-    All tensors may have a leading dimension, which is ranks: so few that they fit the cache of a CPU together.
+    All tensors may have a leading dimension, which is ranks: few enough to fit a CPU's cache together.
 
     Parameters
     ----------
     layout : Layout
+        The layout of the messages.
     device : torch.device
+        The device of the tensors.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -50,7 +52,7 @@ class EagerPasses:
 
     @property
     def unit(self) -> int:
-        """What one step of the lattice is in differences."""
+        """The value of one lattice step in the differences."""
         return 1 if self._layout.bits == 8 else 16
 
     def encode(
@@ -63,18 +65,23 @@ class EagerPasses:
     ) -> Iterator[int]:
         """Round ``values`` to lattices of the wanted levels, or of coarser ones where these have no such points.
 
-        Yields how many blocks of codes are there.
-
         Parameters
         ----------
         values : Tensor, [numel]
+            The values.
         wanted : Tensor, [num_blocks], int16
+            The finest level allowed for each block.
         offsets : Tensor, [num_offsets], int64
             Where the noise of each part begins, below ``NOISE_PERIOD``.
         points : Tensor, [num_blocks, block_numel]
-            Filled with the lattice points; with the values themselves where the level is RAW.
+            Filled with the lattice points, or with the values themselves where the level is RAW.
         message : Tensor, [num_bytes], uint8
-            Filled with the levels, with the points' last bits, and with a digest of the points.
+            Filled with the levels, the last bits of the points, and a digest of the points.
+
+        Yields
+        ------
+        int
+            The number of blocks whose codes are complete.
         """
         fields = self._layout.fields(message)
         levels = _levels_on_lattice(wanted, self._peaks(values))
@@ -100,7 +107,7 @@ class EagerPasses:
         yield self._layout.num_blocks
 
     def _peaks(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude in each block, [num_blocks]; NaN where there is one."""
+        """Return the largest magnitude in each block, [num_blocks]; NaN where the block has one."""
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         found = torch.empty((*values.shape[:-1], self._layout.num_blocks), dtype=wide, device=self._device)
         for blocks, part in _parts(values, self._layout.block_numel, fill_up=False):
@@ -119,27 +126,27 @@ class EagerPasses:
     def check(
         self, own: torch.Tensor, peers: torch.Tensor, spread: float, differences: torch.Tensor, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Subtract the codes of two messages, and see whether their differences are those of the points.
+        """Subtract the codes of two messages, and check whether their differences are those of the points.
 
         Parameters
         ----------
         own, peers : Tensor, [num_bytes], uint8
-            The codes of ``peers`` are used up.
+            The messages; the codes of ``peers`` are used up.
         spread : float
-            Which part of the largest difference of a block the constant of its next lattice is to be.
+            The ratio between the constant of a block's next lattice and the block's largest difference.
         differences : Tensor, [num_blocks, block_numel], int8
-            Filled with the peer's codes less our own, in steps of the finer lattice, times :attr:`unit`. May be the
-            memory of the peer's codes if they have 8 bits.
+            Filled with the peer's codes minus this rank's, in steps of the finer lattice, times :attr:`unit`. May share
+            memory with the peer's codes if these have 8 bits.
         wanted : Tensor, [num_blocks], int16
             Raised to the levels at which the next message would fit. The lattice follows the largest difference, and
-            gets finer but slowly: alike on both ends of an edge.
+            becomes finer only slowly, equally at both ends of an edge.
 
         Returns
         -------
         resent : Tensor, [num_blocks], bool
-            Where the differences say nothing, and the block is to be asked for in full.
+            The blocks whose differences are invalid, which must be requested in full.
         sizes : Tensor, [num_blocks], float64
-            The lattice constants that the differences are multiples of.
+            The lattice constants of which the differences are multiples.
         """
         left, right = self._layout.fields(own), self._layout.fields(peers)
         shifts = None
@@ -170,10 +177,10 @@ class EagerPasses:
         shifts: tuple[torch.Tensor, torch.Tensor] | None,
         differences: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill ``differences``; where they fit the checksums, [num_blocks], bool, and their largest, int32.
+        """Fill ``differences``, and return where they match the checksums and the largest of each block.
 
-        ``shifts`` are how many octaves this rank's lattice, and the peer's, are coarser than the finer of the two,
-        [num_blocks], int32; None: they are the same.
+        The former is [num_blocks], bool, the latter int32. ``shifts`` are the octaves by which this rank's lattice, and
+        the peer's, are coarser than the finer of the two, [num_blocks], int32; None if they are equal.
         """
         digests = torch.empty_like(own.checksums)
         largest, smallest = torch.empty((2, *digests.shape), dtype=torch.int8, device=self._device)
@@ -218,8 +225,9 @@ class EagerPasses:
 
 
 def largest_distances(values: torch.Tensor, start: torch.Tensor, block_numel: int) -> torch.Tensor:
-    """The largest distance of ``values`` [..., numel] from ``start`` [numel] in each block, [..., num_blocks]; NaN
-    where there is one. In the dtype of ``start``.
+    """Return the largest distance of ``values`` [..., numel] from ``start`` [numel] in each block, [..., num_blocks].
+
+    It is NaN where the block has one, and in the dtype of ``start``.
     """
     found = []
     for blocks, part in _parts(values, block_numel, fill_up=False):
@@ -229,7 +237,7 @@ def largest_distances(values: torch.Tensor, start: torch.Tensor, block_numel: in
 
 
 def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-    """The levels, coarser where points would not be representable; RAW where none is coarse enough."""
+    """Return the levels, coarser where points would not be representable; RAW where no level is coarse enough."""
     fits = peaks <= LARGEST_INTEGER * power_of_two(exponents(wanted.clamp(min=FINEST)))
     if peaks.is_cpu and bool(fits.all()):
         return wanted  # the usual case
@@ -255,7 +263,7 @@ def _encode_blocks(
     if bits == 8:
         codes.copy_(integers)
     else:
-        # Two numbers in a byte, one as it is and one times 16: what the first carries over, a difference takes back.
+        # Two numbers share a byte, one as it is and one times 16; taking a difference undoes the carry of the first.
         low, high = scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=-1)
         torch.add(low, high, alpha=16, out=codes)
     torch.sum(integers.mul_(weights), -1, dtype=torch.int32, out=checksums)
@@ -293,7 +301,7 @@ def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor)
 
 
 def _parts(values: torch.Tensor, block_numel: int, *, fill_up: bool = True) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some blocks of flat values at a time, in the dtype of accumulation; the last block filled up with zeros."""
+    """Yield some blocks of flat values at a time, in the accumulation dtype, the last block padded with zeros."""
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     *leading, numel = values.shape
     num_whole = numel // block_numel
@@ -308,20 +316,20 @@ def _parts(values: torch.Tensor, block_numel: int, *, fill_up: bool = True) -> I
 
 
 def block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> list[slice]:
-    """How many blocks are worked on at a time."""
+    """Return the ranges of blocks that are processed at a time."""
     size = max(1, CHUNK_NUMEL // block_numel) if device.type == "cpu" else max(num_blocks, 1)
     return [slice(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
 def _some(tensor: torch.Tensor, blocks: slice, dim: int) -> torch.Tensor:
-    """These blocks, which are dimension ``dim``; often all, and then it takes no view."""
+    """Select these blocks along dimension ``dim``, without a view in the usual case that they are all blocks."""
     length = blocks.stop - blocks.start
     return tensor if length == tensor.shape[dim] else tensor.narrow(dim, blocks.start, length)
 
 
 @functools.cache
 def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
-    """On a device other than the CPU, fused into few passes over memory if torch can compile there, else as it is."""
+    """Fuse the function on a device other than the CPU if torch can compile there; otherwise return it unchanged."""
     if device.type == "cpu":
         return function
     compiled = torch.compile(function, dynamic=True)
@@ -333,7 +341,7 @@ def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
         if works:
             try:
                 return compiled(*args, **kwargs)
-            except Exception as error:  # no Triton, no compiler: whatever stands in the way
+            except Exception as error:  # no Triton or no compiler, for example
                 works = False
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 logger.warning("{} runs uncompiled on {}: {}", function.__name__, device, reason)

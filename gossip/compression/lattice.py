@@ -1,4 +1,4 @@
-"""The lattices of modulo quantization: levels, noise, and the messages that say where values lie on them."""
+"""The lattices of modulo quantization: levels, noise, and the layout of the messages."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ BLOCK_NUMEL = 4096
 LEVELS_PER_OCTAVE = 8
 FINEST, COARSEST = -100 * LEVELS_PER_OCTAVE, 100 * LEVELS_PER_OCTAVE
 RAW = -(2**15)
-"""In place of a level: the block is not on a lattice, and is to be asked for in full."""
+"""Stands in place of a level: the block is not on a lattice, and must be requested in full."""
 LARGEST_INTEGER = 2**22
-"""So many steps of the lattice from zero, and float32 does not hold its points any more."""
+"""The number of lattice steps from zero beyond which float32 does not hold the points exactly."""
 NOISE_PERIOD = 2**18
 MAX_SHIFT = 20
-"""Octaves between the lattices of two peers; further apart they are as good as unknown to each other."""
+"""The largest distance in octaves between the lattices of two peers at which they can still be compared."""
 PATIENCE = 1
-"""In levels: how much finer the lattice may get from one exchange to the next."""
+"""How many levels finer the lattice may become from one exchange to the next."""
 
 
 def exponents(levels: torch.Tensor) -> torch.Tensor:
-    """Binary logarithm of the lattice constants, int32: the levels rounded up to whole octaves."""
+    """Return the binary logarithm of the lattice constants, int32: the levels rounded up to whole octaves."""
     return (levels.to(torch.int32) + (LEVELS_PER_OCTAVE - 1)) >> int(math.log2(LEVELS_PER_OCTAVE))
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Exactly, in float32, of int32 between -126 and 127."""
+    """Return the exact power of two, in float32, of int32 exponents from -126 to 127."""
     return ((exponents + 127) * 2**23).view(torch.float32)
 
 
 def levels_of(sizes: torch.Tensor) -> torch.Tensor:
-    """The finest levels, int16, that are not finer than ``sizes``, float64: by comparing, alike on every machine."""
+    """Return the finest levels, int16, not finer than ``sizes``, float64; by comparison, equal on every machine."""
     lowest, highest = (2.0 ** (level // LEVELS_PER_OCTAVE) for level in (FINEST, COARSEST))
     mantissas, octaves = torch.frexp(sizes.nan_to_num(nan=0.0).clamp_(lowest, highest))
     return ((octaves - 1) * LEVELS_PER_OCTAVE + torch.bucketize(mantissas, eighths(sizes.device))).to(torch.int16)
@@ -44,21 +44,21 @@ def levels_of(sizes: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def eighths(device: torch.device) -> torch.Tensor:
-    """Those of an octave that begins at a half, [LEVELS_PER_OCTAVE], float64."""
+    """Return the levels of an octave that begins at one half, [LEVELS_PER_OCTAVE], float64."""
     powers = [2 ** (level / LEVELS_PER_OCTAVE - 1) for level in range(LEVELS_PER_OCTAVE)]
     return torch.tensor(powers, dtype=torch.float64, device=device)
 
 
 class Tables(NamedTuple):
-    """Random numbers that are the same on every rank.
+    """Random numbers that are equal on every rank.
 
     Attributes
     ----------
     noise : Tensor, [NOISE_PERIOD + CHUNK_NUMEL], float32
-        Each number of a grid once: from a random place on, every value of it is as likely, and neighbours are alike in
-        nothing.
+        Each number of a grid once: from a random place on, every value is equally likely, and neighbouring values are
+        independent of each other.
     weights : Tensor, [BLOCK_NUMEL], int32
-        Odd; what checksums multiply integers by.
+        Odd factors by which checksums multiply integers.
     """
 
     noise: torch.Tensor
@@ -67,7 +67,7 @@ class Tables(NamedTuple):
 
 @functools.cache
 def tables(device: torch.device) -> Tables:
-    """In the memory of this device."""
+    """Return the tables in the memory of this device."""
     source = torch.Generator().manual_seed(0x6C617474696365)
     grid = (torch.randperm(NOISE_PERIOD, generator=source) + 0.5) / NOISE_PERIOD
     noise = torch.cat([grid, grid[:CHUNK_NUMEL]]).to(device)
@@ -76,13 +76,16 @@ def tables(device: torch.device) -> Tables:
 
 
 class Fields(NamedTuple):
-    """The parts of one message, or of several ranks' where tensors have a leading dimension.
+    """The parts of one message, or of several ranks' messages if tensors have a leading dimension.
 
     Attributes
     ----------
     checksums : Tensor, [num_blocks], int32
+        The digests of the points.
     levels : Tensor, [num_blocks], int16
+        The lattice of each block.
     codes : Tensor, [num_blocks, code_bytes], uint8
+        The last bits of the points.
     """
 
     checksums: torch.Tensor
@@ -92,13 +95,14 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things stand in a message: codes, checksums, levels.
+    """The layout of a message: codes, checksums, levels.
 
     Attributes
     ----------
     num_blocks, block_numel : int
+        The number of blocks, and of values in each.
     bits : int
-        Of a code: 8 or 4.
+        The size of a code, 8 or 4.
     """
 
     num_blocks: int
@@ -107,32 +111,32 @@ class Layout:
 
     @classmethod
     def of(cls, numel: int, bits: int) -> Layout:
-        """For so many values; small buckets are one small block."""
+        """Return the layout for ``numel`` values; a small bucket is a single small block."""
         block_numel = min(BLOCK_NUMEL, max(16, -(-numel // 16) * 16))
         return cls(-(-numel // block_numel), block_numel, bits)
 
     @property
     def numel(self) -> int:
-        """Values, the last block filled up."""
+        """The number of values, including the padding of the last block."""
         return self.num_blocks * self.block_numel
 
     @property
     def code_bytes(self) -> int:
-        """Of one block."""
+        """The number of bytes for the codes of one block."""
         return self.block_numel * self.bits // 8
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole message."""
+        """The number of bytes of the whole message."""
         return self.num_blocks * (4 + 2 + self.code_bytes)
 
     @property
     def num_offsets(self) -> int:
-        """How many places of the noise an encoding begins at."""
+        """The number of places in the noise from which an encoding starts."""
         return -(-self.numel // CHUNK_NUMEL)
 
     def fields(self, message: torch.Tensor) -> Fields:
-        """The parts of a message, [..., num_bytes] or longer; views."""
+        """Return the parts of a message, [..., num_bytes] or longer, as views."""
         after_codes = self.num_blocks * self.code_bytes
         after_checksums = after_codes + 4 * self.num_blocks
         return Fields(
@@ -142,6 +146,6 @@ class Layout:
         )
 
     def codes(self, message: torch.Tensor) -> torch.Tensor:
-        """Those of a message, [..., num_blocks, code_bytes]; a view."""
+        """Return the codes of a message, [..., num_blocks, code_bytes], as a view."""
         codes = message[..., : self.num_blocks * self.code_bytes]
         return codes.view(*message.shape[:-1], self.num_blocks, self.code_bytes)

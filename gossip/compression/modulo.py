@@ -1,4 +1,4 @@
-"""Messages of 8 or 4 bits per value, that say where a value lies on a lattice, modulo the size of the code."""
+"""Messages of 8 or 4 bits per value: a value's place on a lattice, modulo the size of the code."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ from topologies import Round
 
 
 class ModuloQuantization(Compression):
-    r"""Stochastic rounding to a lattice, of which only the last bits are sent (Moniqua).
+    r"""Stochastic rounding to a lattice, of whose coordinates only the last bits are sent (Moniqua).
 
-    Value x of rank j becomes the integer :math:`k_j = \lfloor x / \delta + \xi \rfloor`, with :math:`\xi` uniform in
-    [0, 1), so that :math:`m_j = \delta k_j` is x in expectation and at most :math:`\delta` away; sent is
-    :math:`k_j \bmod 2^{b}`. Rank i knows :math:`k_i`, and as long as the two are less than :math:`2^{b-1}` apart the
-    rest is known from it. Nothing is remembered of any neighbour: it serves every topology, time-varying pairs too, and
-    the mean over ranks is exact, whatever was rounded. All ranks round with the same :math:`\xi`, drawn from seed, step
-    and bucket: equal values stay equal, and the nearer two replicas are the less noise there is between them.
+    The value x of rank j becomes the integer :math:`k_j = \lfloor x / \delta + \xi \rfloor`, with :math:`\xi` uniform
+    in [0, 1), so that :math:`m_j = \delta k_j` equals x in expectation and is at most :math:`\delta` away. The message
+    is :math:`k_j \bmod 2^{b}`. Rank i knows :math:`k_i`, and as long as the two differ by less than :math:`2^{b-1}` it
+    can restore the rest. No state is kept about any neighbour, so it serves every topology, including time-varying
+    pairs, and the mean over ranks is exact however values were rounded. All ranks round with the same :math:`\xi`,
+    drawn from seed, step and bucket: equal values stay equal, and the closer two replicas are, the less noise there is
+    between them.
 
-    Each block of 4,096 values has its own :math:`\delta`, a power of two that follows the largest difference between
-    peers that was seen of late, times ``headroom``. Each block carries a checksum of its :math:`k_j`. Where two ranks
-    are further apart than the code can say it does not fit; the block is asked for again and sent in full: after a jump
-    of the replicas, and in the first exchange of values that did not begin the same on all ranks; ``num_resent``
-    counts. Of those that did, the first lattice has room for twice the way that a rank has come: two ranks that have
-    come as far are no further apart.
+    Each block of 4,096 values has its own :math:`\delta`, a power of two that follows the largest recent difference
+    between peers, times ``headroom``. Each block carries a checksum of its :math:`k_j`. Where two ranks differ by more
+    than the code can express, the checksum does not match, and the block is requested again and sent in full. This
+    happens after a jump of the replicas, and in the first exchange of values that did not start equal on all ranks;
+    ``num_resent`` counts such blocks. If the values did start equal, the first lattice has room for twice the distance
+    that the rank has moved, because two ranks that have each moved that far are no further apart.
 
     Parameters
     ----------
     bits : int
-        8 or 4.
+        The size of a code, 8 or 4.
     headroom : float
-        Differences up to so many times the largest one seen of late fit the code. Larger: fewer blocks are sent again,
-        and coarser rounding.
+        Differences of up to this factor times the largest recent one fit the code. With a larger factor fewer blocks
+        are sent again, and rounding is coarser.
     seed : int
-        Of the rounding.
+        The seed of the rounding.
 
     References
     ----------
@@ -86,18 +87,18 @@ class ModuloQuantization(Compression):
 
 @dataclass
 class Read:
-    """What has become of the message of one source.
+    """The decoded message of one source.
 
     Attributes
     ----------
     differences : Tensor, [num_blocks, block_numel], int8
-        Between its codes and the reader's.
+        The differences between the source's codes and the reader's.
     sizes : Tensor, [num_blocks], float64
-        The lattice constants that they are multiples of.
+        The lattice constants of which the differences are multiples.
     resent : Tensor, [num_blocks], bool
-        Where they say nothing, and the block is asked for in full.
+        The blocks whose differences are invalid, which are requested in full.
     rows : Tensor, [num_resent, block_numel]
-        Those blocks, once they are there.
+        Those blocks, once they have arrived.
     """
 
     differences: torch.Tensor
@@ -107,18 +108,21 @@ class Read:
 
 
 class ModuloArithmetic:
-    """How one bucket's values become messages, and messages differences.
+    """The conversion of one bucket's values to messages, and of messages to differences.
 
     All tensors may have leading dimensions, which are ranks.
 
     Parameters
     ----------
     compression : ModuloQuantization
+        The constants.
     bucket : BucketShape
+        The bucket.
 
     Attributes
     ----------
     layout : Layout
+        The layout of the messages.
     """
 
     def __init__(self, compression: ModuloQuantization, bucket: BucketShape) -> None:
@@ -129,13 +133,14 @@ class ModuloArithmetic:
         self._passes = {device: passes(self.layout, device) for device in {bucket.device, torch.device("cpu")}}
 
     def first_levels(self, values: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Levels for the first exchange, [..., num_blocks], int16.
+        """Return the levels for the first exchange, [..., num_blocks], int16.
 
         Parameters
         ----------
         values : Tensor, [..., numel]
-        start : Tensor, [numel], in the dtype of accumulation
-            Where all ranks began.
+            The current values.
+        start : Tensor, [numel], in the accumulation dtype
+            The values with which all ranks started.
         """
         distances = largest_distances(values, start, self.layout.block_numel)
         return levels_of(2 * self._spread * distances.double()).masked_fill_(~distances.isfinite(), RAW)
@@ -143,17 +148,25 @@ class ModuloArithmetic:
     def encode(
         self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
     ) -> Iterator[int]:
-        """Write the message of ``values``, on lattices of these ``levels`` or coarser ones, and what it stands for.
-
-        Yields how many bytes of it, from its beginning on, are as they will be.
+        """Write the message of ``values`` on lattices of these ``levels`` or coarser ones, and the points it encodes.
 
         Parameters
         ----------
         values : Tensor, [numel]
+            The values.
         levels : Tensor, [num_blocks], int16
+            The finest level allowed for each block.
         step : int
+            The step, from which the noise is drawn.
         points : Tensor, [num_blocks, block_numel]
+            Filled with the lattice points.
         message : Tensor, [num_bytes], uint8
+            Filled with the message.
+
+        Yields
+        ------
+        int
+            The number of bytes that are final, counted from the beginning of the message.
         """
         device = values.device
         offsets = _offsets(self._compression.seed, step, self._bucket, self.layout.num_offsets).to(device)
@@ -164,23 +177,28 @@ class ModuloArithmetic:
     def read(
         self, own: torch.Tensor, peers: torch.Tensor, unpacked: Callable[[], torch.Tensor], wanted: torch.Tensor
     ) -> Read:
-        """Find the difference of a message to our own, and the blocks where it does not fit; no rows yet.
+        """Compute the difference between a peer's message and this rank's, and find the blocks that must be resent.
 
         Parameters
         ----------
         own, peers : Tensor, [num_bytes], uint8
-            The codes of ``peers`` are used up.
+            The messages; the codes of ``peers`` are used up.
         unpacked : callable
-            Makes memory for differences, [num_blocks, block_numel], int8; called where codes have 4 bits.
+            Returns memory for differences, [num_blocks, block_numel], int8; called if codes have 4 bits.
         wanted : Tensor, [num_blocks], int16
             Raised to the levels at which the next message would fit.
+
+        Returns
+        -------
+        Read
+            The differences, with no rows yet.
         """
         differences = self.layout.codes(peers).view(torch.int8) if self.layout.bits == 8 else unpacked()
         resent, sizes = self._passes[own.device].check(own, peers, self._spread, differences, wanted)
         return Read(differences, sizes, resent, torch.empty(0))
 
     def learn_from_rows(self, read: Read, points: torch.Tensor, wanted: torch.Tensor) -> bool:
-        """Raise ``wanted`` to what the blocks that were sent in full say; whether these and our own are finite."""
+        """Raise ``wanted`` to fit the blocks that were sent in full; return whether these and our own are finite."""
         places = read.resent.nonzero(as_tuple=True)
         peaks = torch.empty(len(read.rows), dtype=read.rows.dtype, device=read.rows.device)
         is_finite = True
@@ -194,13 +212,14 @@ class ModuloArithmetic:
         return is_finite
 
     def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
-        """The sum of the differences to what was read, by its weights, part by part.
+        """Yield the weighted sum of the differences to what was read, part by part.
 
         Parameters
         ----------
         points : Tensor, [num_blocks, block_numel]
-            What our own message stands for.
+            The points that this rank's own message encodes.
         reads : iterable of (Read, float or Tensor, [1], float64)
+            What was read, with weights.
         """
         device, dtype, block_numel = points.device, points.dtype, self.layout.block_numel
         passes_here = self._passes[device]
@@ -220,7 +239,7 @@ class ModuloArithmetic:
 def _add_rows(
     read: Read, weight: float | torch.Tensor, blocks: slice, points: torch.Tensor, total: torch.Tensor
 ) -> None:
-    """Add what was sent in full to the sum of some blocks."""
+    """Add the blocks that were sent in full to the sum of some blocks."""
     here = read.resent[..., blocks]
     if not bool(here.any()):
         return
@@ -236,15 +255,14 @@ def _add_rows(
 
 
 class ModuloCodec(Codec):
-    """One bucket's messages; see :class:`ModuloQuantization`.
+    """The messages of one bucket, see :class:`ModuloQuantization`.
 
     Attributes
     ----------
     levels : Tensor, [num_blocks], int16, CPU
-        Binary logarithm of each block's lattice constant as it is wanted next, in eighths; ``RAW`` where nothing is
-        known yet.
+        The binary logarithm of each block's next lattice constant, in eighths; ``RAW`` where nothing is known yet.
     num_resent : int
-        Blocks that this rank had to ask for again so far.
+        The number of blocks that this rank has had to request again so far.
     """
 
     def __init__(self, compression: ModuloQuantization, bucket: BucketShape, rank: int) -> None:
@@ -274,7 +292,7 @@ class ModuloCodec(Codec):
         encoding = self._arithmetic.encode(values, levels, step, self._blocks, self._payload)
         del values, levels
         messages = dict.fromkeys(targets, self._payload)
-        # Backwards along every edge: which blocks are asked for again.
+        # In the opposite direction along every edge: the blocks that are requested again.
         asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
         delivery = yield Turn(messages, partial(self._make_buffers, weights), following=asked, making=encoding)
         del encoding
@@ -314,13 +332,13 @@ class ModuloCodec(Codec):
         return read
 
     def _unpacked_of(self, number: int) -> torch.Tensor:
-        """Kept for the next exchange."""
+        """Return memory for unpacked differences, which is kept for the next exchange."""
         if number == len(self._unpacked):
             self._unpacked.append(torch.empty(self._blocks.shape, dtype=torch.int8))
         return self._unpacked[number]
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Our own points of some blocks, in full; no copy of all of them where they are in the host's memory."""
+        """Return this rank's points of some blocks, in full; all blocks are not copied if they are in host memory."""
         return self._blocks.cpu() if bool(blocks.all()) else self._blocks[blocks.to(self._device)].cpu()
 
     @torch.no_grad()
@@ -342,12 +360,14 @@ class ModuloCodec(Codec):
 
 
 class StackedModuloCodec(StackedCodec):
-    """One bucket's messages at all ranks; see :class:`ModuloCodec`.
+    """The messages of one bucket on all ranks, see :class:`ModuloCodec`.
 
     Attributes
     ----------
     levels : Tensor, [n, num_blocks], int16
+        The levels of all ranks.
     num_resent : Tensor, [n], int64
+        The number of blocks that each rank has had to request again.
     """
 
     def __init__(self, compression: ModuloQuantization, bucket: BucketShape, world_size: int) -> None:
@@ -390,7 +410,7 @@ class StackedModuloCodec(StackedCodec):
         return torch.where(is_at_start, self._arithmetic.first_levels(values[rows], self._start), self.levels[rows])
 
     def _take_in(self, readers: Readers, difference: torch.Tensor) -> int:
-        """Fill the rows of these ranks; how many bytes were sent to them in full."""
+        """Fill the rows of these ranks, and return how many bytes were sent to them in full blocks."""
         ranks = readers.ranks
         own, points = self._messages[ranks], self._blocks[ranks]
         wanted = torch.full((*points.shape[:-1],), RAW, dtype=torch.int16, device=points.device)
@@ -432,5 +452,5 @@ class StackedModuloCodec(StackedCodec):
 
 @lru_cache(maxsize=64)
 def _offsets(seed: int, step: int, bucket: int, number: int) -> torch.Tensor:
-    """Where the noise of each part begins, [number]: the same on all ranks, of which one process may have many."""
+    """Return where the noise of each part begins, [number]: equal on all ranks, of which a process may hold many."""
     return torch.randint(NOISE_PERIOD, (number,), generator=generator(seed, step, bucket))

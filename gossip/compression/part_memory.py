@@ -1,4 +1,4 @@
-"""Memory for a moment, and passes over it."""
+"""Scratch memory, and passes over memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _thread = threading.local()
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a moment. On a CPU the thread's own, one piece per dtype: it stays in the cache."""
+    """Return scratch memory. On a CPU it is the thread's own, one piece per dtype, so that it stays in the cache."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.setdefault("pieces", {})
@@ -23,12 +23,12 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 def scratch_bytes() -> int:
-    """What this thread keeps as scratch: of a few parts, whatever the size of the model."""
+    """Return how many bytes of scratch this thread keeps: those of a few parts, whatever the size of the model."""
     pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.get("pieces", {})
     return sum(piece.nbytes for piece in pieces.values())
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether all are finite; of values that are, one pass over the memory and no more."""
-    total = float(values.sum())  # of finite values it may overflow
+    """Return whether all values are finite; if they are, usually with a single pass over memory."""
+    total = float(values.sum())  # it can overflow even if all values are finite
     return total - total == 0.0 or bool(values.isfinite().all())

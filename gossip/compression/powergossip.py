@@ -1,4 +1,4 @@
-"""Power iteration on the difference between the two ends of an edge, one product per exchange."""
+"""Power iteration on the difference between the two ends of an edge, with one product per exchange."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from topologies.analysis.static_rounds import check_static
 class PowerGossip(Compression):
     r"""Low-rank approximations of the differences between neighbours (PowerGossip).
 
-    A parameter of two and more dimensions is seen as a matrix X, its first dimension by all others. The two ends of an
-    edge agree on unit vectors v, and each sends :math:`p = X v`; so both know :math:`(X_j - X_i) v`, and take
-    :math:`(p_j - p_i) v^T` for the difference. Next they do the same from the other side, with u, the direction of
-    :math:`p_j - p_i`, and :math:`s = X^T u`: power iteration, which turns u and v to the largest directions in which
-    the two differ. With exchanges of the one and the other kind in turn:
+    A parameter with two or more dimensions is viewed as a matrix X, its first dimension by all others. The two ends of
+    an edge share unit vectors v, and each sends :math:`p = X v`; so both know :math:`(X_j - X_i) v`, and use
+    :math:`(p_j - p_i) v^T` in place of the difference. In the next exchange they do the same from the other side, with
+    u, the direction of :math:`p_j - p_i`, and :math:`s = X^T u`. This is power iteration, which turns u and v towards
+    the largest directions in which the two differ. The two kinds of exchange alternate:
 
     .. math::
         X_i &\mathrel{+}= \sum_j W_{ij} (p_j - p_i) v_{ij}^T \\
         X_i &\mathrel{+}= \sum_j W_{ij} u_{ij} (s_j - s_i)^T
 
     What one end adds for an edge the other one subtracts, so the mean over ranks is exact. There is nothing to tune.
-    Parameters of one dimension, and matrices that would not become smaller, are sent as they are. For a static,
-    undirected topology.
+    Parameters with one dimension, and matrices that would not become smaller, are sent as they are. It requires a
+    static, undirected topology.
 
     Parameters
     ----------
     rank : int
-        Number of vectors per matrix, edge and exchange.
+        The number of vectors per matrix, edge and exchange.
     seed : int
-        Of the first directions, and of new ones where there is no difference.
+        The seed of the first directions, and of new ones where there is no difference.
 
     References
     ----------
@@ -67,13 +67,14 @@ class PowerGossip(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that is approximated.
+    """The place of a parameter that is approximated.
 
     Attributes
     ----------
     shape, stride, offset
         Where it lies in the flat values.
     num_rows, num_columns : int
+        The size of the matrix.
     """
 
     shape: tuple[int, ...]
@@ -89,23 +90,24 @@ class Matrix:
         return torch.Size(self.shape[1:]).numel()
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its values in their own shape; a view."""
+        """Return the parameter's values in their own shape, as a view."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def read(self, flat: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_columns]; a view where strides allow it."""
+        """Return the matrix, [num_rows, num_columns]; a view where strides allow it."""
         return self.view(flat).reshape(self.num_rows, self.num_columns)
 
 
 class PowerCodec(WholeCodec):
-    """One bucket's messages; see :class:`PowerGossip`. A message is what is sent as it is, then the products.
+    """The messages of one bucket, see :class:`PowerGossip`: the plain values first, then the products.
 
     Attributes
     ----------
     num_exchanges : int
-        So far: they go from the right with an even number, else from the left.
+        The number of exchanges so far; an exchange after an even number multiplies from the right, otherwise from the
+        left.
     directions : dict of int to list of Tensor
-        By peer, for each matrix: the vectors that the next exchange multiplies with, [size, rank].
+        By peer, for each matrix: the vectors by which the next exchange multiplies it, [size, rank].
     """
 
     def __init__(self, compression: PowerGossip, bucket: BucketShape, rank: int) -> None:
@@ -134,7 +136,7 @@ class PowerCodec(WholeCodec):
         return self.num_exchanges % 2 == 0
 
     def _sizes(self, of_products: bool) -> list[int]:
-        """Length of the vectors: of what is sent, or of what it is multiplied with."""
+        """Return the lengths of the vectors that are sent, or of those that matrices are multiplied by."""
         return [matrix.num_rows if self._from_right == of_products else matrix.num_columns for matrix in self._matrices]
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
@@ -178,7 +180,7 @@ class PowerCodec(WholeCodec):
     @torch.no_grad()
     def _take_in(self, messages: Messages, received: Messages, weights: Mapping[int, float]) -> None:
         total = self._difference
-        # The same bits on both ends, up to the sign.
+        # These are bit-identical at both ends, up to the sign.
         apart = {peer: received[peer] - messages[peer] for peer in weights}
         for segment, place in self._plain_places():
             total[segment] = 0
@@ -193,7 +195,7 @@ class PowerCodec(WholeCodec):
             product = weighted @ vectors.T if self._from_right else vectors @ weighted.T
             matrix.view(total).copy_(product.view(matrix.shape))
             for peer, difference in found.items():
-                # Seen from the lower rank: both ends find the same vectors.
+                # As seen from the lower rank, so that both ends compute the same vectors.
                 upwards = difference if peer > self._rank else -difference
                 self.directions[peer][number] = _orthonormal(upwards, fallbacks[peer], number)
         self.num_exchanges += 1
@@ -214,7 +216,7 @@ class PowerCodec(WholeCodec):
         return places
 
     def _draw(self, peer: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Random directions for an edge, the same at both of its ends."""
+        """Return random directions for an edge, equal at both of its ends."""
         low, high = sorted((self._rank, peer))
         source = generator(self._seed, self._step, self._bucket.index, low, high)
         flat = torch.randn(sum(sizes) * self._num_vectors, generator=source, dtype=self._wide).to(self._bucket.device)
@@ -238,13 +240,13 @@ class PowerCodec(WholeCodec):
 
 
 def _is_worth_it(shape: Sequence[int], num_vectors: int) -> bool:
-    """Whether a message of any kind is at most half as large as the matrix."""
+    """Return whether a message of either kind is at most half as large as the matrix."""
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
     return min(rows, columns) >= 2 * num_vectors
 
 
 def _segments_outside(matrices: Sequence[Matrix], bucket: BucketShape) -> list[slice]:
-    """The stretches of the flat values that lie in no matrix."""
+    """Return the ranges of the flat values that belong to no matrix."""
     outside = torch.ones(bucket.numel + 2, dtype=torch.int8)
     outside[0] = outside[-1] = 0
     for matrix in matrices:
@@ -254,16 +256,16 @@ def _segments_outside(matrices: Sequence[Matrix], bucket: BucketShape) -> list[s
 
 
 def _orthonormal(vectors: torch.Tensor, fallbacks: Callable[[], Sequence[torch.Tensor]], number: int) -> torch.Tensor:
-    """The columns made orthonormal one after the other; where nothing is left of one, that of ``fallbacks()[number]``.
+    """Orthonormalise the columns one by one, using ``fallbacks()[number]`` for a column of which nothing is left.
 
-    Twice is enough: what rounding leaves of the columns before it is gone after the second time.
+    Two passes suffice: what rounding leaves of the preceding columns is gone after the second one.
     """
     roundings = 16 * torch.finfo(vectors.dtype).eps
     columns: list[torch.Tensor] = []
     for place, column in enumerate(vectors.unbind(1)):
         chosen = _without(_scaled(column), columns)
         length = torch.linalg.vector_norm(chosen)
-        # False too where something is not finite. A GPU's host does not wait to know.
+        # False also if something is not finite. On a GPU the host does not wait for the result.
         is_left = length > roundings
         if not is_left.is_cpu or not bool(is_left):
             fallback = _without(_scaled(fallbacks()[number][:, place]), columns)
@@ -275,7 +277,7 @@ def _orthonormal(vectors: torch.Tensor, fallbacks: Callable[[], Sequence[torch.T
 
 
 def _scaled(column: torch.Tensor) -> torch.Tensor:
-    """Of length 1, without overflow."""
+    """Scale a column to length 1, without overflow."""
     column = column / column.abs().amax()
     length: torch.Tensor = torch.linalg.vector_norm(column)
     return column / length

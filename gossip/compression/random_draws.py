@@ -1,4 +1,4 @@
-"""Random numbers that are drawn from seed, step, bucket and, where ranks must differ, rank alone."""
+"""Random numbers that depend only on seed, step, bucket and, where ranks must differ, rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def generator(seed: int, *place: int) -> torch.Generator:
-    """A generator on the CPU, the same for the same numbers on every machine."""
+    """Return a CPU generator that is the same for the same numbers on every machine."""
     digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
     source = torch.Generator()
     source.manual_seed(int.from_bytes(digest[:8], "little"))

@@ -1,4 +1,4 @@
-"""The largest values of each block in a few bits each; what a message leaves out is the sender's to keep."""
+"""The largest values of each block in a few bits each; the sender keeps what a message leaves out."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ BLOCK_NUMEL = 4096
 
 
 class SparseQuantization(Compression):
-    r"""Of each block of 4,096 values those of largest magnitude, on a grid of :math:`2^b` points; all others are zero.
+    r"""The values of largest magnitude in each block of 4,096, on a grid of :math:`2^b` points; the others become zero.
 
-    The grid is :math:`\pm s/2^b, \pm 3 s/2^b, \dots`, with s the largest magnitude in the block. A message says for
-    each value its place, 16 bits, and its point, b bits, and for each block s, 32 bits (64 of float64). Nothing is
-    remembered: it is for messages of which the sender keeps what they leave out, such as :class:`gossip.SparseLoCo`'s.
+    The grid is :math:`\pm s/2^b, \pm 3 s/2^b, \dots`, with s the largest magnitude in the block. A message holds for
+    each value its place, 16 bits, and its point, b bits, and for each block s, 32 bits (64 for float64). No state is
+    kept: it is for messages whose senders keep what the messages leave out, such as :class:`gossip.SparseLoCo`'s.
 
     Parameters
     ----------
     ratio : float
         The share of the values that is sent, above 0 and at most 1.
     bits : int
-        b: 2, 4 or 8.
+        b, which is 2, 4 or 8.
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
     """
 
     def __init__(self, ratio: float = 1 / 64, bits: int = 2) -> None:
@@ -51,7 +51,7 @@ class SparseQuantization(Compression):
 
 
 class SparseCodec(WholeCodec):
-    """One bucket's messages; see :class:`SparseQuantization`.
+    """The messages of one bucket, see :class:`SparseQuantization`.
 
     A message holds, part by part, the scales of its blocks, the places of their values and the points.
     """
@@ -92,7 +92,7 @@ class SparseCodec(WholeCodec):
         return min(part.width, math.ceil(self._ratio * part.width))
 
     def _sizes(self, part: Part) -> tuple[int, int, int]:
-        """Bytes of scales, places and points."""
+        """Return the numbers of bytes for scales, places and points."""
         number = part.num_blocks * self._num_kept(part)
         return part.num_blocks * self._wide.itemsize, 2 * number, -(-number * self._bits // 8)
 
@@ -111,7 +111,7 @@ class SparseCodec(WholeCodec):
         return torch.cat(pieces) if pieces else values.new_empty(0, dtype=torch.uint8)
 
     def _packed(self, points: torch.Tensor) -> torch.Tensor:
-        """Several in a byte."""
+        """Pack several points into each byte."""
         per_byte = 8 // self._bits
         padded = torch.constant_pad_nd(points, (0, -len(points) % per_byte)).view(-1, per_byte)
         return (padded << self._shifts).sum(1, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class SparseCodec(WholeCodec):
         return points[:number]
 
     def _add_(self, total: torch.Tensor, message: torch.Tensor, weight: float) -> None:
-        """What a message says, times ``weight``."""
+        """Add the decoded message times ``weight``."""
         pieces = message.split([size for part in self._parts for size in self._sizes(part)])
         for part, scales, places, packed in zip(self._parts, pieces[::3], pieces[1::3], pieces[2::3], strict=True):
             kept = self._num_kept(part)

@@ -1,4 +1,4 @@
-"""Operators that keep a part of a tensor: the largest values, random ones, or signs alone."""
+"""Operators that keep a part of a tensor: the largest values, random ones, or only signs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from gossip.compression.conversation import chunks
 from gossip.compression.random_draws import generator
 
 WeightedMessages = Sequence[tuple[torch.Tensor, float | torch.Tensor]]
-"""Payloads with their weights: a number, or one for each rank, [g, 1], float64."""
+"""Payloads with their weights: a number, or one per rank, [g, 1], float64."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some blocks that are worked on together.
+    """Some blocks that are processed together.
 
     Attributes
     ----------
     values : slice
-        Of the bucket.
+        Their place in the bucket.
     num_blocks, width : int
         They hold ``num_blocks * width`` values.
     first_block : int
-        Number of blocks before them.
+        The number of blocks before them.
     """
 
     values: slice
@@ -38,12 +38,12 @@ class Part:
     first_block: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """These blocks of flat values, [..., num_blocks, width]; a view."""
+        """Return these blocks of flat values, [..., num_blocks, width], as a view."""
         return flat[..., self.values].view(*flat.shape[:-1], self.num_blocks, self.width)
 
 
 def parts_of(numel: int, block_numel: int, device: torch.device) -> Iterator[Part]:
-    """Full blocks, as many at a time as stay in the cache of a CPU, and at last the one that is shorter."""
+    """Yield full blocks, as many at a time as fit a CPU's cache, and finally the shorter one, if any."""
     num_full = numel // block_numel
     for piece in chunks(num_full * block_numel, device):
         number = (piece.stop - piece.start) // block_numel
@@ -53,23 +53,26 @@ def parts_of(numel: int, block_numel: int, device: torch.device) -> Iterator[Par
 
 
 class Sparsifier(ABC):
-    """Makes C(x - y) of a bucket's values x and of what is known of them, y.
+    """The operator C(x - y), where x are a bucket's values and y is their public copy.
 
-    What C makes is a function of the payload, of ``seed``, step and bucket: the same for all who read it. All tensors
-    may have leading dimensions, which are ranks; payloads then are rows of :func:`message_rows`.
+    The decoded result depends only on the payload, ``seed``, step and bucket, so it is equal on all ranks that read it.
+    All tensors may have leading dimensions, which are ranks; payloads are then rows of :func:`message_rows`.
 
     Parameters
     ----------
     bucket : BucketShape
+        The bucket.
     ratio : float
+        The share of the values that is kept.
     seed : int
+        The seed of random places.
 
     Attributes
     ----------
     block_numel : int
-        Values that are worked on by themselves.
+        The number of values that are processed independently of others.
     num_bytes : int
-        Of a payload.
+        The size of a payload.
     """
 
     block_numel: ClassVar[int]
@@ -83,20 +86,20 @@ class Sparsifier(ABC):
         self.parts = tuple(parts_of(bucket.numel, self.block_numel, bucket.device))
 
     def begin(self, step: int) -> None:  # noqa: B027 -- most draw nothing
-        """Draw what the messages of a step need."""
+        """Draw the random numbers that the messages of a step need."""
 
     @abstractmethod
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
-        """Write C(values - known) into ``payload``, and add to ``known`` what of it is finite."""
+        """Write C(values - known) into ``payload``, and add its finite entries to ``known``."""
 
     @abstractmethod
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
-        """Add what of the messages is finite, times their weights, to part ``number`` of ``total``, [numel], float64.
+        """Add the weighted messages, finite entries only, to part ``number`` of ``total``, [numel], float64.
 
         Returns
         -------
         Tensor, [1], float64
-            0; NaN if something was not finite.
+            0, or NaN if an entry was not finite.
         """
 
     def _num_kept(self, width: int) -> int:
@@ -104,7 +107,7 @@ class Sparsifier(ABC):
 
 
 class TopK(Sparsifier):
-    """The values of largest magnitude of each block, with their places in it."""
+    """The values of largest magnitude in each block, with their places in it."""
 
     block_numel = 4096
 
@@ -150,17 +153,17 @@ class TopK(Sparsifier):
 
 
 class RandomK(Sparsifier):
-    """One value at a random place of every stretch of ``1 / ratio`` values; the places are not sent.
+    """One value at a random place in every stretch of ``1 / ratio`` values; the places are not sent.
 
-    They are the same on all ranks: so what all replicas have moved since a value was last sent is no difference between
-    them, and is not taken for one.
+    The places are the same on all ranks. What all replicas have moved in common since a value was last sent is
+    therefore not mistaken for a difference between them.
     """
 
     block_numel = 1
 
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
-        # One part: a place costs a cache line wherever it is.
+        # A single part, because every place costs a cache line wherever it is.
         self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel, 0),)
         number = self._num_kept(bucket.numel)
         bounds = torch.arange(number + 1) * bucket.numel // max(number, 1)
@@ -175,7 +178,7 @@ class RandomK(Sparsifier):
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
         chosen = values[..., self._places].to(self.wide) - known[..., self._places]
         known.scatter_add_(-1, self._places.expand(chosen.shape), _finite(chosen))
-        # What is not finite may be in none of the places that are sent.
+        # A value that is not finite might be in none of the places that are sent.
         apart = values.amin(-1, keepdim=True) - values.amax(-1, keepdim=True)
         self._values(payload).copy_(chosen.add_(apart.to(self.wide).mul_(0)))
 
@@ -193,11 +196,11 @@ class RandomK(Sparsifier):
 
 
 class Sign(Sparsifier):
-    r"""One bit per value, and a number per block: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`.
+    r"""One bit per value, and one number per block: :math:`\|x\|_1 / d \cdot \mathrm{sign}(x)`.
 
-    A value far larger than the others of its block takes up to as many exchanges as the block has values: so blocks are
-    small. Their numbers are not rounded to half precision: multiples of coarse steps would be rounded one way, again
-    and again, where they are added to float32 parameters.
+    A value far larger than the others in its block takes up to as many exchanges as the block has values, so blocks are
+    small. Their numbers are not rounded to half precision: multiples of coarse steps would be rounded the same way,
+    again and again, where they are added to float32 parameters.
     """
 
     block_numel = 32
@@ -255,10 +258,10 @@ SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, 
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """A copy with zeros in place of what is not finite."""
+    """Return a copy with zeros in place of entries that are not finite."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _zeros(total: torch.Tensor) -> torch.Tensor:
-    """One for each rank."""
+    """Return one zero per rank."""
     return total.new_zeros((*total.shape[:-1], 1))

@@ -1,4 +1,4 @@
-"""One bucket's messages at all replicas of a process at once."""
+"""The messages of one bucket for all replicas in a process at once."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gossip.compression.conversation import CHUNK_NUMEL
 from topologies import Round
 
 _DEVICE_NUMEL = 2**24
-"""On a device other than the CPU so many elements are worked on at a time: enough to keep it busy."""
+"""The number of elements processed at a time on a device other than the CPU, enough to keep it busy."""
 _MAX_KNOWN = 128
 
 
 class StackedArrival(NamedTuple):
-    r"""What has arrived in one exchange.
+    r"""The result of one exchange of all ranks.
 
     Attributes
     ----------
     differences : list of Tensor, [k, numel]
-        By stack: :math:`\sum_j W_{ij} (m_j - m_i)` of each rank i, in the dtype of accumulation; zeros of one without
-        peers. Not finite where a message that it was to take in is not. The caller's.
+        By stack: :math:`\sum_j W_{ij} (m_j - m_i)` for each rank i, in the accumulation dtype; zeros for a rank without
+        peers. Not finite where a message that the rank should have received is not. Owned by the caller.
     sent : list of Tensor, [k, numel]
-        By stack: each rank's message :math:`m_i` in the dtype of its values; these themselves where it has no peers, or
-        its message is no one tensor.
+        By stack: each rank's message :math:`m_i` in the dtype of its values; the values themselves if the rank has no
+        peers or its message is not a single tensor.
     num_bytes : int
-        How many were sent, by all ranks together.
+        The number of bytes sent by all ranks together.
     """
 
     differences: list[torch.Tensor]
@@ -38,18 +38,20 @@ class StackedArrival(NamedTuple):
 
 
 class StackedCodec(ABC):
-    """What the :class:`gossip.Codec` of each rank makes of one bucket, bit for bit, for all ranks at once."""
+    """What the :class:`gossip.Codec` of each rank computes for one bucket, bit for bit, for all ranks at once."""
 
     @abstractmethod
     def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
-        """One exchange of all ranks.
+        """Make one exchange of all ranks.
 
         Parameters
         ----------
         stacks : sequence of Tensor, [k, numel]
-            The values of neighbouring ranks, one stack for each device.
+            The values of consecutive ranks, one stack per device.
         round_ : Round
+            The round.
         step : int
+            The step that the exchange belongs to.
 
         Raises
         ------
@@ -59,24 +61,24 @@ class StackedCodec(ABC):
 
     @abstractmethod
     def state_dict(self, rank: int) -> dict[str, Any]:
-        """What that rank's :meth:`gossip.Codec.state_dict` gives; copies."""
+        """Return copies of what the :meth:`gossip.Codec.state_dict` of that rank would return."""
 
     @abstractmethod
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from there; by rank."""
+        """Restore the states of all ranks, given by rank."""
 
 
 class Readers(NamedTuple):
-    """Some ranks that read equally many others.
+    """Some ranks that read the same number of others.
 
     Attributes
     ----------
     ranks : slice or Tensor, [g], int64
-        Their rows.
+        The rows of these ranks.
     sources : list of Tensor, [g], int64
-        Whom they read, each of them by rising rank.
+        The ranks that they read, for each reader in ascending order.
     weights : list of Tensor, [g, 1], float64
-        What they give to it.
+        The weights that they give to these.
     """
 
     ranks: slice | torch.Tensor
@@ -84,28 +86,31 @@ class Readers(NamedTuple):
     weights: list[torch.Tensor]
 
     def write_back(self, rows: torch.Tensor, stack: torch.Tensor) -> None:
-        """Write what was ``stack[ranks]`` there again, unless it was a view."""
+        """Write rows that were read as ``stack[ranks]`` back to the stack, unless they are a view."""
         if isinstance(self.ranks, torch.Tensor):
             stack[self.ranks] = rows
 
 
 class Edges:
-    """The edges of a round between rows of one stack.
+    """The edges of a round between the rows of one stack.
 
     Parameters
     ----------
     round_ : Round
+        The round.
     numel : int
-        Length of a row: no more of them are worked on together than stay in the cache of a CPU.
+        The length of a row; only as many rows are processed together as fit a CPU's cache.
     device : torch.device
+        The device of the stack.
 
     Attributes
     ----------
     num : int
+        The number of edges.
     readers : list of Readers
         All ranks that read another one, each once.
     active, idle : Tensor, [...], int64
-        Those who have peers, on the CPU, and those who have none.
+        The ranks that have peers, on the CPU, and those that have none.
     """
 
     def __init__(self, round_: Round, numel: int, device: torch.device) -> None:
@@ -133,41 +138,41 @@ class Edges:
 
 
 class KnownEdges:
-    """The edges of the rounds of late, for rows of one length."""
+    """The edges of recent rounds, for rows of one length."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self._numel = numel
         self._device = device
-        self._known: dict[int, tuple[Round, Edges]] = {}  # by id: to compare two rounds takes as long as to make them
+        self._known: dict[int, tuple[Round, Edges]] = {}  # by id: comparing two rounds takes as long as making them
 
     def of(self, round_: Round) -> Edges:
         known = self._known.get(id(round_))
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            # With the round, so that its id stays its own.
+            # Keep the round, so that its id is not reused.
             known = self._known[id(round_)] = round_, Edges(round_, self._numel, self._device)
         return known[1]
 
 
 def rows_at_a_time(numel: int, device: torch.device) -> int:
-    """How many rows of that length are worked on together."""
+    """Return how many rows of that length are processed together."""
     return max(1, (CHUNK_NUMEL if device.type == "cpu" else _DEVICE_NUMEL) // max(numel, 1))
 
 
 def row_slices(num_rows: int, numel: int, device: torch.device) -> Iterator[slice]:
-    """All rows, as many at a time as are worked on together."""
+    """Yield slices of all rows, as many at a time as are processed together."""
     size = rows_at_a_time(numel, device)
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))
 
 
 def message_rows(num_rows: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for so many messages: each row a bit longer, so that all begin where their numbers can be read."""
+    """Return zeroed memory for ``num_rows`` messages, in rows padded so that each begins at a multiple of 8 bytes."""
     return torch.zeros((num_rows, -(-num_bytes // 8) * 8), dtype=torch.uint8, device=device)
 
 
 def _rows(ranks: np.ndarray[tuple[int], np.dtype[np.int64]], device: torch.device) -> slice | torch.Tensor:
-    """A slice where they are neighbours: it takes no copy."""
+    """Return the ranks as a slice if they are consecutive, which avoids a copy, otherwise as a tensor."""
     first, last = int(ranks[0]), int(ranks[-1])
     return slice(first, last + 1) if last - first + 1 == len(ranks) else torch.from_numpy(ranks).to(device)

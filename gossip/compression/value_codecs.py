@@ -1,4 +1,4 @@
-"""Messages that are the values themselves, as they are or rounded to half precision."""
+"""Messages that are the values themselves, unchanged or rounded to half precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topologies import Round
 
 
 class Uncompressed(Compression):
-    """The values as they are."""
+    """The unchanged values."""
 
     adds_on_wire: ClassVar[bool] = True
 
@@ -30,23 +30,25 @@ class Uncompressed(Compression):
 
 
 class Cast(Compression):
-    r"""The values rounded to half precision, to the nearest: 16 bits each.
+    r"""The values rounded to the nearest number in half precision: 16 bits each.
 
-    What is below the resolution there, :math:`2^{-8}` of a value with bfloat16 and :math:`2^{-11}` with float16, is not
-    seen by the peers: replicas agree up to that and no further. float16 ends at 65504: larger values are sent as that,
-    and mixed as that.
+    What is below the resolution there, :math:`2^{-8}` of a value with bfloat16 and :math:`2^{-11}` with float16, is
+    invisible to the peers: replicas agree up to that and no further. The largest number in float16 is 65504: larger
+    values are sent and mixed as that.
 
     Parameters
     ----------
     dtype : torch.dtype or str
-        ``torch.bfloat16`` or ``torch.float16``, or its name.
+        ``torch.bfloat16`` or ``torch.float16``, or the name of one of them.
     """
 
     def __init__(self, dtype: torch.dtype | str = torch.bfloat16) -> None:
         by_name = {"bfloat16": torch.bfloat16, "float16": torch.float16}
         chosen = by_name.get(dtype) if isinstance(dtype, str) else dtype
         if chosen is None or chosen not in by_name.values():
-            raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, or one's name, got {dtype!r}")
+            raise ValueError(
+                f"dtype must be torch.bfloat16 or torch.float16, or the name of one of them, got {dtype!r}"
+            )
         self.dtype = chosen
 
     def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
@@ -61,7 +63,7 @@ class Cast(Compression):
 
 
 class ValuesCodec(Codec):
-    """The message is the bucket's values in some dtype."""
+    """A codec whose message is the bucket's values in some dtype."""
 
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self._message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
@@ -133,12 +135,12 @@ class ValuesCodec(Codec):
 
 
 def _largest(dtype: torch.dtype, of: torch.dtype) -> float | None:
-    """Beyond what ``dtype`` ends, where values of another one may be larger."""
+    """Return the largest number of ``dtype`` if values of dtype ``of`` can be larger, otherwise None."""
     return torch.finfo(dtype).max if dtype == torch.float16 != of else None
 
 
 def _within(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """``values`` with what is larger set to ``largest``, but for infinity."""
+    """Return ``values`` clamped to ``largest`` in magnitude, except for infinities."""
     if values.is_cpu and not bool(values.abs().amax() > largest):
         return values  # the usual case
     return torch.where(values.isinf(), values, values.clamp(-largest, largest))

@@ -1,5 +1,5 @@
-"""Trainers of other libraries that train by gossip: one module for each, which needs that library installed.
+"""Gossip in the training loops of other libraries: one module per library, which must be installed.
 
-``accelerate`` has ``prepare``, ``transformers`` has ``GossipTrainer``, and ``lightning`` the strategies of Lightning's
-Trainer and Fabric. Nothing else of gossip imports them.
+``accelerate`` has ``prepare``, ``transformers`` has ``GossipTrainer``, and ``lightning`` has the strategies of
+Lightning's Trainer and Fabric. Nothing else in gossip imports these modules.
 """

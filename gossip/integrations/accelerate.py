@@ -1,4 +1,4 @@
-"""Training by gossip in loops that are written for Accelerate."""
+"""Gossip training in loops that are written for Accelerate."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from torch.optim import Optimizer
 from gossip import GossipDataParallel, GossipError, load, save
 
 _FOLDER = "gossip"
-_KINDS = ("NO", "MULTI_")  # of accelerate's DistributedType: one process, or one for each device
+_KINDS = ("NO", "MULTI_")  # of accelerate's DistributedType: one process, or one per device
 _MODELS = "_gossip_models"
 
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, *others: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """Prepare a model to be trained by gossip, and its optimizer, where ``accelerator.prepare`` would take DDP.
+    """Prepare a model and its optimizer for gossip training, where ``accelerator.prepare`` would wrap them in DDP.
 
-    The loop stays as it is: ``accelerator.accumulate(model)``, ``accelerator.backward(loss)``, ``optimizer.step()``,
-    ``scheduler.step()``, ``optimizer.zero_grad()``, ``accelerator.gather_for_metrics(...)``. Each rank trains a replica
-    of its own; evaluate and save within ``with model.averaged():``, on all ranks, and end with ``model.global_avg()``.
+    The loop stays unchanged: ``accelerator.accumulate(model)``, ``accelerator.backward(loss)``, ``optimizer.step()``,
+    ``scheduler.step()``, ``optimizer.zero_grad()``, ``accelerator.gather_for_metrics(...)``. Each rank trains its own
+    replica; evaluate and save within ``with model.averaged():`` on all ranks, and end with ``model.global_avg()``.
 
     ``accelerator.save_state(folder)`` and ``accelerator.load_state(folder)`` save and restore every rank's replica, the
-    state of its optimizer and the messages in flight (:func:`gossip.save`, in ``folder/gossip``): training goes on bit
-    for bit. The weights in ``folder/model.safetensors`` are those of ``averaged()``.
+    state of its optimizer and the messages in flight (:func:`gossip.save`, in ``folder/gossip``): training continues
+    bit for bit. The weights in ``folder/model.safetensors`` are those of ``averaged()``.
 
-    With ``step_in_backward=True``, the default, updates are made inside ``accelerator.backward``. Give
-    ``clip_grad_norm=`` for clipping: ``accelerator.clip_grad_norm_`` then reports the norm, and raises if it was called
-    with another one.
+    With ``step_in_backward=True``, the default, updates are made inside ``accelerator.backward``. To clip, pass
+    ``clip_grad_norm=``: ``accelerator.clip_grad_norm_`` then reports the norm, and raises if it is called with another
+    value.
 
     Parameters
     ----------
     accelerator : Accelerator
-        From now on its ``no_sync``, ``clip_grad_norm_``, ``clip_grad_value_``, ``join_uneven_inputs`` and
-        ``unwrap_model`` know models that train by gossip.
+        The accelerator. From now on its ``no_sync``, ``clip_grad_norm_``, ``clip_grad_value_``, ``join_uneven_inputs``
+        and ``unwrap_model`` handle models that train by gossip.
     model : Module
-        Neither wrapped nor prepared yet.
+        The module, neither wrapped nor prepared.
     optimizer : callable, Optimizer, sequence of Optimizer, or None
-        As for :class:`gossip.GossipDataParallel`.
+        The optimizer, as for :class:`gossip.GossipDataParallel`.
     *others : DataLoader or scheduler
-        Prepared by ``accelerator.prepare``, as ever.
+        Objects that ``accelerator.prepare`` prepares as usual.
     **options
         Arguments of :class:`gossip.GossipDataParallel`: ``topology="one_peer_exponential"``, ``algorithm=``,
         ``compression=``, ``clip_grad_norm=``, ``step_in_backward=`` and so on.
@@ -56,18 +56,18 @@ def prepare(
     Returns
     -------
     tuple
-        The :class:`gossip.GossipDataParallel`, the prepared optimizer (a tuple of them, if there are several), and
-        the others, prepared, in their order.
+        The :class:`gossip.GossipDataParallel`, the prepared optimizer (a tuple, if there are several), and the other
+        objects, prepared, in their order.
 
     Raises
     ------
     ValueError, TypeError
-        The accelerator is set up for something that gossip does not do (FSDP, DeepSpeed, tensor parallelism, fp8,
+        The accelerator is set up for something that gossip does not support (FSDP, DeepSpeed, tensor parallelism, fp8,
         options of DDP), or an argument cannot be used; the text says what to do.
 
     Notes
     -----
-    Collective.
+    Collective: every rank must call it.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def prepare(
     return wrapped, prepared if len(prepared) > 1 else next(iter(prepared), None), *others
 
 
-# ---------------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------------- refusals
 
 
 def _check_accelerator(accelerator: Accelerator, *, steps_in_backward: bool) -> None:
@@ -110,7 +110,7 @@ def _check_accelerator(accelerator: Accelerator, *, steps_in_backward: bool) -> 
     elif accelerator.mixed_precision == "fp8":
         refused = 'mixed_precision="fp8", which replaces layers'
     elif accelerator.ddp_handler is not None:
-        refused = "DistributedDataParallelKwargs, which nothing would read"
+        refused = "DistributedDataParallelKwargs, which have no effect here"
     elif steps_in_backward and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         refused = "sync_each_batch=True, with which every backward pass would be a step"
     if refused:
@@ -123,22 +123,22 @@ def _check_accelerator(accelerator: Accelerator, *, steps_in_backward: bool) -> 
 def _check_arguments(model: Any, optimizer: Any, others: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     if getattr(model, "_is_accelerate_prepared", False) or isinstance(model, GossipDataParallel):
         raise ValueError(
-            f"model is a {type(model).__name__} that has been prepared or wrapped already: pass the module itself, and "
+            f"model is a {type(model).__name__} that has already been prepared or wrapped; pass the module itself, and "
             "leave it out of accelerator.prepare(...)"
         )
     if isinstance(optimizer, AcceleratedOptimizer):
         raise ValueError(
-            "optimizer has been prepared already: pass the torch optimizer itself, or a function that makes it, and "
+            "optimizer has already been prepared; pass the torch optimizer itself, or a function that makes it, and "
             "leave it out of accelerator.prepare(...)"
         )
     for other in others:
         if isinstance(other, nn.Module | Optimizer):
             raise TypeError(
-                f"others must be data loaders and schedulers, got a {type(other).__name__}: call prepare(...) once for "
+                f"others must be data loaders and schedulers, got a {type(other).__name__}; call prepare(...) once for "
                 "each model with its optimizer"
             )
     if "scaler" in options:
-        raise TypeError('scaler is the accelerator\'s: leave it out, and give Accelerator(mixed_precision="fp16")')
+        raise TypeError('scaler is the accelerator\'s; leave it out, and pass mixed_precision="fp16" to Accelerator')
 
 
 # ---------------------------------------------------------------------- optimizers
@@ -165,9 +165,9 @@ def _steps_in_backward(model: GossipDataParallel) -> bool:
 
 
 class _Replica:
-    """Saves and restores one rank's replica with the accelerator's state.
+    """An object that saves and restores one rank's replica together with the accelerator's state.
 
-    It is an object that the accelerator saves with its own: these are loaded last, over the averaged weights and rank
+    The accelerator saves it as a registered object. Such objects are loaded last, after the averaged weights and rank
     0's optimizer, which the accelerator loads on every rank.
     """
 
@@ -182,7 +182,7 @@ class _Replica:
         return Path(folder) / (_FOLDER if index == 0 else f"{_FOLDER}_{index}")
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        """Save the replica, and let the average be saved in the place of rank 0's weights. Collective."""
+        """Save the replica, and put the average in place of rank 0's weights. Collective."""
         save(self._model, self._place(folder))
         with self._model.averaged():
             weights[models.index(self._model)] = {
@@ -191,15 +191,15 @@ class _Replica:
             }
 
     def find(self, _: list[nn.Module], folder: str) -> None:
-        """Note where it is."""
+        """Note where the replica was saved."""
         self._folder = self._place(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the accelerator's own file, which is written by one rank."""
+        """Return the state for the accelerator's own file, which one rank writes."""
         return {"step": self._model.step}
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
-        """Restore it. Collective."""
+        """Restore the replica. Collective."""
         load(self._model, self._folder)
 
 
@@ -207,7 +207,7 @@ class _Replica:
 
 
 def _know(accelerator: Accelerator, model: GossipDataParallel) -> None:
-    """Let the accelerator's methods that ask for DDP by its class do the same with this model."""
+    """Make the accelerator's methods that check for DDP by its class handle this model likewise."""
     known: list[GossipDataParallel] | None = accelerator.__dict__.get(_MODELS)
     if known is not None:
         known.append(model)
@@ -222,7 +222,7 @@ def _know(accelerator: Accelerator, model: GossipDataParallel) -> None:
 
 @contextlib.contextmanager
 def _no_sync(no_sync: Callable[..., Any], model: nn.Module) -> Iterator[None]:
-    """Also of one process, where DDP has nothing to accumulate for: a backward pass of gossip is a step there too."""
+    """Suspend steps also in a single process, where DDP has nothing to suspend but every backward pass is a step."""
     with model.no_sync() if isinstance(model, GossipDataParallel) else no_sync(model):
         yield
 
@@ -233,8 +233,8 @@ def _unwrap_model(unwrap_model: Callable[..., nn.Module], model: nn.Module, *arg
 
 def _join_uneven_inputs(*_: Any, **__: Any) -> Any:
     raise GossipError(
-        "accelerator.join_uneven_inputs joins all-reduces, of which gossip has none: write `with model.join():` in its "
-        "place, and give Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))"
+        "accelerator.join_uneven_inputs joins all-reduces, of which gossip has none; write `with model.join():` "
+        "instead, and pass dataloader_config=DataLoaderConfiguration(even_batches=False) to Accelerator"
     )
 
 
@@ -248,8 +248,10 @@ def _clip_grad_norm(
     wanted = model._arguments.clip_grad_norm
     if wanted != max_norm or norm_type != 2:
         raise GossipError(
-            f"accelerator.clip_grad_norm_(..., {max_norm}, norm_type={norm_type}) finds no gradients: the updates have "
-            f"been made inside backward, with clip_grad_norm={wanted}. Give prepare(...) clip_grad_norm={max_norm}, or "
+            f"accelerator.clip_grad_norm_(..., {max_norm}, norm_type={norm_type}) finds no gradients, because the "
+            "updates "
+            f"were made inside backward, with clip_grad_norm={wanted}; pass clip_grad_norm={max_norm} to "
+            "prepare(...), or "
             "step_in_backward=False to keep the usual order"
         )
     return torch.tensor(float("nan") if model.grad_norm is None else model.grad_norm, dtype=torch.float64)
@@ -261,14 +263,14 @@ def _clip_grad_value(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if _fused(models, parameters) is not None:
         raise GossipError(
-            f"accelerator.clip_grad_value_(..., {clip_value}) finds no gradients: the updates have been made inside "
-            "backward; give prepare(...) step_in_backward=False to keep the usual order"
+            f"accelerator.clip_grad_value_(..., {clip_value}) finds no gradients, because the updates were made inside "
+            "backward; pass step_in_backward=False to prepare(...) to keep the usual order"
         )
     clip(parameters, clip_value)
 
 
 def _fused(models: list[GossipDataParallel], parameters: list[torch.Tensor]) -> GossipDataParallel | None:
-    """The model that has updated one of these parameters in its backward pass."""
+    """Return the model that has updated one of these parameters in its backward pass, or None."""
     wanted = set(map(id, parameters))
     for model in models:
         if _steps_in_backward(model) and any(id(parameter) in wanted for parameter in model.parameters()):

@@ -1,4 +1,4 @@
-"""What a Trainer cannot do by gossip, refused before it begins to train."""
+"""Refusal of Trainer settings that cannot work with gossip, before training starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def check_trainer(trainer: Any, library: Any, options: Mapping[str, Any]) -> Non
     Raises
     ------
     ValueError
-        Names the setting, the reason and the remedy.
+        A setting cannot work; the text names it, the reason and the remedy.
     """
     if trainer.strategy._layer_sync is not None:
         raise ValueError(
             "Trainer(sync_batchnorm=True): batch norm would all-reduce its statistics in every forward pass, which "
-            'gossip is there to avoid; leave it out, or pass buffers="average" to the strategy'
+            'gossip avoids; leave it out, or pass buffers="average" to the strategy'
         )
     _check_callbacks(trainer, library)
     if steps_in_backward(options):
@@ -32,13 +32,14 @@ def _check_callbacks(trainer: Any, library: Any) -> None:
         if on_exception or getattr(callback, "save_on_exception", False):
             what = "OnExceptionCheckpoint" if on_exception else f"{type(callback).__name__}(save_on_exception=True)"
             raise ValueError(
-                f"{what}: a rank that raises an exception is alone with it, but a checkpoint needs all ranks after "
+                f"{what}: an exception occurs on a single rank, but a checkpoint needs all ranks after "
                 "the same step; save with ModelCheckpoint(every_n_train_steps=...)"
             )
         if isinstance(callback, library.callbacks.WeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} averages the replica of each rank over time, and would validate and save "
-                "rank 0's; choose StochasticWeightAveraging, whose averages training ends with the mean of"
+                "rank 0's; choose StochasticWeightAveraging, whose averages are themselves averaged at the end of "
+                "training"
             )
 
 
@@ -52,8 +53,8 @@ def _check_clipping(trainer: Any, library: Any, options: Mapping[str, Any]) -> N
         )
     if type(module).configure_gradient_clipping is not library.LightningModule.configure_gradient_clipping:
         raise ValueError(
-            f"{type(module).__name__}.configure_gradient_clipping() would be called when steps have been made inside "
-            f"backward and gradients are gone; pass gradient_clip_val to the Trainer instead, or {keeps_gradients}"
+            f"{type(module).__name__}.configure_gradient_clipping() would be called after the steps were made inside "
+            f"backward and the gradients released; pass gradient_clip_val to the Trainer instead, or {keeps_gradients}"
         )
     if value and options.get("clip_grad_norm") is not None:
         raise ValueError(
@@ -63,6 +64,6 @@ def _check_clipping(trainer: Any, library: Any, options: Mapping[str, Any]) -> N
 
 
 def clip_norm(trainer: Any, options: Mapping[str, Any]) -> dict[str, float]:
-    """The option by which the model clips as the Trainer was told to; none if the Trainer does so itself. Local."""
+    """Return the option that makes the model clip as the Trainer was told to; empty if the Trainer clips. Local."""
     value = trainer.gradient_clip_val
     return {"clip_grad_norm": float(value)} if value and steps_in_backward(options) else {}

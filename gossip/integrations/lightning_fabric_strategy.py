@@ -1,4 +1,4 @@
-"""What makes a DDPStrategy of Fabric's train by gossip."""
+"""The part of a strategy for Fabric that makes a DDPStrategy train by gossip."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ _REMEDY = "pass clip_grad_norm to the strategy"
 
 
 def replica(model: nn.Module) -> GossipDataParallel:
-    """The model inside what ``fabric.setup(module, optimizer)`` returned, which averages, counts and measures. Local.
+    """Return the GossipDataParallel inside what ``fabric.setup(module, optimizer)`` returned. Local.
+
+    It averages, counts steps and measures.
 
     Raises
     ------
     TypeError
-        There is none.
+        There is none inside ``model``.
 
     Examples
     --------
@@ -55,7 +57,7 @@ def replica(model: nn.Module) -> GossipDataParallel:
 
 
 class FabricStrategy(_DDPStrategy):
-    """Comes before Fabric's DDPStrategy among the bases of a class.
+    """A mixin that precedes Fabric's DDPStrategy among the bases of a class.
 
     See :class:`gossip.integrations.lightning.GossipFabricStrategy`.
     """
@@ -88,7 +90,7 @@ class FabricStrategy(_DDPStrategy):
         self._backward_sync_control = BackwardSyncControl()
         self._owners: list[tuple[Optimizer, GossipDataParallel]] = []
 
-    # ------------------------------------------------------------------ the beginning and the end
+    # ------------------------------------------------------------------ set-up and teardown
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -98,12 +100,12 @@ class FabricStrategy(_DDPStrategy):
         Raises
         ------
         ValueError
-            A second module is to be trained with the same GradScaler.
+            A second module would be trained with the same GradScaler.
         """
         scaler = getattr(self.precision, "scaler", None)
         if scaler is not None and self._owners:
             raise ValueError(
-                'precision="16-mixed": one GradScaler cannot serve two modules, each of which has a step of its own; '
+                'precision="16-mixed": one GradScaler cannot serve two modules, each of which makes its own steps; '
                 'choose precision="bf16-mixed", or put both into one module'
             )
         model = wrap(module, optimizers, scaler, self._options)
@@ -111,22 +113,22 @@ class FabricStrategy(_DDPStrategy):
         return model, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Leave a module without optimizers as it is, if nothing in it is trained. Local.
+        """Leave a module without optimizers as it is, if none of its parameters is trained. Local.
 
         Raises
         ------
         GossipError
-            Something is.
+            A parameter is trained.
         """
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise GossipError(
-                f"{type(module).__name__} has parameters to be trained, whose optimizers make the steps; call "
+                f"{type(module).__name__} has parameters to be trained, but no optimizer to make the steps; call "
                 "fabric.setup(module, optimizer, ...), or module.requires_grad_(False) if it is not trained"
             )
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse an optimizer that comes without its module. Local.
+        """Refuse an optimizer that is set up without its module. Local.
 
         Raises
         ------
@@ -153,7 +155,7 @@ class FabricStrategy(_DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the closure, then make the step if backward has not made it. Local.
 
-        An optimizer whose ``step()`` requires a closure evaluates it by itself.
+        An optimizer whose ``step()`` requires a closure evaluates the closure itself.
         """
         if closure is not None and requires_closure(optimizer):
             return super().optimizer_step(optimizer, closure=closure, **kwargs)
@@ -169,12 +171,12 @@ class FabricStrategy(_DDPStrategy):
         return next(model for owned, model in self._owners if owned is optimizer)
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip this rank's gradients. Local.
+        """Clip this rank's gradients by their norm. Local.
 
         Raises
         ------
         GossipError
-            Steps are made in backward: the gradients are gone.
+            Steps are made in backward, so the gradients have been released.
         """
         if self._steps_in_backward:
             refuse_clipping("fabric.clip_gradients(max_norm=...)", _REMEDY)
@@ -183,12 +185,12 @@ class FabricStrategy(_DDPStrategy):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Clip this rank's gradients. Local.
+        """Clip this rank's gradients by value. Local.
 
         Raises
         ------
         GossipError
-            Steps are made in backward: the gradients are gone.
+            Steps are made in backward, so the gradients have been released.
         """
         if self._steps_in_backward:
             refuse_clipping("fabric.clip_gradients(clip_val=...)", f"{_REMEDY}, which clips by the norm")
@@ -198,7 +200,7 @@ class FabricStrategy(_DDPStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the average of all replicas. Collective."""
+        """Return the state of the average of all replicas. Collective."""
         if not isinstance(module, GossipDataParallel):
             return dict(super().get_module_state_dict(module))
         with module.averaged():
@@ -211,14 +213,14 @@ class FabricStrategy(_DDPStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write Fabric's checkpoint, and beside it all ranks' replicas of every model in ``state``. Collective.
+        """Write Fabric's checkpoint, and next to it all ranks' replicas of every model in ``state``. Collective.
 
         Raises
         ------
         ValueError
             ``path`` is a URL.
         CheckpointError
-            Some rank could not write.
+            A rank could not write.
         """
         models = _models_in(state)
         path = self.broadcast(os.fspath(path))
@@ -232,9 +234,9 @@ class FabricStrategy(_DDPStrategy):
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Restore what is in ``state``; every rank's replica of a model, if it was saved beside. Collective.
+        """Restore what is in ``state``, and every rank's replica of a model if it was saved next to it. Collective.
 
-        Of a model that was saved without replicas all ranks take the same weights.
+        If a model was saved without replicas, all ranks load the same weights.
         """
         rest = dict(super().load_checkpoint(path, state, *args, **kwargs))
         if not isinstance(state, dict):
@@ -250,14 +252,14 @@ class FabricStrategy(_DDPStrategy):
         if self.broadcast(folder.is_dir()):
             gossip.load(model, folder)
         elif self.is_global_zero:
-            logger.warning("{}, the replicas of {}, is not there: all ranks go on from their average", folder, path)
+            logger.warning("{}, the replicas of {}, does not exist: all ranks start from their average", folder, path)
 
 
 class BackwardSyncControl:
-    """What ``fabric.no_backward_sync`` asks for."""
+    """The implementation of ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Within the block, if it is enabled, backward passes only accumulate gradients. Local."""
+        """Let backward passes within the block only accumulate gradients, if it is enabled. Local."""
         return replica(module).no_sync() if enabled else contextlib.nullcontext()
 
 

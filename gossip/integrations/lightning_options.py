@@ -1,4 +1,4 @@
-"""What a strategy of Lightning's hands to GossipDataParallel, and what it refuses before training begins."""
+"""The options that a strategy for Lightning passes to GossipDataParallel, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TAKEN = {
 
 
 def check_options(strategy: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is no option of GossipDataParallel, or comes from elsewhere here. Local.
+    """Refuse what is not an option of GossipDataParallel, or comes from elsewhere here. Local.
 
     Raises
     ------
     TypeError
-        Names the option, and what is allowed.
+        An option is refused; the text names it, and what is allowed.
     """
     known = [name for name in inspect.signature(GossipDataParallel).parameters if name not in _TAKEN]
     for name in options:
@@ -34,31 +34,31 @@ def check_options(strategy: str, options: Mapping[str, Any]) -> None:
         if name not in known:
             raise TypeError(
                 f"{strategy} has no option {name!r}; it takes those of GossipDataParallel ({', '.join(known)}) and of "
-                "every strategy of Lightning's"
+                "every Lightning strategy"
             )
 
 
 def steps_in_backward(options: Mapping[str, Any]) -> bool:
-    """Whether backward passes make the steps, as they do by default."""
+    """Return whether backward passes make the steps, as they do by default."""
     return bool(options.get("step_in_backward", True))
 
 
 def wrap(
     module: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler | None, options: Mapping[str, Any]
 ) -> GossipDataParallel:
-    """The model that trains ``module``. Collective."""
+    """Return the model that trains ``module``. Collective."""
     return GossipDataParallel(module, tuple(optimizers) or None, scaler=scaler, **options)
 
 
 def refuse_clipping(call: str, remedy: str) -> NoReturn:
-    """Raise where gradients were to be clipped that are gone.
+    """Raise because gradients that were to be clipped have been released.
 
     Raises
     ------
     GossipError
-        Names the call and the remedy.
+        Always; the text names the call and the remedy.
     """
     raise GossipError(
-        f"{call} finds no gradients: the update has been made inside backward; {remedy}, or choose "
+        f"{call} finds no gradients: the update was made inside backward; {remedy}, or choose "
         "step_in_backward=False, which keeps gradients until optimizer.step()"
     )

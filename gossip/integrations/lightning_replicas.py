@@ -1,4 +1,4 @@
-"""The folder of all ranks' replicas beside a checkpoint of Lightning's, which holds their average alone."""
+"""The folder of all ranks' replicas next to a Lightning checkpoint, which holds only their average."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import gossip
 from gossip import GossipDataParallel
 
 KEY = "gossip_replicas"
-"""Where a checkpoint of Lightning's names what belongs to it in the folder beside it."""
+"""The key under which a Lightning checkpoint names its replicas in the folder next to it."""
 
 
 def folder_beside(path: str | os.PathLike[str]) -> Path:
-    """The folder of the replicas that belong to the checkpoint at ``path``, which may be a link. Local.
+    """Return the folder of the replicas that belong to the checkpoint at ``path``, which may be a link. Local.
 
     Raises
     ------
@@ -25,14 +25,15 @@ def folder_beside(path: str | os.PathLike[str]) -> Path:
     """
     if "://" in os.fspath(path):
         raise ValueError(
-            f"the replicas of all ranks are saved beside the checkpoint, in a folder that all ranks share, got {path}; "
-            "save to a path of the file system, or the weights alone (save_weights_only=True)"
+            "the replicas of all ranks are saved next to the checkpoint, in a folder that all ranks share, got "
+            f"{path}; "
+            "save to a path in the file system, or only the weights (save_weights_only=True)"
         )
     return Path(f"{os.path.realpath(path)}.gossip")
 
 
 def save_replicas(model: GossipDataParallel, folder: Path, **parts: Any) -> str:
-    """Save all ranks' replicas beside the newest ones that are there; their name in ``folder``. Collective."""
+    """Save all ranks' replicas next to the newest existing ones, and return their name in ``folder``. Collective."""
     return gossip.save(model, folder, keep=2, **parts).name
 
 
@@ -44,5 +45,5 @@ def keep_only(folder: Path, name: str) -> None:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a module's state that stays as it is while the module changes; tied weights stay tied. Local."""
+    """Return a copy of a module's state that does not follow the module; tied weights stay tied. Local."""
     return copy.deepcopy(state)

@@ -1,4 +1,4 @@
-"""Mixed precision's GradScaler beside an optimizer whose ``step()`` exchanges."""
+"""Mixed precision's GradScaler with an optimizer whose ``step()`` exchanges."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gossip.private_torch import SUPPORTS_SCALING
 
 @contextlib.contextmanager
 def unscaled_by_owner(optimizer: Optimizer) -> Iterator[None]:
-    """Within the block the optimizer does not claim to divide by the scale in its ``step()``. Local.
+    """Keep the optimizer within the block from claiming that its ``step()`` divides by the scale. Local.
 
-    An optimizer that belongs to a model says so, so that a GradScaler steps it even after an overflow; Lightning
-    refuses to clip the gradients of one that says so.
+    An optimizer that belongs to a model makes this claim so that a GradScaler steps it even after an overflow;
+    Lightning refuses to clip the gradients of an optimizer that makes it.
     """
     claimed = getattr(optimizer, SUPPORTS_SCALING, False)
     setattr(optimizer, SUPPORTS_SCALING, False)
@@ -29,7 +29,7 @@ def unscaled_by_owner(optimizer: Optimizer) -> Iterator[None]:
 
 
 def step_scaled(scaler: GradScaler, model: GossipDataParallel, optimizer: Optimizer, **kwargs: Any) -> Any:
-    """Let the scaler step one of the model's optimizers, and update it once per step of the model. Local."""
+    """Let the scaler step one of the model's optimizers, and update the scaler once per step of the model. Local."""
     step = model.step
     output = scaler.step(optimizer, **kwargs)
     if model.step > step:

@@ -1,4 +1,4 @@
-"""Signals in a Trainer whose ranks wait for peers only."""
+"""Signal handling in a Trainer whose ranks wait only for peers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from loguru import logger
 
 
 def keep_signals_local(trainer: Any) -> None:
-    """Let every rank follow the signals that it gets itself, without the others. Local.
+    """Let every rank react to the signals that it receives itself, independently of the others. Local.
 
-    Lightning broadcasts in every batch whether rank 0 got SIGTERM, and once more in the signal's handler: every step
-    would wait for rank 0, and a rank that alone gets the signal for a broadcast that nobody else makes. Schedulers,
-    torchrun and Lightning's launcher send it to all ranks.
+    Lightning broadcasts in every batch whether rank 0 received SIGTERM, and once more in the signal's handler: every
+    step would wait for rank 0, and a rank that alone receives the signal would wait for a broadcast that no other rank
+    makes. Schedulers, torchrun and Lightning's launcher send the signal to all ranks.
 
-    To requeue a job of SLURM's, Lightning saves in the handler of another signal, wherever in a step the rank is.
+    To requeue a SLURM job, Lightning saves in the handler of another signal, at whatever point of a step the rank is.
     """
     connector = trainer._signal_connector
 

@@ -1,4 +1,4 @@
-"""What makes a DDPStrategy of the Trainer's train by gossip."""
+"""The part of a strategy for the Trainer that makes a DDPStrategy train by gossip."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
 
 
 class TrainerStrategy(_DDPStrategy):
-    """Comes before a DDPStrategy among the bases of a class; see :class:`gossip.integrations.lightning.GossipStrategy`.
+    """A mixin that precedes a DDPStrategy among the bases; see :class:`gossip.integrations.lightning.GossipStrategy`.
 
     Attributes
     ----------
@@ -78,10 +78,10 @@ class TrainerStrategy(_DDPStrategy):
     def _steps_in_backward(self) -> bool:
         return steps_in_backward(self._options)
 
-    # ------------------------------------------------------------------ the beginning and the end
+    # ------------------------------------------------------------------ set-up and teardown
 
     def setup(self, trainer: Any) -> None:
-        """Wrap the module around the optimizers it has configured. Collective."""
+        """Wrap the module around the optimizers that it has configured. Collective."""
         if trainer.state.fn != "fit":
             super().setup(trainer)
             return
@@ -101,7 +101,7 @@ class TrainerStrategy(_DDPStrategy):
             self._take_clipping_over()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let go of the model without waiting for the other ranks, which may not come. Local."""
+        """Release the model without waiting for the other ranks, which might not come. Local."""
         super().on_exception(exception)
         self._leave_average()
         if (replica := self._replica) is not None:
@@ -109,7 +109,7 @@ class TrainerStrategy(_DDPStrategy):
             replica.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """Leave the average of all replicas in the module. Collective, after training; else local."""
+        """Leave the average of all replicas in the module. Collective after training, otherwise local."""
         if (replica := self._replica) is not None:
             self.model = self.lightning_module
             replica.global_avg()
@@ -119,7 +119,7 @@ class TrainerStrategy(_DDPStrategy):
         super().teardown()
 
     def _take_clipping_over(self) -> None:
-        """Let the precision clip nothing: the model does, or it is too late."""
+        """Keep the precision plugin from clipping: either the model clips, or it is too late."""
         plugin = self.precision_plugin
         plugin._clip_gradients = lambda *_, **__: None
         plugin.clip_gradients = lambda *_, **__: refuse_clipping(
@@ -130,15 +130,15 @@ class TrainerStrategy(_DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within the block backward passes only accumulate gradients. Local."""
+        """Let backward passes within the block only accumulate gradients. Local."""
         replica = self._replica
         with contextlib.nullcontext() if replica is None else replica.no_sync():
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure, then the hooks that precede the step, then the step if backward has not made it. Local.
+        """Run the closure, then the hooks before the step, then the step if backward has not made it. Local.
 
-        An optimizer whose ``step()`` requires a closure evaluates it by itself.
+        An optimizer whose ``step()`` requires a closure evaluates the closure itself.
         """
         replica = self._replica
         if replica is None or (not self._steps_in_backward and requires_closure(optimizer)):
@@ -161,13 +161,13 @@ class TrainerStrategy(_DDPStrategy):
     # ------------------------------------------------------------------ evaluation
 
     def on_validation_start(self) -> None:
-        """From here on the module holds the average of all replicas. Collective."""
+        """Put the average of all replicas into the module. Collective."""
         super().on_validation_start()
         if self._replica is not None and self._evaluates_averaged:
             self._enter_average(self._replica)
 
     def on_validation_end(self) -> None:
-        """Every rank has its own replica again. Local."""
+        """Restore every rank's own replica. Local."""
         self._leave_average()
         super().on_validation_end()
 
@@ -186,7 +186,7 @@ class TrainerStrategy(_DDPStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the average of all replicas. Collective during training."""
+        """Return the state of the average of all replicas. Collective during training."""
         replica = self._replica
         if replica is None:
             return dict(super().lightning_module_state_dict())
@@ -196,20 +196,20 @@ class TrainerStrategy(_DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write Lightning's checkpoint, and beside it all ranks' replicas, unless only weights are saved. Collective.
+        """Write Lightning's checkpoint and, unless it is weights-only, all ranks' replicas next to it. Collective.
 
         Raises
         ------
         ValueError
             ``filepath`` is a URL.
         CheckpointError
-            Some rank could not write.
+            A rank could not write.
         """
         replica = self._replica
         if replica is None or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        filepath = self.broadcast(os.fspath(filepath))  # it may hold a metric, of which ranks have values of their own
+        filepath = self.broadcast(os.fspath(filepath))  # it may contain a metric, whose value differs between ranks
         folder = folder_beside(filepath)
         with self._outside_average():
             checkpoint[KEY] = save_replicas(replica, folder, **self._own_averages(checkpoint))
@@ -219,7 +219,7 @@ class TrainerStrategy(_DDPStrategy):
 
     @contextlib.contextmanager
     def _outside_average(self) -> Iterator[None]:
-        """Within the block every rank has its own replica."""
+        """Restore every rank's own replica within the block."""
         replica = self._replica
         was_inside = self._average is not None
         self._leave_average()
@@ -228,7 +228,7 @@ class TrainerStrategy(_DDPStrategy):
             self._enter_average(replica)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove Lightning's checkpoint and the replicas beside it. Local, on rank 0."""
+        """Remove Lightning's checkpoint and the replicas next to it. Local, on rank 0."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero and "://" not in os.fspath(filepath):
             shutil.rmtree(f"{os.fspath(filepath)}.gossip", ignore_errors=True)
@@ -239,9 +239,9 @@ class TrainerStrategy(_DDPStrategy):
         return dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        """Restore every rank's replica, optimizers and all, if it was saved beside the checkpoint. Collective.
+        """Restore every rank's replica with its optimizers, if it was saved next to the checkpoint. Collective.
 
-        Of a checkpoint without replicas, one of DDP's, all ranks take the same weights and states.
+        From a checkpoint without replicas, such as one of DDP, all ranks load the same weights and states.
         """
         replica, name = self._replica, checkpoint.get(KEY)
         if replica is None or name is None:
@@ -253,14 +253,15 @@ class TrainerStrategy(_DDPStrategy):
             return
         if self.is_global_zero:
             logger.warning(
-                "{}, the replicas of {}, is not there: all ranks go on from their average, and from rank 0's optimizer",
+                "{}, the replicas of {}, does not exist: all ranks start from their average, and from rank 0's "
+                "optimizer",
                 folder,
                 self._loaded_from,
             )
         super().load_optimizer_state_dict(checkpoint)
 
     def _own_averages(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The callback of ``checkpoint`` that keeps an average of this rank's own; Lightning saves rank 0's alone."""
+        """Return the callbacks that average this rank's weights; Lightning itself saves only rank 0's."""
         kind = self.library.callbacks.StochasticWeightAveraging
         callbacks = [callback for callback in self.lightning_module.trainer.callbacks if isinstance(callback, kind)]
         return {

@@ -1,6 +1,6 @@
-"""Strategies of the Trainer and Fabric that train by gossip, for ``pytorch_lightning`` and ``lightning_fabric``.
+"""Strategies for gossip training in the Trainer and Fabric, for ``pytorch_lightning`` and ``lightning_fabric``.
 
-:mod:`gossip.integrations.lightning` has the same for the package ``lightning``, whose classes are others.
+:mod:`gossip.integrations.lightning` has the same for the package ``lightning``, whose classes are distinct.
 
 Importing this module registers both under the name "gossip".
 """
@@ -18,13 +18,13 @@ from gossip.integrations.lightning_trainer import TrainerStrategy
 
 
 class GossipStrategy(TrainerStrategy, DDPStrategy):
-    """See :class:`gossip.integrations.lightning.GossipStrategy`."""
+    """Gossip training in the Trainer, see :class:`gossip.integrations.lightning.GossipStrategy`."""
 
     library = pytorch_lightning
 
 
 class GossipFabricStrategy(FabricStrategy, FabricDDPStrategy):
-    """See :class:`gossip.integrations.lightning.GossipFabricStrategy`."""
+    """Gossip training in Fabric, see :class:`gossip.integrations.lightning.GossipFabricStrategy`."""
 
 
 StrategyRegistry.register("gossip", GossipStrategy, description="Decentralized data parallelism by gossip")

@@ -1,4 +1,4 @@
-"""What the Trainer of Transformers can be set up for, and gossip does not do: refused by name, with the remedy."""
+"""Refusal of settings of Transformers' Trainer that gossip does not support, with the remedy for each."""
 
 from __future__ import annotations
 
@@ -11,45 +11,48 @@ from transformers.utils import is_sagemaker_dp_enabled, is_sagemaker_mp_enabled
 from gossip import GossipDataParallel
 
 _OF_TRAINER = {
-    "module": "give the Trainer model=",
-    "optimizer": "give the Trainer optimizers=(optimizer, None), or TrainingArguments(optim=...)",
-    "clip_grad_norm": "give TrainingArguments(max_grad_norm=...)",
-    "scaler": "give TrainingArguments(fp16=True), whose scaler is taken",
-    "process_group": "the Trainer's ranks are all those of the default process group",
-    "on_peer_loss": "the Trainer logs, evaluates and saves with all ranks, and cannot go on without one",
+    "module": "pass model= to the Trainer",
+    "optimizer": "pass optimizers=(optimizer, None) to the Trainer, or TrainingArguments(optim=...)",
+    "clip_grad_norm": "pass TrainingArguments(max_grad_norm=...)",
+    "scaler": "pass TrainingArguments(fp16=True), whose scaler is used",
+    "process_group": "train with all ranks of the default process group",
+    "on_peer_loss": "train with all ranks to the end: the Trainer needs all of them to log, evaluate and save",
 }
-"""Arguments of the wrapper that are not given to it directly, and what to do."""
+"""Arguments of the wrapper that are not passed to it directly, and what to do instead."""
 
 _OF_DDP = {
     "ddp_find_unused_parameters": "a parameter without a gradient needs no flag",
-    "ddp_bucket_cap_mb": 'give gossip={"bucket_cap_mb": ...}',
-    "ddp_broadcast_buffers": 'give gossip={"buffers": "average"} to mix them in every step',
-    "ddp_static_graph": "nothing needs to be known of the graph",
+    "ddp_bucket_cap_mb": 'pass gossip={"bucket_cap_mb": ...}',
+    "ddp_broadcast_buffers": 'pass gossip={"buffers": "average"} to mix them in every step',
+    "ddp_static_graph": "gossip needs no assumption about the graph",
 }
 _OF_ACCELERATE = ("NO", "MULTI_")
-"""Beginnings of accelerate's distributed types: one process, or one for each device."""
+"""Prefixes of accelerate's distributed types: one process, or one per device."""
 
 
 def check_options(options: Mapping[str, Any] | None, join: bool) -> None:
-    """Refuse what is no option, or is given elsewhere. Local.
+    """Refuse what is not an option, or is passed elsewhere. Local.
 
     Raises
     ------
     TypeError, ValueError
-        Says where it is given.
+        An option is refused; the text says where it belongs.
     """
     if not isinstance(options, Mapping | None):
         raise TypeError(
-            f"gossip must be a mapping of GossipDataParallel's arguments, as {{'topology': 'ring'}}, got {options!r}"
+            f"gossip must be a mapping of GossipDataParallel's arguments, such as {{'topology': 'ring'}}, got "
+            f"{options!r}"
         )
     if type(join) is not bool:
         raise TypeError(f"join must be True or False, got {join!r}")
     known = inspect.signature(GossipDataParallel).parameters.keys() - _OF_TRAINER.keys()
     for name, value in (options or {}).items():
         if name in _OF_TRAINER and (name, value) != ("on_peer_loss", "raise"):
-            raise ValueError(f"gossip has {name}={value!r}: leave it out, and {_OF_TRAINER[name]}")
+            raise ValueError(f"gossip has {name}={value!r}; leave it out, and {_OF_TRAINER[name]}")
         if name not in known and name not in _OF_TRAINER:
-            raise TypeError(f"gossip has {name!r}, which is none of GossipDataParallel's: {', '.join(sorted(known))}")
+            raise TypeError(
+                f"gossip has {name!r}, which is not an argument of GossipDataParallel: {', '.join(sorted(known))}"
+            )
 
 
 def check_arguments(args: Any, model: Any) -> None:
@@ -58,58 +61,58 @@ def check_arguments(args: Any, model: Any) -> None:
     Raises
     ------
     ValueError
-        Names the argument and says what to do.
+        An argument is refused; the text names it and says what to do.
     """
     if isinstance(model, GossipDataParallel):
-        raise ValueError("model is a GossipDataParallel: give the module itself, which the GossipTrainer wraps")
+        raise ValueError("model is a GossipDataParallel; pass the module itself, which the GossipTrainer wraps")
     refused = {
         f"deepspeed={args.deepspeed!r}": bool(args.deepspeed),
         f"fsdp={args.fsdp!r}": bool(args.fsdp),
     }
     for text, is_refused in refused.items():
         if is_refused:
-            _refuse(text, "it divides the model among the ranks, and each rank of gossip has a whole replica")
+            _refuse(text, "it divides the model among the ranks, whereas each rank of gossip has a whole replica")
     if is_sagemaker_mp_enabled() or is_sagemaker_dp_enabled():
-        _refuse("SageMaker's parallelism", "it takes the place of torch.distributed: start the job with torchrun")
+        _refuse("SageMaker's parallelism", "it replaces torch.distributed; start the job with torchrun")
     _check_parallelism(args.parallelism_config, model)
     if args.auto_find_batch_size:
         _refuse(
             "auto_find_batch_size=True",
-            "a rank that runs out of memory would begin anew while its peers wait for its step: lower "
+            "a rank that runs out of memory would start over while its peers wait for its step; lower "
             "per_device_train_batch_size and raise gradient_accumulation_steps",
         )
     if args.enable_jit_checkpoint:
         _refuse(
             "enable_jit_checkpoint=True",
-            "ranks get the signal at different steps, and a checkpoint is of one step: give save_steps",
+            "ranks receive the signal at different steps, but a checkpoint is of one step; pass save_steps",
         )
     for name, remedy in _OF_DDP.items():
         if (value := getattr(args, name)) is not None:
             _refuse(f"{name}={value!r}", f"there is no DistributedDataParallel: {remedy}")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
-        _refuse(f"optim={optimizer!r}", "it updates in hooks of its own, where nothing is exchanged: choose another")
+        _refuse(f"optim={optimizer!r}", "it updates in its own hooks, where nothing is exchanged; choose another")
 
 
 def check_accelerator(accelerator: Any, args: Any) -> None:
-    """Refuse what the environment or ``accelerate launch`` have set up. Local.
+    """Refuse what the environment or ``accelerate launch`` has set up. Local.
 
     Raises
     ------
     ValueError
-        Names it and says what to do.
+        A setting is refused; the text names it and says what to do.
     """
     kind = accelerator.distributed_type.value
     if not kind.startswith(_OF_ACCELERATE):
-        _refuse(f"accelerate's {kind}", "each rank of gossip has a whole replica: leave it out of `accelerate config`")
+        _refuse(f"accelerate's {kind}", "each rank of gossip has a whole replica; leave it out of `accelerate config`")
     if args.n_gpu > 1:
         _refuse(
             f"torch.nn.DataParallel for {args.n_gpu} GPUs",
-            "start one process for each, with torchrun --nproc-per-node, or show one with CUDA_VISIBLE_DEVICES",
+            "start one process per GPU, with torchrun --nproc-per-node, or expose one GPU with CUDA_VISIBLE_DEVICES",
         )
     _check_parallelism(accelerator.parallelism_config, None)
     if accelerator.mixed_precision == "fp8":
-        _refuse('mixed precision "fp8"', "it replaces layers: give TrainingArguments(bf16=True)")
+        _refuse('mixed precision "fp8"', "it replaces layers; pass TrainingArguments(bf16=True)")
 
 
 def _check_parallelism(config: Any, model: Any) -> None:
@@ -117,8 +120,8 @@ def _check_parallelism(config: Any, model: Any) -> None:
     sizes += [getattr(model, name, None) or 1 for name in ("_tp_size", "tp_size")]
     if max(sizes) > 1 or getattr(model, "is_distributed_loading_by_transformers", False):
         _refuse(
-            "tensor, context or sequence parallelism, or a model that is sharded",
-            "each rank of gossip has a whole replica: load the model without tp_plan and distributed_config, and leave "
+            "tensor, context or sequence parallelism, or a sharded model",
+            "each rank of gossip has a whole replica; load the model without tp_plan and distributed_config, and leave "
             "parallelism_config out",
         )
 
@@ -128,20 +131,22 @@ def _refuse(what: str, remedy: str) -> None:
 
 
 def check_join(args: Any, checkpoint: Any) -> None:
-    """Refuse what ranks cannot do that make different numbers of steps. Local.
+    """Refuse what cannot work when ranks make different numbers of steps. Local.
 
     Raises
     ------
     ValueError
-        Names the argument and says what to do.
+        An argument is refused; the text names it and says what to do.
     """
     if checkpoint is not None:
         raise ValueError(
-            f"resume_from_checkpoint={checkpoint!r} with join=True: how far each rank has come in its own batches is "
+            f"resume_from_checkpoint={checkpoint!r} with join=True: each rank's position in its own batches is "
             "not saved; train without a checkpoint, or give all ranks the same number of batches and join=False"
         )
     if args.average_tokens_across_devices:
-        raise ValueError("average_tokens_across_devices=True with join=True: all ranks would wait in every step")
+        raise ValueError(
+            "average_tokens_across_devices=True with join=True: all ranks would wait in every step; set it to False"
+        )
     if args.include_num_input_tokens_seen != "no":
         raise ValueError(
             f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} with join=True: all ranks would "
@@ -150,15 +155,16 @@ def check_join(args: Any, checkpoint: Any) -> None:
 
 
 def check_lengths(lengths: Sequence[Sequence[int]], *, joins: bool) -> None:
-    """Refuse ranks of different numbers of batches that do not join. Local.
+    """Refuse ranks with different numbers of batches unless they join. Local.
 
     Raises
     ------
     ValueError
-        Says how many each rank has, and what to do.
+        The numbers differ; the text says how many batches each rank has, and what to do.
     """
     if not joins and any(other != lengths[0] for other in lengths):
         raise ValueError(
             f"the ranks have different numbers of batches in an epoch, {', '.join(str(n) for n, _ in lengths)}, "
-            "and would wait for each other in vain: give GossipTrainer join=True, or all ranks the same number"
+            "and would wait for each other until the time-out; pass join=True to GossipTrainer, or give all ranks "
+            "the same number"
         )

@@ -16,13 +16,14 @@ _DUE = ("should_log", "should_evaluate", "should_save")
 
 
 class UnevenEpoch:
-    """What is put off until all ranks have ended an epoch, in which each made its own number of steps.
+    """Work that is deferred until all ranks have ended an epoch in which each made its own number of steps.
 
     Parameters
     ----------
     model : GossipDataParallel
+        The model.
     trainer : Trainer
-        At the beginning of an epoch.
+        The trainer, at the beginning of an epoch.
     """
 
     def __init__(self, model: GossipDataParallel, trainer: Any) -> None:
@@ -33,28 +34,29 @@ class UnevenEpoch:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     def put_off(self, control: TrainerControl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what is due after a step, and what it was to be called with. Local."""
+        """Note what is due after a step, and the arguments that it was to be called with. Local."""
         for name in _DUE:
             self._due[name] |= getattr(control, name)
         self._arguments = args, kwargs
 
     def end(self) -> None:
-        """Count the steps that others made too; then do what is due on any rank. Collective."""
+        """Count the steps that others made as well, then do what is due on any rank. Collective."""
         trainer, made = self._trainer, self._model.step - self._first
         own = trainer.state.global_step - self._first_global
         if not isinstance(trainer.lr_scheduler, _STEPPED_BY_METRICS):
             for _ in range(made - own):
                 trainer.lr_scheduler.step()
         trainer.state.global_step += made - own
-        if own:  # of as many steps as are counted
+        if own:  # scaled to the number of steps that are counted
             trainer._tr_loss.sub_(self._loss).mul_(made / own).add_(self._loss)
-        trainer.current_flos = float(trainer.current_flos)  # an int where there was no batch, and other bytes to gather
+        # It is an int where there was no batch, which would be gathered as different bytes.
+        trainer.current_flos = float(trainer.current_flos)
         self._agree(made, own)
         args, kwargs = self._arguments
         trainer._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree(self, made: int, own: int) -> None:
-        """A rank without batches wants to end training; all go on as long as one has some."""
+        """Agree with the other ranks: a rank without batches wants to stop, but all continue while one has some."""
         trainer, control = self._trainer, self._trainer.control
         stops = control.should_training_stop and (own > 0 or made == 0)
         said = json.dumps(self._due | {"stops": stops or trainer.state.global_step >= trainer.state.max_steps})

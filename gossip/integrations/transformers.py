@@ -1,4 +1,4 @@
-"""Training by gossip with the Trainer of Transformers."""
+"""Gossip training with the Trainer of Transformers."""
 
 from __future__ import annotations
 
@@ -30,44 +30,45 @@ _FOLDER = "gossip"
 
 
 class GossipTrainer(Trainer):
-    """Transformers' Trainer, with a replica on each rank that is mixed with its peers', in place of DDP.
+    """Transformers' Trainer with one replica per rank, mixed with its peers', in place of DDP.
 
-    Takes what ``transformers.Trainer`` takes, and two arguments more. Everything that is not said here is the
-    Trainer's. In front of another Trainer it does the same for that one: ``class GossipSeq2SeqTrainer(GossipTrainer,
+    Accepts the arguments of ``transformers.Trainer`` and two more. Whatever is not mentioned here is as in the Trainer.
+    It can be combined with a subclass of the Trainer by inheritance: ``class GossipSeq2SeqTrainer(GossipTrainer,
     Seq2SeqTrainer): pass``.
 
     Parameters
     ----------
     *args, **kwargs
-        Of the Trainer.
+        Arguments of the Trainer.
     gossip : mapping, optional
         Arguments of :class:`gossip.GossipDataParallel` by name, ``{"topology": "ring", "compression": "bf16"}``. Module
-        and optimizer are the Trainer's, ``clip_grad_norm`` is ``TrainingArguments.max_grad_norm``, and the scaler that
-        of ``fp16``.
+        and optimizer are the Trainer's, ``clip_grad_norm`` is ``TrainingArguments.max_grad_norm``, and the scaler is
+        that of ``fp16``.
     join : bool
-        Ranks may have different numbers of batches. Within an epoch a rank that has no more batches keeps exchanging,
-        without updates, until all are done (:meth:`gossip.GossipDataParallel.join`); what is to be logged, evaluated
-        and saved in an epoch is logged, evaluated and saved at its end.
+        Whether ranks may have different numbers of batches. Within an epoch, a rank that has no more batches keeps
+        exchanging, without updates, until all are done (:meth:`gossip.GossipDataParallel.join`); logging, evaluation
+        and saving that are due in an epoch take place at its end.
 
     Raises
     ------
     ValueError, TypeError
-        The Trainer is set up for something that gossip does not do (FSDP, DeepSpeed, tensor parallelism and others), or
-        an argument cannot be used; the text says what to do.
+        The Trainer is set up for something that gossip does not support (FSDP, DeepSpeed, tensor parallelism and
+        others), or an argument cannot be used; the text says what to do.
 
     Notes
     -----
-    ``train()``, and within it evaluating and saving, are collective; so are ``evaluate()`` and ``predict()``, as ever.
+    ``train()`` is collective, including evaluation and saving within it; so are ``evaluate()`` and ``predict()``, as
+    usual.
 
-    While ``train()`` runs ``trainer.model_wrapped`` is the :class:`gossip.GossipDataParallel`, and ``trainer.model`` is
-    the module inside it. Evaluation and ``save_model`` then see the average of all replicas. ``train()`` ends with
-    :meth:`gossip.GossipDataParallel.global_avg` and closes the wrapper: ``trainer.model`` is the same on all ranks.
+    While ``train()`` runs, ``trainer.model_wrapped`` is the :class:`gossip.GossipDataParallel`, and ``trainer.model``
+    is the module inside it. Evaluation and ``save_model`` then see the average of all replicas. ``train()`` ends with
+    :meth:`gossip.GossipDataParallel.global_avg` and closes the wrapper, so ``trainer.model`` is equal on all ranks.
 
-    A checkpoint has the averaged weights where the Trainer writes its own, and in the folder ``gossip``, in place of
-    ``optimizer.pt`` and ``scheduler.pt``, each rank's replica, the state of its optimizer and the messages in flight:
-    ``train(resume_from_checkpoint=...)`` goes on bit for bit. All ranks must see the same output folder.
+    A checkpoint has the averaged weights where the Trainer writes its own. In place of ``optimizer.pt`` and
+    ``scheduler.pt`` it has a folder ``gossip`` with each rank's replica, the state of its optimizer and the messages in
+    flight: ``train(resume_from_checkpoint=...)`` continues bit for bit. All ranks must share the output folder.
 
-    Constructing it sets ``args.average_tokens_across_devices`` to False: it makes every step wait for all ranks.
+    Construction sets ``args.average_tokens_across_devices`` to False, because it makes every step wait for all ranks.
     """
 
     model: Any
@@ -83,13 +84,13 @@ class GossipTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; and refuse what cannot train by gossip."""
+        """Set up the accelerator as the Trainer does, and refuse settings that cannot train by gossip."""
         check_arguments(self.args, self.model)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator, self.args)
         self.accelerator.unwrap_model = functools.partial(_unwrap_model, self.accelerator.unwrap_model)
         if self.accelerator.dataloader_config.dispatch_batches is None:
-            self.accelerator.dataloader_config.dispatch_batches = False  # or rank 0 would broadcast every batch
+            self.accelerator.dataloader_config.dispatch_batches = False  # otherwise rank 0 would broadcast every batch
         if self.args.average_tokens_across_devices:
             logger.debug("average_tokens_across_devices is set to False: it would make every step wait for all ranks")
             self.args.average_tokens_across_devices = False
@@ -97,12 +98,12 @@ class GossipTrainer(Trainer):
     # ------------------------------------------------------------------ training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; afterwards the module is the same on all ranks. Collective."""
+        """Train as the Trainer does, with a model that ends up equal on all ranks. Collective."""
         with contextlib.ExitStack() as self._training:
             return super().train(*args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """As the Trainer's; and compare the ranks' numbers of batches. Collective."""
+        """Return the Trainer's values, after comparing the ranks' numbers of batches. Collective."""
         values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
         *others, steps_in_epoch, max_steps = values
         lengths = self.accelerator.gather(torch.tensor([[steps_in_epoch, max_steps]], device=args.device)).tolist()
@@ -136,7 +137,7 @@ class GossipTrainer(Trainer):
         self._gossip_model = None
 
     def training_step(self, model: GossipDataParallel, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. A backward pass that does not end an accumulation makes no step. Local."""
+        """Train on one batch as the Trainer does; a backward pass inside an accumulation makes no step. Local."""
         with contextlib.nullcontext() if self.accelerator.sync_gradients else model.no_sync():
             return super().training_step(model, *args, **kwargs)
 
@@ -156,7 +157,7 @@ class GossipTrainer(Trainer):
             self._epoch.put_off(self.control, (tr_loss, grad_norm, *args), kwargs)
             return
         if self._steps_in_backward and self.control.should_log and self._gossip_model is not None:
-            grad_norm = self._gossip_model.grad_norm  # read only where it is logged: on a GPU that waits
+            grad_norm = self._gossip_model.grad_norm  # read only where it is logged, since reading waits for the GPU
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _run_epoch(self, model: GossipDataParallel, **kwargs: Any) -> None:
@@ -173,7 +174,7 @@ class GossipTrainer(Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         assert self._gossip_model is not None
-        self.optimizer.eval()  # of a schedule-free optimizer: what is kept is what is evaluated
+        self.optimizer.eval()  # for schedule-free optimizers: keep the weights that are evaluated
         self._gossip_model.global_avg()
         self._training.close()
         return super()._finalize_training(*args, **kwargs)
@@ -186,12 +187,12 @@ class GossipTrainer(Trainer):
             yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, of the average of all replicas. Collective."""
+        """Evaluate as the Trainer does, on the average of all replicas. Collective."""
         with self._averaged():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, of the average of all replicas. Collective within ``train()``."""
+        """Save as the Trainer does, but the average of all replicas. Collective within ``train()``."""
         with self._averaged():
             super().save_model(*args, **kwargs)
 
@@ -210,19 +211,19 @@ class GossipTrainer(Trainer):
             load(self._gossip_model, Path(checkpoint) / _FOLDER, **self._parts)
             return
         if checkpoint is not None and self.args.process_index == 0:
-            logger.warning("{} holds no ranks' replicas: all start from its weights", checkpoint)
+            logger.warning("{} holds no replicas of the ranks: all ranks start from its weights", checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
         timeout = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
-        with contextlib.closing(World(timeout)) as world:  # a rank may not see the checkpoint's folder
+        with contextlib.closing(World(timeout)) as world:  # a rank might not have access to the checkpoint's folder
             tensors = itertools.chain(self.model.parameters(), self.model.buffers())
             world.broadcast_(tensors, "broadcasting the best model from rank 0")
 
 
 def _unwrap_model(unwrap_model: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Also from the wrapper: the Trainer asks the name of the model's class whether labels must be shifted."""
+    """Unwrap the gossip wrapper too: the Trainer decides by the class name of the model whether to shift labels."""
     if isinstance(model, GossipDataParallel):
         return unwrap_model(model.module, keep_torch_compile=False)
     return unwrap_model(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Ranks: started on this machine, or by torchrun or SLURM."""
+"""Launching ranks on this machine, and joining ranks that torchrun or SLURM started."""
 
 from gossip.launching.joining import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from gossip.launching.joining import Placement as Placement

@@ -1,4 +1,4 @@
-"""The process from which workers are forked: it has imported already what they need."""
+"""The process from which workers are forked, with the modules that they need already imported."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from gossip.private_torch import COMPILER
 
 
 def start(preload: Sequence[str]) -> None:
-    """Start it if it does not run; all workers that this process ever launches come from it.
+    """Start the fork server if it is not running; all workers that this process launches are forked from it.
 
-    It may be started early, to import while the caller does something else. Ctrl-C is not for it: a traceback of its
-    imports would be all that it had to say. Nor is USR1, with which SLURM asks all processes of a run to save and end.
+    It may be started early, to import modules while the caller does something else. It blocks SIGINT, because an
+    interrupt would only make it print a traceback of its imports, and SIGUSR1, with which SLURM asks all processes of a
+    run to save and exit.
 
     Parameters
     ----------
     preload : sequence of str
-        Modules to import; one that is not installed is passed over. Only the first call's count.
+        Modules to import; one that is not installed is skipped. Only the argument of the first call has an effect.
     """
-    # torch.optim imports torch._dynamo when the first optimizer is built: seconds, on every rank.
+    # torch.optim imports torch._dynamo when the first optimizer is built, which takes seconds on every rank.
     forkserver.set_forkserver_preload([COMPILER, *preload])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -34,7 +35,7 @@ def start(preload: Sequence[str]) -> None:
 
 
 def stop() -> None:
-    """End it at once, when no worker is left; by itself it ends after its launcher, but not amid its imports."""
+    """Kill the fork server when no worker is left; by itself it exits after its launcher, but not while importing."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Processes that somebody else started, torchrun or SLURM's srun: who they are, and how they become one group."""
+"""Processes that were started externally, by torchrun or SLURM's srun: their ranks and their process group."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from gossip.launching import slurm
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _PAUSE_S = 0.05
-_STRANGER_PATIENCE_S = 10.0  # between the beginning of a store and its first key
+_STRANGER_PATIENCE_S = 10.0  # between the start of a store and its first key
 
-_joins = itertools.count()  # of this process; all ranks join equally often
+_joins = itertools.count()  # joins of this process; all ranks join equally often
 _stores: dict[tuple[str, int], dist.Store] = {}
-"""Of steps, by host and port: a process that joins again goes on with the one that it has; peers may not have left."""
+"""Stores of steps by host and port. A process that joins again reuses its own, as peers may still be connected."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """This process's place among the ranks that somebody else started.
+    """This process's place among ranks that were started externally.
 
     Attributes
     ----------
     rank, world_size : int
+        The rank of this process, and the number of ranks.
     starter : str
-        "torchrun" (or whatever else sets ``RANK``) or "srun".
+        "torchrun" (or any other program that sets ``RANK``) or "srun".
     remedy : str
-        What of the starter's decides on the number of ranks.
+        The option of the starter that determines the number of ranks.
     step : Step or None
-        Of SLURM's, if srun started it.
+        The SLURM step, if srun started the process.
     """
 
     rank: int
@@ -50,15 +51,15 @@ class Placement:
 
 
 def find_placement(environment: Mapping[str, str] | None = None) -> Placement | None:
-    """Where this process stands, if it is a rank that somebody else started; None if it starts ranks itself.
+    """Return this process's place if it is a rank that was started externally; None if it starts ranks itself.
 
-    It is one if ``RANK`` and ``WORLD_SIZE`` are set, or in a step of SLURM's of several tasks:
+    It is one if ``RANK`` and ``WORLD_SIZE`` are set, or in a SLURM step with several tasks, see
     :func:`gossip.launching.slurm.step_of`. ``environment`` is this process's by default.
 
     Raises
     ------
     ValueError
-        A variable makes no sense.
+        A variable has an invalid value.
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -72,18 +73,19 @@ def find_placement(environment: Mapping[str, str] | None = None) -> Placement | 
 
 @contextlib.contextmanager
 def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_TIMEOUT) -> Iterator[None]:
-    """Within the block this process is a member of the group of all ranks that somebody else started. Collective.
+    """Make this process a member of the group of all externally started ranks within the block. Collective.
 
-    After SLURM's srun the environment holds what torchrun's ranks find there (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
-    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) within the block, and torch uses the CPUs of one task.
+    Under SLURM's srun, the environment within the block holds the variables that torchrun sets for its ranks (``RANK``,
+    ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), and torch uses the CPUs of
+    one task.
 
-    The store's keys carry the number of the attempt: the keys of an attempt that died would otherwise be taken for this
-    one's (pytorch #135712).
+    The store's keys carry the number of the attempt; otherwise the keys of an attempt that died would be mistaken for
+    those of this one (pytorch #135712).
 
     Raises
     ------
     LaunchError
-        The first host of a step is unknown, or the port for its store is taken.
+        The address of a step's first host is unknown, or the port for its store is taken.
     """
     placement = find_placement()
     with contextlib.ExitStack() as stack:
@@ -105,25 +107,26 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
 
 
 def join_training(store: dist.Store | str, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Let this process join a training of ``on_peer_loss="continue"`` that is under way. Local.
+    """Let this process join a running training with ``on_peer_loss="continue"``. Local.
 
-    It takes the place of ``init_process_group``: the process group has this one process. The model that is wrapped
-    next, in the same way as on the ranks that train, takes parameters and the optimizer's state over from one of these,
-    which train on meanwhile, and is one of them when it is constructed; ``model.step`` is its first step.
+    It replaces ``init_process_group``: the process group consists of this process alone. Then wrap the model in the
+    same way as on the ranks that train. It takes over the parameters and the optimizer's state from one of these, which
+    continue training meanwhile. When construction returns, this process is one of the ranks, and ``model.step`` is its
+    first step.
 
     Parameters
     ----------
     store : Store or str
         The key-value store of the training, or the host and port of its TCPStore ("10.0.0.1:29500").
     timeout : timedelta
-        Of the store.
+        The time-out of the store.
 
     Raises
     ------
     ValueError
-        It is no address.
+        ``store`` is not an address.
     LaunchError
-        There is no store.
+        No store was found at the address.
     """
     if isinstance(store, str):
         host, _, port = store.rpartition(":")
@@ -138,20 +141,20 @@ def join_training(store: dist.Store | str, *, timeout: timedelta = DEFAULT_TIMEO
 
 
 def _address_of(step: slurm.Step) -> tuple[str, int]:
-    """Host and port of the store; what the user has set is taken."""
+    """Return host and port of the store, as set by the user or derived from the step."""
     host = os.environ.get("MASTER_ADDR", step.first_host)
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
         raise LaunchError(
             f"the address of {host}, the first host of step {step.job}.{step.step}, is not known ({error.strerror}); "
-            "set MASTER_ADDR to one that all nodes know"
+            "set MASTER_ADDR to one that all nodes can resolve"
         ) from error
     return host, int(os.environ.get("MASTER_PORT", step.port))
 
 
 def _store_of(step: slurm.Step, address: tuple[str, int], timeout: timedelta) -> dist.Store:
-    """The store of a step: the first task keeps it and puts the step's name into it, and all connect to it."""
+    """Return the store of a step: the first task serves it and enters the step's name, and all tasks connect to it."""
     if address not in _stores:
         listener = _listener(step, *address) if step.keeps_store else None
         store = dist.TCPStore(
@@ -177,7 +180,7 @@ def _store_of(step: slurm.Step, address: tuple[str, int], timeout: timedelta) ->
 
 
 def _listener(step: slurm.Step, host: str, port: int) -> socket.socket:
-    """For tasks on one node, at the address by which they know it only."""
+    """Open the listening socket; for tasks on one node, only on the address by which they know it."""
     try:
         if step.num_nodes == 1:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -194,7 +197,7 @@ def _listener(step: slurm.Step, host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _variables_of_torchrun(step: slurm.Step) -> Iterator[None]:
-    """Within the block environment and threads are as torchrun and :func:`gossip.launch` give them to ranks."""
+    """Set environment and threads within the block as torchrun and :func:`gossip.launch` do for their ranks."""
     host, port = _address_of(step)
     variables = {
         "RANK": step.task,
@@ -231,9 +234,9 @@ def _cpus_of_one_task(step: slurm.Step) -> int:
 
 
 def _leave(store: dist.Store, placement: Placement, timeout: timedelta) -> None:
-    """The rank that keeps the store leaves as the last one: others may still ask it something."""
+    """Leave; the rank that serves the store leaves last, since others may still use it."""
     assert placement.step is not None
-    with contextlib.suppress(RuntimeError):  # a rank that died never comes, and a store that is gone is not needed
+    with contextlib.suppress(RuntimeError):  # a rank that died never leaves, and a store that is gone is not needed
         num_left = store.add("left", 1)
         deadline = time.monotonic() + timeout.total_seconds()
         while placement.step.keeps_store and num_left < placement.world_size and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""Workers on this machine, started from a preloaded fork server; or this process as one that somebody else started.
+"""Workers on this machine, forked from a preloaded fork server, or this process as an externally started one.
 
-The launching process keeps the key-value store, so that the store outlives every rank, and the workers' life hangs on
-the launcher's: a worker leaves when its launcher is gone, however that went.
+The launching process serves the key-value store, so that the store outlives every rank, and workers depend on the
+launcher: a worker exits when its launcher is gone, for whatever reason.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broke
 
 
 _is_worker = False  # set in the processes that launch() starts
-_worker_pids: list[int] = []  # of the launch that is under way
+_worker_pids: list[int] = []  # of the running launch
 
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    """What a worker needs to join its siblings."""
+    """What a worker needs to join the process group."""
 
     world_size: int
     port: int
@@ -67,12 +67,12 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank of a new process group and return the ranks' results in order.
 
-    Where somebody else has started the ranks nothing is started: this process joins them, runs the function as that one
-    rank, and the list holds its one result; an exception is printed and ends the process. So it is under torchrun
-    (``RANK`` and ``WORLD_SIZE`` are set), and in a step of SLURM's of several tasks (``srun -n 4 python ...``), where
-    the function finds the variables that torchrun sets. ``MASTER_ADDR`` is the step's first host, unless it is set, and
-    ``MASTER_PORT`` follows from the ids of job and step. In a batch script without srun, in an allocation's shell and
-    in a step of one task the workers are started here.
+    If the ranks were started externally, no workers are started: this process joins the group, runs the function as its
+    one rank, and the list holds its one result; an exception is printed and ends the process. This is the case under
+    torchrun (``RANK`` and ``WORLD_SIZE`` are set) and in a SLURM step with several tasks (``srun -n 4 python ...``),
+    where the function finds the variables that torchrun sets. ``MASTER_ADDR`` is the step's first host unless it is
+    set, and ``MASTER_PORT`` is derived from the ids of job and step. In a batch script without srun, in the shell of an
+    allocation and in a step with one task, workers are started here.
 
     Parameters
     ----------
@@ -81,44 +81,44 @@ def launch(
     *args
         Its arguments, pickled.
     world_size : int
-        Number of workers, all on this machine.
+        The number of workers, all on this machine.
     backend : str
-        torch.distributed's backend, or one per type of device ("cpu:gloo,cuda:nccl"). A third party's must be
-        registered by what a worker imports for ``function``.
+        The backend of torch.distributed, or one per type of device ("cpu:gloo,cuda:nccl"). A third-party backend must
+        be registered by what a worker imports for ``function``.
     port : int, optional
-        Port of the store on 127.0.0.1; a free one by default.
+        The port of the store on 127.0.0.1; a free one by default.
     timeout : timedelta
-        Of the process group.
+        The time-out of the process group.
     num_threads : int, optional
-        torch's threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
+        The number of torch threads per worker; by default the machine's cores divided by ``world_size``, at least 1.
     preload : sequence of str
-        Modules that the fork server imports before the first worker: see ``gossip.launching.fork_server.start``.
+        Modules that the fork server imports before the first worker starts, see ``gossip.launching.fork_server.start``.
     on_peer_loss : str
-        "raise": a worker that fails ends all. "continue": the others go on, for models of
-        ``GossipDataParallel(..., on_peer_loss="continue")``; a warning says how it ended. It has no effect where
-        somebody else has started the ranks.
+        "raise": a failing worker ends all workers. "continue": the others continue, for models with
+        ``GossipDataParallel(..., on_peer_loss="continue")``, and a warning reports how the worker ended. It has no
+        effect on ranks that were started externally.
     restart : int
-        How often a worker that failed is started again while others train, with "continue": it runs the function from
+        With "continue": how many times a failed worker is started again while others train. It runs the function from
         the beginning, in a process group of its own, and its model joins the others (:func:`gossip.join_training`).
 
     Returns
     -------
     list
-        What the ranks returned, by rank; with "continue" None for those that failed (for good).
+        The return values of the ranks, by rank; with "continue", None for those that failed permanently.
 
     Raises
     ------
     ValueError
         ``world_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not that of the
-        ranks that somebody else started, or torch was built without ``backend``.
+        externally started ranks, or torch was built without ``backend``.
     TypeError
         ``function`` or ``args`` cannot be pickled.
     RuntimeError
-        Called inside a worker, or while a worker imports the calling script, for want of
-        ``if __name__ == "__main__":``.
+        The call was made inside a worker, or while a worker imported the calling script, which lacks ``if __name__ ==
+        "__main__":``.
     LaunchError
-        The port is taken, a step's first host is not known, or a worker failed (with "continue": all of them); the
-        others have been ended by then.
+        The port is taken, the address of a step's first host is unknown, or a worker failed (with "continue", all of
+        them); the other workers have been ended by then.
     """
     if _is_worker:
         raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
@@ -176,7 +176,7 @@ def launch(
         else:
             results = collect(workers, channels)
         for channel in channels:
-            with contextlib.suppress(OSError):  # it has reported: its work is done, however it went since
+            with contextlib.suppress(OSError):  # it has reported, so its work is done whatever has happened since
                 channel.send_bytes(b"leave")
         deadline = time.monotonic() + _EXIT_GRACE_S
         for worker in workers:
@@ -184,14 +184,14 @@ def launch(
     finally:
         _worker_pids.clear()
         for channel in channels:
-            channel.close()  # who is still at work leaves, whatever it does about signals
+            channel.close()  # a worker that is still busy exits, however it handles signals
         _end(workers)
         del store
     return results
 
 
 def signal_workers(signal_number: int) -> bool:
-    """Send a signal to all workers of the :func:`launch` that is under way; whether there is one. Local."""
+    """Send a signal to all workers of the running :func:`launch`, and return whether there are any. Local."""
     for pid in _worker_pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
@@ -208,7 +208,7 @@ def _check_arguments(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if port is not None and not 0 <= port < 2**16:
-        raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out and a free one is found")
+        raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out to use a free one")
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -228,7 +228,8 @@ def _check_arguments(
         getattr(main, "__file__", None) or ""
     ):
         raise TypeError(
-            f"function {function.__qualname__!r} was typed into an interpreter, where workers cannot import it; put it "
+            f"function {function.__qualname__!r} was defined in an interactive session, from which workers cannot "
+            "import it; put it "
             "into a file"
         )
 
@@ -237,11 +238,11 @@ def _check_failures(on_peer_loss: str, restart: int) -> None:
     if on_peer_loss not in ("raise", "continue"):
         raise ValueError(f'on_peer_loss must be "raise" or "continue", got {on_peer_loss!r}')
     if type(restart) is not int or restart < 0:
-        raise ValueError(f"restart must be how often a worker is started again, 0 or more, got {restart!r}")
+        raise ValueError(f"restart must be the number of times a worker is started again, at least 0, got {restart!r}")
     if restart and on_peer_loss == "raise":
         raise ValueError(
-            f'restart={restart} needs others that go on and are joined: on_peer_loss="continue" here and in '
-            'GossipDataParallel, got "raise"'
+            f'restart={restart} needs other ranks that continue and can be joined; pass on_peer_loss="continue" '
+            'here and in GossipDataParallel, got "raise"'
         )
 
 
@@ -269,7 +270,7 @@ def _listen(port: int | None) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise LaunchError(f"port {port} on 127.0.0.1 cannot be used: {error.strerror}") from error
         raise LaunchError(
-            f"port {port} on 127.0.0.1 is taken; name another one, or none: then a free one is found"
+            f"port {port} on 127.0.0.1 is taken; choose another one, or leave it out to use a free one"
         ) from None
     listener.listen()
     return listener
@@ -314,15 +315,15 @@ def _work(
     channel: Connection,
     joins: bool,
 ) -> None:
-    """A worker's whole life: join the group, run, report, wait for all the others, leave.
+    """Run a worker: join the group, call the function, report, wait for all the others, exit.
 
-    With ``joins`` the others have begun already, and their training is what it joins.
+    With ``joins`` the others have already started, and the worker joins their training.
     """
     global _is_worker
     _is_worker = True
-    gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it too, and ends the workers
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the fork server has it blocked
+    gc.freeze()  # a collection that walks over the fork server's imports would copy all their memory
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives it too, and ends the workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the fork server blocks it
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost if the process is ended
     may_leave = threading.Event()
     threading.Thread(target=_leave_with_launcher, args=(channel, may_leave), name="launcher-watch", daemon=True).start()
@@ -362,13 +363,13 @@ def _work(
         channel.send_bytes(pickled(Failure(summary, traceback.format_exc(), secondary, blames, is_final)))
         _leave_at_once(1)
     channel.send_bytes(report)
-    may_leave.wait()  # a rank that closed its sockets now could take a peer's last message with it
+    may_leave.wait()  # closing the sockets now could lose a peer's last message
     if dist.is_initialized():  # the function may have ended it
         dist.destroy_process_group()
 
 
 def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
-    """The ranks that the error, or what it came from, says have stopped."""
+    """Return the ranks that the error, or one of its causes, names as stopped."""
     while error is not None:
         if isinstance(error, ExchangeError) and error.culprits:
             return error.culprits
@@ -377,7 +378,7 @@ def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
 
 
 def _leave_with_launcher(channel: Connection, may_leave: threading.Event) -> None:
-    """End this process when the launcher is gone, or has given it up, unless it has been told that it may leave."""
+    """End this process when the launcher is gone or has abandoned it, unless it has been told that it may leave."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     if channel in wait([channel, launcher.sentinel]):
@@ -389,7 +390,7 @@ def _leave_with_launcher(channel: Connection, may_leave: threading.Event) -> Non
 
 
 def _leave_at_once(status: int) -> NoReturn:
-    """End the process without the interpreter's own ending: communication that cannot end any more would hold it."""
+    """Exit without the interpreter's shutdown, which communication that can no longer finish would block."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,4 +1,4 @@
-"""The step of a SLURM job that this process is a task of, from the environment that ``srun`` gives it."""
+"""The SLURM step of which this process is a task, as described by the environment that ``srun`` sets."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 FIRST_PORT, NUM_PORTS = 15000, 15000
-"""Of the ports for stores: all below those that Linux gives to outgoing connections (32768 and above)."""
+"""The range of ports for stores, below those that Linux gives to outgoing connections (32768 and above)."""
 
-_STRIDE = 7919  # prime to NUM_PORTS: neither two jobs one after the other nor two steps of one job have one port
+_STRIDE = 7919  # coprime to NUM_PORTS: consecutive jobs, and the steps of one job, get different ports
 _BRACKETS = re.compile(r"([^\[\]]*)(?:\[([^\[\]]+)\])?")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of several tasks, each of which is a rank, and this process's place in it.
+    """A step with several tasks, each of which is a rank, and this process's place in it.
 
     Attributes
     ----------
     job, step : int
-        Their ids. A job that is requeued keeps its own, and its steps are counted from 0 again.
+        The ids of job and step. A job that is requeued keeps its id, and its steps are counted from 0 again.
     restarts : int
         How often the job has been requeued.
     task, num_tasks : int
-        Of the step.
+        The number of this task in the step, and the number of the step's tasks.
     local_task, num_local_tasks : int
-        Of those on this node.
+        The same among the tasks on this node.
     node, num_nodes : int
+        The number of this node in the step, and the number of the step's nodes.
     first_host : str
-        Of the step's nodes.
+        The first of the step's nodes.
     """
 
     job: int
@@ -46,25 +47,26 @@ class Step:
 
     @property
     def port(self) -> int:
-        """Of the key-value store on the first host; the same for all tasks, another one for steps at the same time."""
+        """The port of the key-value store on the first host; equal in all tasks, different for concurrent steps."""
         return FIRST_PORT + (_STRIDE * self.job + self.step) % NUM_PORTS
 
     @property
     def keeps_store(self) -> bool:
-        """Whether this task is the first one on the first host: task 0, unless tasks were distributed by hand."""
+        """Whether this task is the first one on the first host: task 0, unless tasks were distributed explicitly."""
         return (self.node, self.local_task) == (0, 0)
 
 
 def step_of(environment: Mapping[str, str]) -> Step | None:
-    """The step that the environment describes; None in a batch script, an allocation's shell or a step of one task.
+    """Return the step that the environment describes; None outside srun and in a step with one task.
 
-    ``SLURM_NTASKS`` says nothing: batch scripts have it too, in one process. Nor do the variables of a step alone: a
-    job that was submitted from within a step has inherited them. There they contradict what SLURM set for the script.
+    ``SLURM_NTASKS`` is no indication, as batch scripts, which run in one process, have it too. Nor are the variables of
+    a step alone: a job that was submitted from within a step inherits them. There they contradict what SLURM set for
+    the script.
 
     Raises
     ------
     ValueError
-        A variable is missing or makes no sense.
+        A variable is missing or has an invalid value.
     """
     if not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():
         return None
@@ -90,12 +92,12 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
 
 
 def hosts(node_list: str) -> Iterator[str]:
-    """The hosts of a list in SLURM's brackets, in order, as ``scontrol show hostnames`` prints them.
+    """Yield the hosts of a list in SLURM's bracket notation, in order, as ``scontrol show hostnames`` prints them.
 
     Raises
     ------
     ValueError
-        It is none.
+        ``node_list`` is not such a list.
 
     Examples
     --------
@@ -105,7 +107,7 @@ def hosts(node_list: str) -> Iterator[str]:
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", node_list):
         matches = [match for match in _BRACKETS.finditer(item) if match.group()]
         if "".join(match.group() for match in matches) != item:
-            raise ValueError(f"{node_list!r} is no list of nodes of SLURM's, such as node[01-03,7],gpu5")
+            raise ValueError(f"{node_list!r} is not a SLURM node list, such as node[01-03,7],gpu5")
         parts = [
             [text] if inside is None else [text + number for number in _numbers(inside, node_list)]
             for text, inside in (match.groups() for match in matches)
@@ -114,12 +116,12 @@ def hosts(node_list: str) -> Iterator[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """What ``SLURM_STEP_TASKS_PER_NODE`` says, node by node.
+    """Return the counts in ``SLURM_STEP_TASKS_PER_NODE``, node by node.
 
     Raises
     ------
     ValueError
-        It is nothing of the kind.
+        ``text`` is not such a list of counts.
 
     Examples
     --------
@@ -130,24 +132,24 @@ def tasks_per_node(text: str) -> list[int]:
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
-            raise ValueError(f"{text!r} is no count of tasks per node, such as 4(x2),1")
+            raise ValueError(f"{text!r} is not a list of tasks per node, such as 4(x2),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def _numbers(inside: str, node_list: str) -> Iterator[str]:
-    """The numbers within a pair of brackets, as wide as they are written there."""
+    """Yield the numbers within a pair of brackets, with the width that they have there."""
     for part in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ValueError(f"{node_list!r} is no list of nodes of SLURM's: {part!r} is no number and no range")
+            raise ValueError(f"{node_list!r} is not a SLURM node list: {part!r} is neither a number nor a range")
         first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
             yield f"{number:0{len(first)}}"
 
 
 def _is_inherited(environment: Mapping[str, str]) -> bool:
-    """Whether the step's variables are another job's, from within which this one was submitted."""
+    """Return whether the step's variables belong to another job, from within which this one was submitted."""
     if _number(environment, "SLURM_STEP_NUM_NODES", default=0) > _number(
         environment, "SLURM_JOB_NUM_NODES", default=2**31
     ):
@@ -173,5 +175,5 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if text is None and default is not None:
         return default
     if text is None or not text.isdecimal():
-        raise ValueError(f"{name} must be a number in a step of SLURM's, got {text!r}; start the ranks with srun")
+        raise ValueError(f"{name} must be a number in a SLURM step, got {text!r}; start the ranks with srun")
     return int(text)

@@ -1,4 +1,4 @@
-"""What workers tell when they end, and what a launch makes of it."""
+"""Reports that workers send when they end, and how a launch evaluates them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _EXIT_PATIENCE_S = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's exception, as text; a secondary one is about another rank that is gone, and blames it if it knows.
+    """A worker's exception as text.
 
-    A final one would be the same if the worker were started again.
+    A secondary failure reports that another rank is gone, and blames that rank if it is known. A final one would recur
+    if the worker were started again.
     """
 
     summary: str
@@ -37,12 +38,12 @@ class Failure:
 
 
 def pickled(content: Any) -> bytes:
-    """What a worker, or the launcher, tells the other one."""
+    """Serialise what workers and launcher send to each other."""
     return pickle.dumps(content)
 
 
 def collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
-    """Wait for every rank's report; on a failure look a moment longer for its cause, then raise it."""
+    """Wait for every rank's report; after a failure, wait a moment longer for its cause, then raise it."""
     waiting = dict(zip(channels, range(len(workers)), strict=True))
     results: list[Any] = [None] * len(workers)
     failures: dict[int, Failure] = {}
@@ -68,9 +69,9 @@ def collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]
 def collect_of_those_left(
     workers: Sequence[ForkServerProcess], channels: Sequence[Connection], restart: int, start: Callable[[int], None]
 ) -> list[Any]:
-    """Wait for the reports of those who go on; tell of failures, and raise only if there is nothing else.
+    """Wait for the reports of the ranks that continue; log failures, and raise only if all ranks failed.
 
-    ``start`` starts a rank's worker again, and appends it and its channel.
+    ``start`` starts the worker of a rank again, and appends it and its channel.
     """
     world_size = len(workers)
     waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
@@ -92,10 +93,10 @@ def collect_of_those_left(
             failures[rank] = report
             num_starts[rank] += 1
             if num_starts[rank] > restart or not waiting or report.is_final:
-                logger.warning("rank {} failed: {}; the others may go on", rank, report.summary)
+                logger.warning("rank {} failed: {}; the others continue if they can", rank, report.summary)
                 continue
             logger.warning(
-                "rank {} failed: {}; it is started again, {} of {} times",
+                "rank {} failed: {}; it is restarted ({} of {} restarts)",
                 rank,
                 report.summary,
                 num_starts[rank],
@@ -109,13 +110,13 @@ def collect_of_those_left(
 
 
 def _is_frozen(worker: ForkServerProcess) -> bool:
-    """Whether it is suspended, so that nothing can be expected of it when the others have ended."""
+    """Return whether a worker is suspended, so that no report can be expected when the others have ended."""
     assert worker.pid is not None
     return is_suspended(worker.pid)
 
 
 def _first_cause(failures: Mapping[int, Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:
-    """The error that names who failed first: who says so, or, if all speak of others, whom they blame."""
+    """Return the error that names the rank that failed first: one with its own cause, or else the most blamed rank."""
     rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
     text = f"rank {rank} failed: {failure.summary}"
     blamed = Counter(culprit for other in failures.values() for culprit in other.blames if culprit in silent)
@@ -143,4 +144,4 @@ def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        return Failure(f"what it returned cannot be unpickled here: {error!r}", "", secondary=False)
+        return Failure(f"its result cannot be unpickled by the launcher: {error!r}", "", secondary=False)

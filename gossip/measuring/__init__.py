@@ -1,1 +1,1 @@
-"""What a step cost."""
+"""Measurement of the cost of a step."""

@@ -1,4 +1,4 @@
-"""What a step cost on this rank, measured as it is made."""
+"""The cost of a step on this rank, measured while it is made."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import torch
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step cost on this rank. Times are the host's; what a GPU still computes is not in them.
+    """The cost of one step on this rank. Times are measured on the host and do not include work that a GPU has pending.
 
     Attributes
     ----------
     step : int
-        Counted from 0.
+        The step, counted from 0.
     exposed_wait_s : float
-        Seconds for which training stood still, waiting for peers.
+        Seconds for which training was blocked waiting for peers.
     bytes_sent : int
-        What this rank sends for the round that it launched in this step.
+        The bytes that this rank sends for the round that it launched in this step.
     forward_s, backward_s, update_s : float
         Seconds inside the forward passes and the backward passes that belong to the step, and in the optimizer. In
         fused mode ``backward_s`` contains ``update_s`` and the exposed wait.
     overlapped_s : float
-        Seconds for which exchanges that ended in this step were under way while this rank trained on, over buckets.
+        Seconds for which exchanges that ended in this step were in flight while this rank kept training, summed over
+        buckets.
     bytes_by_peer : mapping of int to int
-        ``bytes_sent``, by the rank that they go to. An all-reduce's are split evenly over its group.
+        ``bytes_sent`` by target rank. Those of an all-reduce are split evenly over its group.
     wait_by_peer_s : mapping of int to float
-        How long this rank stood still until the message of each peer had arrived. Of an all-reduce all members are
-        charged the whole.
+        How long this rank was blocked until the message of each peer had arrived. An all-reduce is charged in full to
+        every
+        member.
     consensus_distance_estimate : float or None
         An estimate of the replicas' distance from their mean, from this step's messages alone; None if none arrived.
         See :meth:`gossip.GossipDataParallel.consensus_distance` for the exact one.
@@ -43,9 +45,10 @@ class StepStats:
     num_skipped : int
         Buckets that were not updated because their gradients were not finite.
     num_late : int
-        Messages of earlier steps that were mixed in now, as ``soft_deadline`` had not let these wait for them.
+        Messages of earlier steps that were mixed in now, because ``soft_deadline`` kept those steps from waiting for
+        them.
     epoch : int
-        Grows whenever the ranks that train change, with ``on_peer_loss="continue"``.
+        The number of times that the set of training ranks has changed, with ``on_peer_loss="continue"``.
     """
 
     step: int
@@ -65,24 +68,24 @@ class StepStats:
     epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a record."""
+        """Return the statistics as plain data for a record."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class VirtualStats:
-    """What one step of all replicas did.
+    """The cost of one step of all replicas.
 
     Attributes
     ----------
     step : int
-        Counted from 0.
+        The step, counted from 0.
     bytes_sent : float
-        What a rank of a cluster would send for the round that was launched in this step: the mean over ranks.
+        The bytes that a rank of a cluster would send for the round launched in this step: the mean over ranks.
     num_skipped : int
-        Replicas that were not updated, or in part, because their gradients were not finite.
+        Replicas that were not updated, or only in part, because their gradients were not finite.
     num_refused : int
-        Replicas that did not mix, or in part, because a message was not finite.
+        Replicas that did not mix, or only in part, because a message was not finite.
     """
 
     step: int
@@ -92,7 +95,7 @@ class VirtualStats:
 
 
 class Meter:
-    """Adds up one step's costs while it is made."""
+    """Accumulates the costs of one step while it is made."""
 
     def __init__(self) -> None:
         self.forward_s = self.backward_s = self.update_s = 0.0
@@ -104,21 +107,21 @@ class Meter:
         self.squared_distances: list[torch.Tensor | float] = []
 
     def gradient_norm(self) -> float | None:
-        """Of all gradients seen so far; waits for the device on which they are."""
+        """Return the norm of all gradients seen so far; waits for the device on which they are."""
         return math.hypot(*map(float, self.gradient_norms)) if self.gradient_norms else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been measured between two steps, for the next one, and is no time: of messages combined early."""
+        """Return what was measured between two steps and counts for the next one; without times."""
         squares = [float(square) for square in self.squared_distances]
         return {"squared_distances": squares, "num_refused": self.num_refused}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Measure on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self.squared_distances = list(state.get("squared_distances", ()))
         self.num_refused = state.get("num_refused", 0)
 
     def stats(self, step: int) -> StepStats:
-        """All of it; waits for the device."""
+        """Return all statistics; waits for the device."""
         squares = [float(square) for square in self.squared_distances]
         return StepStats(
             step=step,

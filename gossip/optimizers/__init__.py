@@ -1,1 +1,1 @@
-"""The user's torch optimizers, stepped bucket by bucket, and what goes with them."""
+"""The user's torch optimizers, stepped bucket by bucket, and what belongs to them."""

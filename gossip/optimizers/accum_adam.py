@@ -1,4 +1,4 @@
-"""Adam whose moments come from gradients that are accumulated over several steps."""
+"""Adam with moments of gradients that are accumulated over several steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AccumAdam(Optimizer):
     r"""Adam for decentralized training: an update in every step, new moments every s steps.
 
     A rank's batch is small, and the mean of squares of its noisy gradients is far larger than the square of the mean
-    gradient, by which all-reduced Adam divides. Moments of the mean over s steps are those of a batch s times as large.
-    With g the gradient of step t, and :math:`k = \lceil t / s \rceil`:
+    gradient, by which Adam divides under all-reduce. Moments of the mean over s steps are those of a batch s times as
+    large. With g the gradient of step t, and :math:`k = \lceil t / s \rceil`:
 
     .. math::
         m' &= \beta_1 m + (1 - \beta_1)\, g, \qquad v' = \beta_2 v + (1 - \beta_2)\, g^2 \\
@@ -23,28 +23,28 @@ class AccumAdam(Optimizer):
         a &\leftarrow a + g / s; \qquad \text{every s steps } m \leftarrow \beta_1 m + (1 - \beta_1)\, a, \quad
             v \leftarrow \beta_2 v + (1 - \beta_2)\, a^2, \quad a \leftarrow 0
 
-    With s = 1 it is ``torch.optim.Adam``. It keeps three tensors per parameter. ``weight_decay`` times the parameter is
-    added to the gradient.
+    With s = 1 this is ``torch.optim.Adam``. It keeps three tensors per parameter. The parameter times ``weight_decay``
+    is added to the gradient.
 
     Parameters
     ----------
     params : iterable of Tensor, of dict, or of (str, Tensor)
-        As of any optimizer.
+        The parameters, as for any optimizer.
     lr : float
-        At least 0.
+        The learning rate, at least 0.
     betas : pair of float
-        From 0, below 1.
+        The decay rates of the moments, at least 0 and below 1.
     eps : float
-        At least 0.
+        The term added to the denominator, at least 0.
     weight_decay : float
-        At least 0.
+        The weight decay, at least 0.
     accum_iter : int
-        s, at least 1.
+        s, the number of steps over which gradients are accumulated, at least 1.
 
     Raises
     ------
     ValueError
-        One of them is not what it may be.
+        An argument is outside its range.
 
     References
     ----------
@@ -67,7 +67,7 @@ class AccumAdam(Optimizer):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value!r}")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers from 0 and below 1, got {betas!r}")
+            raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
         if not isinstance(accum_iter, int) or isinstance(accum_iter, bool) or accum_iter < 1:
             raise ValueError(f"accum_iter must be a number of steps, at least 1, got {accum_iter!r}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "accum_iter": accum_iter}
@@ -75,7 +75,7 @@ class AccumAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; ``closure``, if there is one, is evaluated first, once."""
+        """Update all parameters that have a gradient; ``closure``, if given, is evaluated once, before that."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -89,7 +89,9 @@ class AccumAdam(Optimizer):
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
         if gradient.is_sparse:
-            raise ValueError(f"{type(self).__name__} takes no sparse gradients; build the embedding with sparse=False")
+            raise ValueError(
+                f"{type(self).__name__} does not support sparse gradients; build the embedding with sparse=False"
+            )
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in ("exp_avg", "exp_avg_sq", "accumulated"):

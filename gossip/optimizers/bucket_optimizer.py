@@ -1,4 +1,4 @@
-"""The user's torch optimizers, stepped by the engine, and bucket by bucket."""
+"""The user's torch optimizers, stepped by the engine, all at once or bucket by bucket."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
 def build_optimizers(
     optimizer: OptimizerArgument, module: nn.Module, *, in_backward: bool, by_bucket: bool
 ) -> tuple[Optimizer, ...]:
-    """The optimizers given, or what the factory makes of all named parameters.
+    """Return the given optimizers, or those that the factory makes over all named parameters.
 
     Raises
     ------
     TypeError
-        Neither Optimizers nor a factory of them.
+        The argument consists neither of Optimizers nor of a factory of them.
     ValueError
-        One holds a parameter that the module does not have, or that another one holds too; or, to be stepped
-        ``in_backward``, needs a closure, or, even ``by_bucket``, has step pre-hooks.
+        An optimizer holds a parameter that the module does not have, or that another one holds too. Or it needs a
+        closure and is to be stepped ``in_backward``, or has step pre-hooks and is to be stepped ``by_bucket``.
     """
     if optimizer is None:
         return ()
@@ -56,8 +56,9 @@ def build_optimizers(
             )
         if in_backward and requires_closure(single):
             raise ValueError(
-                f"{type(single).__name__} evaluates a closure several times a step, which cannot run inside backward; "
-                "wrap the module with step_in_backward=False, or choose an optimizer that steps from gradients alone"
+                f"{type(single).__name__} evaluates a closure several times per step, which cannot run inside "
+                "backward; "
+                "wrap the module with step_in_backward=False, or choose an optimizer that only needs gradients"
             )
         if by_bucket:
             _check_steps_by_bucket(single)
@@ -82,18 +83,18 @@ def _holds_more(value: object) -> bool:
 
 
 _NO_PRE_HOOKS = (
-    "before all gradients are there the first buckets have been updated, so that they would see nothing: wrap the "
+    "the first buckets are updated before all gradients are computed, so they would see nothing; wrap the "
     "module with step_in_backward=False"
 )
 
 
 def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse an optimizer that holds a parameter which is not one of ``parameters``, or which another one holds too.
+    """Refuse an optimizer with a parameter that is not one of ``parameters``, or that another optimizer holds too.
 
     Raises
     ------
     ValueError
-        Says which.
+        An optimizer is refused; the text says which.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     holder: dict[int, Optimizer] = {}
@@ -112,16 +113,17 @@ def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[s
 
 
 class BucketOptimizer:
-    """An optimizer's algorithm restricted to some of its parameters.
+    """The algorithm of an optimizer, restricted to some of its parameters.
 
     It shares the optimizer's state and reads its ``param_groups`` at every step, so that a scheduler, a logger or a
-    state_dict sees one optimizer only. Groups may be added at any time.
+    state_dict sees a single optimizer. Groups may be added at any time.
 
     Parameters
     ----------
     optimizer : Optimizer
+        The optimizer.
     parameters : sequence of Parameter
-        Those without a gradient are skipped, as ever.
+        The parameters to update; those without a gradient are skipped, as usual.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -129,14 +131,15 @@ class BucketOptimizer:
         self._mine = {id(parameter) for parameter in parameters}
         self._groups_seen: list[tuple[int, int]] = []
         self._members: list[list[nn.Parameter]] = []
-        # Not copy.copy: that goes through __getstate__, which keeps only what a checkpoint needs.
+        # Not copy.copy, which calls __getstate__ and keeps only what a checkpoint needs.
         self._view: Any = object.__new__(type(optimizer))
         self._view.__dict__.update(optimizer.__dict__)
         for name in _REPLACED:
             self._view.__dict__.pop(name, None)
         without_step_hooks(self._view.__dict__)
         step: Callable[..., Any] = type(optimizer).step
-        if getattr(step, "hooked", False):  # torch's profiling and hook wrapper: once per step, not once per bucket
+        # Torch's profiling and hook wrapper, which must run once per step and not once per bucket.
+        if getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]
         self._step = step
         self._is_checked = False
@@ -162,37 +165,37 @@ class BucketOptimizer:
         return {name: value for name, value in vars(self._view).items() if name not in _NOT_COUNTED}
 
     def _check_state_is_per_parameter(self, attributes: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Refuse an optimizer that counts in its groups or in itself: each bucket would count for itself, in vain."""
+        """Refuse an optimizer that counts in its groups or in itself, because each bucket would count separately."""
         self._is_checked = True
         pairs = [(self._own_attributes(), attributes), *zip(self._view.param_groups, groups, strict=True)]
         for after, before in pairs:
             changed = [name for name in after if name not in before or after[name] is not before[name]]
             if changed:
                 raise GossipError(
-                    f"{type(self._optimizer).__name__} keeps {changed[0]!r} for several parameters together, "
+                    f"{type(self._optimizer).__name__} keeps {changed[0]!r} for several parameters at once, "
                     "which cannot be stepped bucket by bucket inside backward; wrap the module with "
                     "step_in_backward=False, or choose one whose state is per parameter"
                 )
 
 
 _NOT_COUNTED = ("state", "param_groups", FLAG_OF_FUSED)
-"""Attributes of an optimizer that its steps may set: the last one is a flag of torch's fused optimizers."""
+"""Attributes of an optimizer that its steps may set; the last one is a flag of torch's fused optimizers."""
 
 _REPLACED = ("step", "register_step_pre_hook", SUPPORTS_SCALING)
-"""Attributes of an optimizer that stand in for those of its class while a model is open."""
+"""Attributes of an optimizer that replace those of its class while a model is open."""
 
 
 def replace_step(
     optimizer: Optimizer, on_step: Callable[[Optimizer, Callable[[], float] | None], Any], *, by_bucket: bool
 ) -> None:
-    """Let ``optimizer.step()`` ask ``on_step``. Schedulers, which wrap this method of the object, see every call.
+    """Let ``optimizer.step()`` call ``on_step``. Schedulers, which wrap this method of the object, see every call.
 
-    A GradScaler then steps it even after an overflow, and leaves it to ``on_step`` to divide by the scale.
+    A GradScaler then steps the optimizer even after an overflow, and leaves the division by the scale to ``on_step``.
     """
     scheduled = is_watched_by_scheduler(optimizer.step)
 
     def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> Any:
-        if scheduled:  # by a scheduler that is older than the wrapper
+        if scheduled:  # by a scheduler that was made before the wrapper
             note_step_called(optimizer)
         return on_step(optimizer, closure)
 
@@ -205,11 +208,11 @@ def replace_step(
 
 
 def restore_step(optimizer: Optimizer) -> None:
-    """Give the optimizer its own methods back."""
+    """Restore the optimizer's own methods."""
     supports_scaling = getattr(optimizer, "fused", False) or optimizer.defaults.get("fused")
     for name in _REPLACED:
         optimizer.__dict__.pop(name, None)
-    if supports_scaling:  # as torch's fused optimizers set it on themselves
+    if supports_scaling:  # as torch's fused optimizers do themselves
         setattr(optimizer, SUPPORTS_SCALING, True)
 
 
@@ -223,7 +226,7 @@ def _refuse_pre_hook(_: object) -> NoReturn:
 
 
 def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """Type, groups and constants, for the comparison between ranks."""
+    """Describe type, groups and constants, for the comparison between ranks."""
     described = {}
     for number, optimizer in enumerate(optimizers, 1):
         described[f"optimizer {number}"] = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""Closures of ``optimizer.step(closure)``, evaluated before what is in flight is mixed in."""
+"""Closures of ``optimizer.step(closure)``, evaluated before messages in flight are mixed in."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ Closure = Callable[[], Any]
 
 
 def requires_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` has a closure as a required argument: it evaluates that as it likes, as LBFGS does."""
+    """Return whether ``step()`` requires a closure, which it then evaluates as often as it likes, as LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class EvaluatedClosure:
-    """What an optimizer is given in place of a closure that was evaluated ahead: it tells the loss, once.
+    """The replacement for a closure that was evaluated in advance: it returns the loss, once.
 
-    Nearly all optimizers evaluate their closure once, before anything else. Evaluated ahead of the exchange its
-    gradients are taken at x(t), and the messages have that time to arrive, as in a loop without a closure.
+    Nearly all optimizers evaluate their closure once, before anything else. When it is evaluated before the exchange is
+    combined, its gradients are computed at x(t), and the messages have this time to arrive, as in a loop without a
+    closure.
 
     Parameters
     ----------
     optimizer : Optimizer
-        Its ``step()`` can do without a closure.
+        An optimizer whose ``step()`` does not require a closure.
     closure : callable
-        Called here.
-
-    Attributes
-    ----------
-    loss : object
-        What the closure has returned.
+        The closure; it is called here.
 
     Raises
     ------
     ValueError
-        A GradScaler steps the optimizer: it has looked at gradients that the closure replaces.
+        A GradScaler steps the optimizer: it has inspected gradients that the closure replaces.
+
+    Attributes
+    ----------
+    loss : object
+        The return value of the closure.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Closure) -> None:
@@ -58,18 +59,18 @@ class EvaluatedClosure:
         self._was_called = False
 
     def hand_over(self, where: str) -> None:
-        """The optimizer is about to be stepped; ``where``, for an error."""
+        """Note that the optimizer is about to be stepped; ``where`` is for error texts."""
         self._where = where
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._seen = [(parameter, parameter._version, parameter.grad) for parameter in parameters]
 
     def __call__(self) -> Any:
-        """The loss.
+        """Return the loss.
 
         Raises
         ------
         GossipError
-            The optimizer wants it at another point.
+            The optimizer evaluates the closure at another point.
         """
         is_elsewhere = any(
             parameter._version != version or parameter.grad is not gradient
@@ -78,9 +79,10 @@ class EvaluatedClosure:
         if self._was_called or is_elsewhere:
             when = "again" if self._was_called else "after it has changed parameters or gradients"
             raise GossipError(
-                f"{self._where}: {type(self._optimizer).__name__}.step(closure) evaluates the closure {when}, but one "
-                "that can do without is evaluated once, before the exchange is mixed in; let its step() require the "
-                "closure, in a subclass: def step(self, closure): return super().step(closure)"
+                f"{self._where}: {type(self._optimizer).__name__}.step(closure) evaluates the closure {when}, but a "
+                "closure that step() does not require is evaluated once, before the exchange is mixed in; make it "
+                "required "
+                "in a subclass: def step(self, closure): return super().step(closure)"
             )
         self._was_called = True
         return self.loss

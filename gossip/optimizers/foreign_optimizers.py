@@ -1,4 +1,4 @@
-"""Optimizers that would step a wrapped model's parameters behind its back."""
+"""Detection of foreign optimizers that step a wrapped model's parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from gossip.errors import GossipError
 
 
 class OptimizerWatch:
-    """Raises when an optimizer is stepped that holds a parameter of an open model, but is not one of its own.
+    """Raises when an optimizer is stepped that holds a parameter of an open model but is not one of the model's own.
 
-    Its gradients have been used up inside backward, or its step would not be exchanged: in both cases the loop would
-    train something else than it says, without an error.
+    Either its gradients have been used up inside backward, or its step would not be exchanged: in both cases the loop
+    would silently train something other than it says.
 
     Parameters
     ----------
     parameters : iterable of (str, Parameter)
+        The parameters of the model.
     optimizers : iterable of Optimizer
-        The model's own.
+        The model's own optimizers.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizers: Iterable[Optimizer]) -> None:
@@ -36,7 +37,7 @@ class OptimizerWatch:
         _look_at_every_step()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if it holds a parameter of this model, but is none of the model's own. Local."""
+        """Raise if the optimizer holds a parameter of this model but is not one of the model's own. Local."""
         if self._is_paused or optimizer in self._known:
             return
         for group in optimizer.param_groups:
@@ -44,14 +45,14 @@ class OptimizerWatch:
                 if id(parameter) in self._names:
                     raise GossipError(
                         f"{type(optimizer).__name__}.step(): parameter {self._names[id(parameter)]!r} belongs to a "
-                        "GossipDataParallel, which is stepped by its own optimizer only; give this one to "
+                        "GossipDataParallel, which only its own optimizer steps; pass this one to "
                         "GossipDataParallel(module, optimizer), for the usual loop with step_in_backward=False"
                     )
-        self._known.add(optimizer)  # somebody else's business
+        self._known.add(optimizer)  # it does not concern this model
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """While the model's own optimizers step, which may have others inside."""
+        """Suspend the watch while the model's own optimizers step, as they may contain others."""
         self._is_paused = True
         try:
             yield
@@ -59,7 +60,7 @@ class OptimizerWatch:
             self._is_paused = False
 
     def close(self) -> None:
-        """Look no more. Local."""
+        """Stop watching. Local."""
         _watches.discard(self)
 
 
@@ -70,8 +71,8 @@ _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 def _look_at_every_step() -> None:
     """Have torch call all watches before any optimizer steps.
 
-    One hook, which stays: a hook of each model's own would be removed when the garbage collector finds the model, and
-    that may be while torch goes through its hooks.
+    There is a single permanent hook. A hook for each model would be removed when the garbage collector finds the model,
+    possibly while torch iterates over its hooks.
     """
 
     def on_step(optimizer: Optimizer, *_: Any) -> None:

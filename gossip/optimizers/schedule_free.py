@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are other ones in training than those that are evaluated."""
+"""Optimizers whose parameters in training differ from those to be evaluated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MODE = "train_mode"
 
 
 def in_train_mode(optimizers: Iterable[Optimizer]) -> list[Any]:
-    """Those of the library ``schedulefree``, and what is like them, between ``train()`` and ``eval()``.
+    """Return the optimizers of the library ``schedulefree``, or similar ones, between ``train()`` and ``eval()``.
 
     They train at a point y between the average x of the iterates, which is to be evaluated, and the newest iterate z,
-    which is part of their state: ``eval()`` moves the parameters from y to x.
+    which is part of their state; ``eval()`` moves the parameters from y to x.
 
     References
     ----------
@@ -30,7 +30,7 @@ def in_train_mode(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 def evaluate(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Move the parameters to where they are evaluated. Returns what says that they have been put back."""
+    """Move the parameters to where they are evaluated; return a function that notes that they have been restored."""
     moved = [group for optimizer in in_train_mode(optimizers) for group in optimizer.param_groups if group.get(_MODE)]
     for optimizer in in_train_mode(optimizers):
         optimizer.eval()
@@ -43,15 +43,15 @@ def evaluate(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
 
 
 def check_evaluated(optimizers: Iterable[Optimizer], what: str) -> None:
-    """Refuse to average where they train, for good: their states would belong to other parameters.
+    """Refuse a permanent average at the training point, as the optimizers' states would belong to other parameters.
 
     Raises
     ------
     GossipError
-        One is in train mode.
+        An optimizer is in train mode.
     """
     for optimizer in in_train_mode(optimizers):
         raise GossipError(
-            f"{what} would average the parameters at which {type(optimizer).__name__} trains, not those that are to be "
-            f"evaluated: call its eval() before {what}, on every rank, and train() before training goes on"
+            f"{what} would average the parameters at which {type(optimizer).__name__} trains, not those to be "
+            f"evaluated: call its eval() before {what}, on every rank, and train() before training continues"
         )

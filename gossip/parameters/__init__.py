@@ -1,1 +1,1 @@
-"""Where a model's parameters and buffers lie, how they are compared between ranks, and their average."""
+"""The place of a model's parameters and buffers in memory, their comparison between ranks, and their average."""

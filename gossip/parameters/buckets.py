@@ -20,22 +20,23 @@ MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
 
 Slot = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Where a parameter lies in its block: shape, stride, offset."""
+"""The place of a parameter in its block: shape, stride, offset."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Some parameters of one dtype and device, side by side in the memory of one flat block.
+    """Parameters of one dtype and device, contiguous in the memory of one flat block.
 
     Attributes
     ----------
     index : int
-        Its place in the order in which all ranks launch their buckets.
+        The bucket's place in the order in which all ranks launch their buckets.
     names : tuple of str
+        The names of the parameters.
     parameters : tuple of Parameter
-        Their ``data`` lie in the block's memory, with the strides that they came with. Each has a storage of its own,
-        over its part alone: what saves or compares whole storages (``torch.save``, safetensors, accelerate) would
-        take all of a block for one tensor.
+        The parameters. Their ``data`` lie in the block's memory, with their original strides. Each has a storage object
+        of its own, over its part alone, because code that saves or compares whole storages (``torch.save``,
+        safetensors, accelerate) would otherwise take the whole block for one tensor.
     block : Tensor, [numel]
         The values, padded with zeros so that every parameter starts at a multiple of 16 bytes.
     """
@@ -50,23 +51,23 @@ class Bucket:
 
     @cached_property
     def places(self) -> frozenset[int]:
-        """The indices of its parameters."""
+        """The indices of the parameters."""
         return frozenset(range(len(self.parameters)))
 
     @property
     def shape(self) -> BucketShape:
-        """What a codec may know of it."""
+        """What a codec knows about the bucket."""
         return BucketShape(self.index, self.block, self._slots)
 
     @torch.no_grad()
     def reclaim(self) -> None:
-        """Bring back the values of parameters whose data were replaced (``p.data = ...``, a parametrization's write).
+        """Copy back the values of parameters whose data were replaced (``p.data = ...``, a parametrization's write).
 
         Raises
         ------
         GossipError
-            The new data are of another dtype, device or shape; names the parameter, which would be trained, but never
-            mixed.
+            The new data have another dtype, device or shape, so the parameter would be trained but never mixed; the
+            text names it.
         """
         addresses = list(map(torch.Tensor.data_ptr, self.parameters))
         if addresses == self._addresses:
@@ -81,7 +82,8 @@ class Bucket:
             raise GossipError(
                 f"parameter {name!r} has left its bucket: it is now {describe_tensor(values)}, but was "
                 f"{describe_tensor(home)} when the module was wrapped (module.to(), .half() or p.data = ...); convert "
-                "before wrapping, and write values of the same kind"
+                "the module "
+                "before wrapping it, and write values of the same dtype, device and shape"
             )
         if values.is_cpu and values.is_shared():
             self._tell_of_shared_memory(name)
@@ -89,25 +91,25 @@ class Bucket:
         parameter.data = home
 
     def _tell_of_shared_memory(self, name: str) -> None:
-        """Once for all buckets: whoever sends the parameters to other processes sends all of them, again and again."""
+        """Warn once for all buckets: parameters sent to other processes are sent in full, again and again."""
         if not self._shared_names:
             logger.warning(
-                "parameter {!r} was put into shared memory (share_memory_(), or sent to another process): it goes on "
-                "in its bucket, and what other processes see of it stays as it is now; send it again when it has "
+                "parameter {!r} was put into shared memory (share_memory_(), or sent to another process): it continues "
+                "in its bucket, and other processes keep seeing its present values; send it again when it has "
                 "changed",
                 name,
             )
         self._shared_names.append(name)
 
     def release(self) -> None:
-        """Give every parameter memory of its own: the last one that somebody keeps must not keep the whole block."""
+        """Give every parameter memory of its own, so that keeping one does not keep the whole block."""
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()
 
     @cached_property
     def padding(self) -> list[slice]:
-        """Where the block holds no value of a parameter."""
+        """The ranges of the block that hold no value of a parameter."""
         is_padding = torch.ones(self.block.numel() + 2, dtype=torch.int8)
         is_padding[0] = is_padding[-1] = 0
         for view in self.views(is_padding[1:-1]):
@@ -117,22 +119,22 @@ class Bucket:
 
     @torch.no_grad()
     def written(self) -> None:
-        """Tell autograd that the block was written: views made through ``.data`` do not see it by themselves.
+        """Tell autograd that the block was written, which views made through ``.data`` do not notice by themselves.
 
-        What lies between the parameters is set to zero again: a compression may have made something of it, and it is in
-        no checkpoint.
+        The gaps between the parameters are set to zero again: a compression may have written to them, and no checkpoint
+        contains them.
         """
         for gap in self.padding:
             self.block[gap] = 0
         torch.autograd.graph.increment_version(self.parameters)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of the block's size as one view per parameter, in its shape and strides."""
+        """Return a tensor of the block's size as one view per parameter, in its shape and strides."""
         start = flat.storage_offset()
         return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self._slots]
 
     def describe(self) -> str:
-        """One line: dtype, device, size and what is inside."""
+        """Return dtype, device, size and names in one line."""
         dtype = str(self.block.dtype).removeprefix("torch.")
         return f"{dtype} {self.block.device.type} {self.block.numel()}: {' '.join(self.names)}"
 
@@ -148,16 +150,16 @@ def make_buckets(
     Parameters
     ----------
     parameters : iterable of (str, Parameter)
-        Floating point, without overlap in memory; each one's ``data`` is replaced.
+        Floating point parameters that do not overlap in memory; the ``data`` of each is replaced.
     cap_bytes : int
-        What a bucket may hold.
+        The size of a bucket in bytes.
     first_index : int
-        Of the first bucket.
+        The index of the first bucket.
 
     Returns
     -------
     tuple of Bucket
-        In launch order.
+        The buckets, in launch order.
     """
     plan: list[list[tuple[str, nn.Parameter]]] = []
     last_position: list[int] = []
@@ -180,7 +182,7 @@ def make_buckets(
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Refuse what cannot live in a bucket or be averaged, by name and with the reason.
+    """Refuse tensors that cannot be in a bucket or be averaged, by name and with the reason.
 
     Raises
     ------
@@ -206,8 +208,8 @@ def check_parameters(module: nn.Module) -> None:
     for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(
-                f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them let both "
-                "names hold one Parameter, else clone one of them"
+                f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them, use a single "
+                "Parameter under both names, otherwise clone one of them"
             )
 
 
@@ -218,8 +220,8 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "is on the meta device; materialise the module (module.to_empty(device=...)) before wrapping it"
     if tensor.is_inference():
         return (
-            "was made under torch.inference_mode(), so that it can never be trained; make the module outside of that, "
-            "or wrap a copy.deepcopy(module) that is"
+            "was made under torch.inference_mode(), so it can never be trained; make the module outside of that mode, "
+            "or wrap a copy.deepcopy(module) made outside of it"
         )
     if type(tensor.data) is not torch.Tensor:
         return f"holds a {type(tensor.data).__name__}; only plain dense tensors can be used"
@@ -254,20 +256,20 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], shared
 
 
 def _home(block: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A parameter's part of the block: the same memory, which it keeps alive, as a storage of its own."""
+    """Return a parameter's part of the block: the same memory, which it keeps alive, as a storage of its own."""
     shape, stride, offset = slot
     part = block[offset : offset + _span(shape, stride)]
-    # The capsule, since the tensor's own __dlpack__ refuses all CUDA devices but the current one.
+    # The capsule, because the tensor's own __dlpack__ refuses all CUDA devices except the current one.
     return torch.from_dlpack(to_dlpack(part)).as_strided(shape, stride)
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """Dtype, shape and device in a few words."""
+    """Describe dtype, shape and device in a few words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory lie between a tensor's first and its last, both included."""
+    """Return how many elements of memory a tensor spans, from its first element to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

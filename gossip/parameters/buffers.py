@@ -1,4 +1,4 @@
-"""Which buffers are saved; and the policy ``buffers="average"``: float ones are exchanged like parameters."""
+"""Which buffers are saved, and the policy ``buffers="average"``: float buffers are exchanged like parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from gossip.private_torch import names_of_transient_buffers
 class BufferBucket:
     """The float buffers of one device, copied into one flat block of float32 or float64 when it is sent or mixed.
 
-    Modules replace or write their buffers as they like, so the block is a copy, not their home.
+    Modules replace or write their buffers as they like, so the block is a copy and not the buffers' memory.
 
     Attributes
     ----------
     index : int
-        Its place in launch order, after all parameters.
+        The bucket's place in launch order, after all parameters.
     names : tuple of str
-        Of the buffers; they are looked up in the module each time.
+        The names of the buffers, which are looked up in the module each time.
     block : Tensor, [numel]
+        The values.
     parameters, places : tuple, frozenset
-        None.
+        Empty.
     """
 
     index: int
@@ -41,7 +42,7 @@ class BufferBucket:
 
     @property
     def shape(self) -> BucketShape:
-        """What a codec may know of it."""
+        """What a codec knows about the bucket."""
         return BucketShape(self.index, self.block)
 
     @torch.no_grad()
@@ -51,14 +52,14 @@ class BufferBucket:
         Raises
         ------
         GossipError
-            A buffer is gone, or has another size or dtype; names it.
+            A buffer is gone, or has another size or dtype; the text names it.
         """
         for name, part in zip(self.names, self.block.split(self._numels), strict=True):
             buffer = self._buffer(name, part)
             part.copy_(_as_real(buffer).reshape(-1))
 
     def release(self) -> None:
-        """Nothing to do: the buffers are where they were."""
+        """Do nothing: the buffers are where they were."""
 
     @torch.no_grad()
     def written(self) -> None:
@@ -72,20 +73,20 @@ class BufferBucket:
             buffer = self._module.get_buffer(name)
         except AttributeError:
             raise GossipError(
-                f'buffer {name!r} is gone; buffers="average" exchanges those that were there when the module was '
+                f'buffer {name!r} is gone; buffers="average" exchanges those that existed when the module was '
                 "wrapped: keep them, or wrap the module again"
             ) from None
         values = _as_real(buffer)
         if values.numel() != part.numel() or accumulation_dtype(values.dtype) != part.dtype:
             raise GossipError(
-                f"buffer {name!r} is now {buffer.dtype} {list(buffer.shape)}, not what it was when the module was "
+                f"buffer {name!r} is now {buffer.dtype} {list(buffer.shape)}, unlike when the module was "
                 'wrapped; buffers="average" needs buffers that keep their size and dtype'
             )
         return buffer
 
 
 def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBucket, ...]:
-    """One bucket per device and dtype of accumulation of the float and complex buffers of ``module``."""
+    """Make one bucket per device and accumulation dtype of the float and complex buffers of ``module``."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
     for name, buffer in float_buffers(module):
         values = _as_real(buffer)
@@ -105,12 +106,12 @@ def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBuck
 
 
 def float_buffers(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Name and tensor of the buffers that can be averaged."""
+    """Return name and tensor of the buffers that can be averaged."""
     return ((name, buffer) for name, buffer in module.named_buffers() if is_averaged(buffer))
 
 
 def is_averaged(buffer: torch.Tensor) -> bool:
-    """Whether the mean over ranks makes sense; else rank 0's values are taken."""
+    """Return whether the mean over ranks is meaningful; otherwise rank 0's values are used."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 
@@ -119,7 +120,7 @@ def _as_real(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that belong to the module's state_dict, each once."""
+    """Return name and tensor of the buffers in the module's state_dict, each once."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules(remove_duplicate=False)

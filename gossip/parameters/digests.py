@@ -1,4 +1,4 @@
-"""Hashes of tensors' values, to compare them between ranks without sending them."""
+"""Hashes of tensors' values, by which ranks compare them without sending them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNK_BYTES = 16 * 2**20
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
-    """SHA-256 of the values of all of them, in the order of their elements in memory. Holds one chunk at a time."""
+    """Return the SHA-256 of all values, in the order of their elements in memory. Holds one chunk at a time."""
     digest = hashlib.sha256()
     for tensor in tensors:
         for chunk in chunks_in_memory_order(tensor):
@@ -20,13 +20,13 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def chunks_in_memory_order(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Flat, in the order of the elements in memory: only a tensor with gaps is copied for it."""
+    """Return flat chunks in the order of the elements in memory; only a tensor with gaps is copied for this."""
     flat = tensor.permute(memory_order(tensor)).reshape(-1)
     chunks: Sequence[torch.Tensor] = flat.split(max(1, CHUNK_BYTES // tensor.element_size()))
     return chunks
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions, the one with the largest stride first."""
+    """Return the dimensions in order of descending stride."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])

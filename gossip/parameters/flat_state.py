@@ -1,4 +1,4 @@
-"""Plain data as text and one row of bytes, to be sent to another process: nothing of it is ever unpickled."""
+"""Plain data as text and a single row of bytes, to be sent to another process; nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 _ALIGNMENT = 64  # in bytes, of each tensor's values
 _TENSOR = "tensor"
 
-# By name: how a value of that type becomes JSON, and what makes it of that again.
+# By name: the type, its conversion to JSON, and the conversion back.
 _ATOMS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "complex": (complex, lambda value: [value.real, value.imag], lambda packed: complex(*packed)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -29,12 +29,14 @@ _NAMES = {kind: name for name, kind in (_MAPPINGS | _SEQUENCES).items()} | {
 
 
 def flatten(state: Any) -> tuple[str, torch.Tensor]:
-    """What :func:`gossip.parameters.plain_state.plain` gives, as text and the values of its tensors. Local; copies.
+    """Return what :func:`gossip.parameters.plain_state.plain` returned as text and tensor values. Local; copies.
 
     Returns
     -------
     text : str
+        The structure as JSON, with the place of each tensor.
     values : Tensor, [nbytes], uint8, on the CPU
+        The bytes of the tensors.
     """
     tensors: dict[int, torch.Tensor] = {}  # by offset
     end = 0
@@ -63,7 +65,7 @@ def flatten(state: Any) -> tuple[str, torch.Tensor]:
 
 
 def unflatten(text: str, values: torch.Tensor) -> Any:
-    """What :func:`flatten` was given; its tensors are views of ``values``. Local."""
+    """Return what :func:`flatten` was given; its tensors are views of ``values``. Local."""
 
     def unpack(packed: Any) -> Any:
         if not isinstance(packed, dict):

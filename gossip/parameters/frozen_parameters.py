@@ -1,4 +1,4 @@
-"""Parameters that nothing trains: equal on all ranks, so that nothing of them is sent, until they change."""
+"""Frozen parameters: equal on all ranks, so that they are not sent until they change."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ _MAX_NAMES_LISTED = 3
 class FrozenParameters:
     """The parameters that required no gradient when the module was wrapped, and have not been unfrozen since.
 
-    They start equal on all ranks, and what nobody writes stays equal: no bucket holds them and no message carries them.
-    A rank that has written to one says so at the next collective (a checkpoint, a global average); then, and only then,
-    its values are compared. Where they differ, the parameter is averaged with the others from then on.
+    They start equal on all ranks, and stay equal as long as nobody writes to them: no bucket holds them and no message
+    carries them. A rank that has written to one reports this at the next collective operation (a checkpoint, a global
+    average), and only then are its values compared. If they differ, the parameter is averaged with the others from then
+    on.
 
     Parameters
     ----------
     parameters : iterable of (str, Parameter)
+        The frozen parameters.
     world : World
+        The ranks.
 
     Attributes
     ----------
     differing : list of str
-        Those that were found to differ between ranks in the newest comparison.
+        The parameters that were found to differ between ranks in the newest comparison.
 
     Notes
     -----
-    A write is seen by the tensor's version counter, by its memory (``p.data = ...``), and, because a write through
-    ``p.data`` moves no counter, by 16 of its values.
+    A write is detected by the tensor's version counter, by its memory (``p.data = ...``) and, because a write through
+    ``p.data`` does not change the counter, by 16 of its values.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], world: World) -> None:
@@ -58,30 +61,30 @@ class FrozenParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Of all their values."""
+        """The size of all values in bytes."""
         return sum(parameter.nbytes for parameter in self._parameters.values())
 
     # ------------------------------------------------------------------ unfreezing
 
     def unfrozen(self) -> list[str]:
-        """Those that require a gradient by now. Local."""
+        """Return the names of the parameters that now require a gradient. Local."""
         return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
 
     def hook(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Have a gradient of a parameter that was unfrozen tell that there is a step to make. Local."""
+        """Call ``on_gradient`` for gradients of unfrozen parameters, so that a step is made for them. Local."""
         for name in self.unfrozen():
             if name not in self._hooks:
                 self._hooks[name] = self._parameters[name].register_post_accumulate_grad_hook(on_gradient)
 
     def agree_to_unfreeze(self, names: Sequence[str], step: int) -> None:
-        """Compare names, and those values that somebody has written to. Collective.
+        """Compare the names, and the values that somebody has written to. Collective.
 
         Raises
         ------
         ManifestError
             The ranks have unfrozen different parameters; raised on every rank.
         ExchangeError
-            Some rank did not take part in time.
+            A rank did not take part in time.
         """
         advice = "unfreeze the same parameters on every rank before the same step"
         what = f"step {step}: comparing the parameters that were unfrozen ({advice})"
@@ -89,7 +92,7 @@ class FrozenParameters:
         self.compare()
 
     def release(self, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
-        """Give up those of these parameters that are here; they are exchanged from now on. Local."""
+        """Remove those of these parameters that are frozen and return them; they are exchanged from now on. Local."""
         names = [name for name in self._parameters if name in names]
         for name in names:
             if name in self._hooks:
@@ -102,14 +105,14 @@ class FrozenParameters:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Let the ranks tell each other what they have written to since the last time, and compare it. Collective.
+        """Compare the parameters that some rank has written to since the last time. Collective.
 
         Raises
         ------
         ManifestError
             A parameter has another dtype or shape on some rank; raised on every rank.
         ExchangeError
-            Some rank did not take part in time.
+            A rank did not take part in time.
         """
         if not self._parameters or self._world.world_size == 1:
             return
@@ -154,28 +157,28 @@ class FrozenParameters:
     # ------------------------------------------------------------------ averages
 
     def names_of_equal(self) -> set[str]:
-        """Those that do not differ between ranks."""
+        """Return the names of the parameters that do not differ between ranks."""
         return self._parameters.keys() - set(self.differing)
 
     def equal_values(self) -> Iterator[torch.Tensor]:
-        """Of those that do not differ between ranks."""
+        """Return the values of the parameters that do not differ between ranks."""
         return (parameter.detach() for name, parameter in self._parameters.items() if name not in self.differing)
 
     def differing_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and values of those that do, to be averaged in place: see :meth:`note_differing`."""
+        """Return name and values of those that differ, to be averaged in place, see :meth:`note_differing`."""
         return ((name, self._parameters[name].detach()) for name in self.differing)
 
     def note_differing(self) -> None:
-        """Note that those that differ were written to by all ranks together, which is no edit. Local."""
+        """Note that all ranks together have written to those that differ, which is not an edit. Local."""
         for name in self.differing:
             self._seen[name] = _Seen(self._parameters[name])
 
     def are_equal(self) -> None:
-        """Note that all were averaged for good. Local."""
+        """Note that all parameters were permanently averaged. Local."""
         self.differing = []
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy those that differ; the result puts them back exactly as they were. Local."""
+        """Copy those that differ, and return a function that restores them exactly. Local."""
         values = {name: self._parameters[name].detach().clone() for name in self.differing}
 
         @torch.no_grad()
@@ -186,14 +189,14 @@ class FrozenParameters:
 
         return put_back
 
-    # ------------------------------------------------------------------ checkpoints and the end
+    # ------------------------------------------------------------------ checkpoints and closing
 
     def state_dict(self) -> dict[str, Any]:
-        """Which differ between ranks."""
+        """Return which parameters differ between ranks."""
         return {"differing": list(self.differing)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """After values were restored that had been compared before they were saved; None: they were not."""
+        """Note that values were restored that had been compared before they were saved, or, with None, had not."""
         if state is not None:
             self.differing = [name for name in state["differing"] if name in self._parameters]
             self._seen = {name: _Seen(parameter) for name, parameter in self._parameters.items()}
@@ -206,7 +209,7 @@ class FrozenParameters:
 
 
 class _Seen:
-    """What a parameter looked like when its values were known to be equal on all ranks."""
+    """The appearance of a parameter when its values were known to be equal on all ranks."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._version = parameter._version
@@ -215,17 +218,17 @@ class _Seen:
         self._sample = _sample(parameter)
 
     def was_written(self, parameter: nn.Parameter) -> bool:
-        """Whether anything may have changed since."""
+        """Return whether anything may have changed since."""
         return (
             parameter._version != self._version
             or parameter.data_ptr() != self._address
-            or self._storage.expired()  # another memory may lie at the same address
+            or self._storage.expired()  # other memory may have the same address
             or not torch.equal(_sample(parameter), self._sample)
         )
 
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor:
-    """Some of its values, evenly spread."""
+    """Return some of the values, evenly spread."""
     values = parameter.detach()
     if values.numel() <= _NUM_SAMPLES:
         return values.flatten().clone()
@@ -239,5 +242,5 @@ def _check_kinds(found: Sequence[Mapping[str, tuple[str, str]]]) -> None:
             if entries[name][0] != kind:
                 raise ManifestError(
                     f"frozen parameter {name!r} is {kind} on rank 0, but {entries[name][0]} on rank {rank}; convert it "
-                    "alike on every rank"
+                    "equally on every rank"
                 )

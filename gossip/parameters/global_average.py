@@ -1,4 +1,4 @@
-"""The global average of the replicas, and how far they are from it."""
+"""The global average of the replicas, and their distance from it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def average_module_(
     *,
     is_put_back: bool = False,
 ) -> None:
-    """The mean over ranks into parameters and float buffers, rank 0's values into all others. In place, collective.
+    """Set parameters and float buffers to their mean over ranks, all others to rank 0's values. In place, collective.
 
-    ``weights``: by parameter, how much this rank's values count, the same in all of a bucket; else 1. Over ranks they
-    add up to the number of ranks.
+    ``weights`` is how much this rank's values of each parameter count, the same for all in a bucket; 1 if not named.
+    Over ranks they sum to the number of ranks.
 
     Raises
     ------
     ExchangeError
-        Every single value is the mean (rank 0's), or still this rank's own; the text says which, unless the caller puts
-        all back. What fits into 64 MiB is never mixed: then it is all this rank's own, or all the mean if the error
-        came when another rank was about to assign it.
+        Every single value is either the mean (or rank 0's), or still this rank's own; the text says which, unless the
+        caller restores all values. Values that fit into 64 MiB are never mixed: they are all this rank's own, or, if
+        the error occurred when another rank was about to assign them, all the mean.
     """
     scratch = Scratch(world)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def average_module_(
         except ExchangeError as error:
             state = "parameters and buffers are as they were before"
             if scratch.num_assigned and not is_put_back:
-                state = f"{scratch.num_assigned} values of parameters and buffers are the mean's, all others its own"
+                state = f"{scratch.num_assigned} values of parameters and buffers are the mean, all others its own"
             raise ExchangeError(f"{error}; on this rank {state}", culprits=error.culprits) from error
         finally:
             for bucket in buckets:
@@ -67,7 +67,7 @@ def average_module_(
 
 
 def _compare_buffers(module: nn.Module, world: World) -> None:
-    """gloo aborts the process if two ranks' buffers differ in shape; they may have changed since construction."""
+    """Compare buffers, which may have changed since construction: gloo aborts the process if shapes differ."""
     described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()}
     manifest = {f"buffer {name!r}": text for name, text in described.items()}
     compare_manifests(
@@ -79,7 +79,7 @@ def _compare_buffers(module: nn.Module, world: World) -> None:
 
 
 def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]:
-    """Copy parameters and buffers; the result puts them back exactly as they were, in place. Local."""
+    """Copy parameters and buffers, and return a function that restores them exactly, in place. Local."""
     with torch.no_grad():
         blocks = [bucket.block.clone() for bucket in buckets]
         buffers = [
@@ -97,7 +97,7 @@ def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]
             bucket.written()
         for owned, key, buffer, values in buffers:
             buffer.copy_(values)
-            owned[key] = buffer  # a forward pass may have put another one there
+            owned[key] = buffer  # a forward pass may have replaced the buffer
 
     return put_back
 
@@ -105,7 +105,7 @@ def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]
 def consensus_distance(
     buckets: Sequence[Bucket], frozen: FrozenParameters, world: World, weights: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Root mean square distance of the replicas from their mean, and the mean's norm. Collective."""
+    """Return the root mean square distance of the replicas from their mean, and the norm of the mean. Collective."""
     squares = torch.zeros(2, dtype=torch.float64)
     mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
     exchanged = [(f"bucket {bucket.index}", bucket.block, weights.get(bucket.names[0], 1.0)) for bucket in buckets]
@@ -127,7 +127,7 @@ def _norm(values: torch.Tensor) -> float:
 def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> None:
     """Estimate batch norm's running statistics anew, from the batches of all ranks. In place, collective.
 
-    Each rank's statistics are the plain means over its batches; the ranks' count by their numbers of batches.
+    Each rank's statistics are plain means over its batches; ranks are weighted by their numbers of batches.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
     counted = _Counted(batches)
     cause: Exception | None = None
     modes = {part: part.training for part in module.modules()}
-    module.eval()  # dropout stays off, as in what is evaluated then
+    module.eval()  # dropout stays off, as in the evaluation
     momenta = {norm: norm.momentum for norm in norms.values()}
     for norm in norms.values():
         norm.reset_running_stats()
@@ -164,7 +164,7 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
         if found:
             raise GossipError(
                 f"recalibrate failed on rank {rank}: {found.decode()}; its batches must be inputs, tuples that begin "
-                "with them, or mappings of the module's arguments"
+                "with the inputs, or mappings of the module's arguments"
             ) from (cause if failure else None)
     total = torch.tensor([float(counted.num_batches)], dtype=torch.float64)
     world.sum_(total, "counting batches for recalibration")

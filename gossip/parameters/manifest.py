@@ -1,6 +1,6 @@
-"""What has to be the same on every rank, compared before the first exchange.
+"""The description of what must be equal on every rank, compared before the first exchange.
 
-gloo checks nothing: another shape aborts the process, another dtype or order is silent garbage.
+gloo checks nothing: with another shape the process aborts, and with another dtype or order the data are silently wrong.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from topologies import Topology
 
 Manifest = dict[str, str]
 CONSTRUCTION = "construction"
-_NUM_SAMPLED_ROUNDS = 8  # of a schedule that has no end to write down
+_NUM_SAMPLED_ROUNDS = 8  # for an aperiodic schedule, which cannot be written down in full
 
 
 def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str, str]) -> Manifest:
-    """Describe what this rank is about to train, one line of text an entry, the coarse ones first.
+    """Describe what this rank is about to train, one line of text per entry, the coarse entries first.
 
     ``settings`` are the wrapper's other arguments, in words.
     """
@@ -55,7 +55,7 @@ def compare_manifests(
     Raises
     ------
     ManifestError
-        Names the first entry that differs and what both sides have.
+        Two ranks differ; the text names the first entry that differs and both values.
     """
     payload = json.dumps(manifest).encode()
     digests = world.gather_bytes(hashlib.sha256(payload).digest(), what)
@@ -66,12 +66,12 @@ def compare_manifests(
 
 
 def check_manifest(published: Manifest, manifest: Manifest, rank: int) -> None:
-    """Raise if what a rank that joins has built differs from what the others have. Local.
+    """Raise if a joining rank has built something different from the others. Local.
 
     Raises
     ------
     ManifestError
-        Names the first entry that differs and what both sides have.
+        They differ; the text names the first entry that differs and both values.
     """
     for key in dict.fromkeys([*published, *manifest]):
         theirs, own = published.get(key, "nothing"), manifest.get(key, "nothing")
@@ -83,7 +83,7 @@ def check_manifest(published: Manifest, manifest: Manifest, rank: int) -> None:
 
 
 def first_difference(manifests: Sequence[Manifest]) -> str:
-    """The first entry in which some rank differs from rank 0, and both sides of it, in words."""
+    """Return in words the first entry in which some rank differs from rank 0, and both values."""
     keys = list(dict.fromkeys(key for manifest in manifests for key in manifest))
     for key in keys:
         expected = manifests[0].get(key, "nothing")
@@ -97,7 +97,7 @@ def first_difference(manifests: Sequence[Manifest]) -> str:
 
 
 def describe_topology(topology: Topology) -> str:
-    """The topology as text: two that differ are told apart (by their first rounds, if they have no end)."""
+    """Return text that tells topologies apart, by their first rounds if they are aperiodic."""
     texts = []
     for phase in topology.phases:
         part = phase.topology

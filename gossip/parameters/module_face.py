@@ -1,4 +1,4 @@
-"""A wrapper that looks like the module inside it."""
+"""A wrapper that behaves like the module inside it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from torch import nn
 
 
 class ModuleFace(nn.Module):
-    """Shows the attributes, names and state of ``self.module`` as its own, and writes to them.
+    """Presents the attributes, names and state of ``self.module`` as its own, and writes to them.
 
-    Once it has a module, an attribute is set where it is read: in the face if that has it, else in the module. One that
-    neither has goes to the module too, which may want to read it; but what begins with an underscore, and is neither a
-    parameter nor a module, is what libraries note about the object that they hold, and stays in the face.
+    Once it has a module, an attribute is set where it would be read: in the wrapper if that has it, otherwise in the
+    module. An attribute that neither has is set in the module, which may want to read it; but a name that begins with
+    an underscore, and is neither a parameter nor a module, is what libraries note about the object that they hold, and
+    stays in the wrapper.
 
     Attributes
     ----------
     module : Module
-        Can only be replaced by something around it with the same parameters, as ``torch.compile(module)`` is.
+        The wrapped module; it can only be replaced by a module around it with the same parameters, as
+        ``torch.compile(module)`` is.
     """
 
     module: nn.Module
@@ -65,20 +67,20 @@ class ModuleFace(nn.Module):
         return name.startswith("_") and not isinstance(value, nn.Parameter | nn.Module) and not hasattr(module, name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As the module's own. Local."""
+        """Add a child to the module itself. Local."""
         self.module.add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As the module's own. Local."""
+        """Register a parameter in the module itself. Local."""
         self.module.register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """As the module's own. Local."""
+        """Register a buffer in the module itself. Local."""
         self.module.register_buffer(name, tensor, persistent)
 
     @property
     def training(self) -> bool:
-        """The module's own mode."""
+        """The mode of the module."""
         module = self._found_module()
         return module.training if module is not None else True
 
@@ -89,24 +91,24 @@ class ModuleFace(nn.Module):
             module.training = mode
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, with its own names. Local."""
+        """Return the module's own parameters under the module's own names. Local."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's own, with its own names. Local."""
+        """Return the module's own buffers under the module's own names. Local."""
         return self.module.named_buffers(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The module's own. Local: it reads no values, and waits for none."""
+        """Clear the module's gradients. Local: reads no values, and waits for none."""
         self.module.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own, with its own keys. Local."""
+        """Return the module's own state_dict with its own keys. Local."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load into the module; keys that all begin with ``module.`` are taken too. Local."""
+        """Load a state_dict into the module; keys that all begin with ``module.`` are accepted too. Local."""
         if state_dict and all(key.startswith("module.") for key in state_dict):
             own = self.module.state_dict().keys()
             if not any(key in own for key in state_dict):
@@ -115,7 +117,7 @@ class ModuleFace(nn.Module):
 
 
 class ForwardOfModule:
-    """A ``forward`` method whose function may be an instance's own, under ``_forward``; see :func:`forward_like`."""
+    """A ``forward`` method that an instance can override by ``_forward``; see :func:`forward_like`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -128,14 +130,14 @@ class ForwardOfModule:
 
 
 def forward_like(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """The same method, with the signature of ``module.forward``.
+    """Return a copy of the method with the signature of ``module.forward``.
 
-    For those who look there for what a model takes, as ``transformers.Trainer`` does for the columns of a dataset.
+    It is for code that inspects the signature, as ``transformers.Trainer`` does to select the columns of a dataset.
     """
-    inner = getattr(module, "_orig_mod", module)  # of torch.compile, whose own forward says nothing
+    inner = getattr(module, "_orig_mod", module)  # of torch.compile, whose own signature is generic
     try:
         signature = inspect.signature(inner.forward)
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # for a function that is not written in Python
         return function
     alike = types.FunctionType(function.__code__, function.__globals__, function.__name__)
     functools.update_wrapper(alike, function)
@@ -158,6 +160,6 @@ def _check_is_around(outer: Any, module: nn.Module) -> None:
 
 
 def _rename_nested_keys(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
-    """In a larger module's state_dict the wrapped module's keys stand without ``module.``, as they were written."""
+    """Insert ``module.`` into keys of a larger module's state_dict, where it was left out when they were written."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

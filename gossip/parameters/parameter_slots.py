@@ -1,4 +1,4 @@
-"""Where a module keeps its parameters, and what to do when somebody puts others there."""
+"""Where a module keeps its parameters, and what happens when they are replaced."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from gossip.private_torch import is_sharded, own_children, own_parameters
 
 
 class ModuleSnapshot:
-    """Which parameters and parts a module has, and where; cheap to compare with what it has now.
+    """The parameters and submodules of a module and their places; cheap to compare with the module's present ones.
 
     Parameters
     ----------
     module : Module
+        The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,7 +31,7 @@ class ModuleSnapshot:
         self.remember()
 
     def remember(self) -> None:
-        """Take what is there now for granted."""
+        """Record the present parameters and submodules."""
         owners = [entry for entry in self._module.named_modules() if not isinstance(entry[1], torch.jit.ScriptModule)]
         self._all_owners = [own_parameters(owner) for _, owner in owners]
         self._sizes = [len(owned) for owned in self._all_owners]
@@ -51,7 +52,7 @@ class ModuleSnapshot:
         self._parameters = [place[2] for place in self._places]
 
     def has_changed(self) -> bool:
-        """Whether a parameter or a part was added, replaced or removed since."""
+        """Return whether a parameter or a submodule was added, replaced or removed since."""
         found = map(dict.get, self._owners, self._keys)
         children = map(dict.get, self._parents, self._child_keys)
         return (
@@ -63,16 +64,18 @@ class ModuleSnapshot:
 
 
 class ParameterSlots(ModuleSnapshot):
-    """Notices parameters that were replaced, removed or added since the module was wrapped.
+    """Detects parameters that were replaced, removed or added since the module was wrapped.
 
-    A replaced one (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``) gives its values to the one
-    that lives in the buckets and that the optimizer knows, which takes its place again. One that was added, by itself
-    or with a module (``module.append(...)``, a new adapter), is refused, frozen or not: no optimizer and no bucket has
-    it, and its values differ between the ranks. Modules without parameters may come and go.
+    The values of a replacement (``load_state_dict(assign=True)``, ``layer.weight = nn.Parameter(...)``) are copied into
+    the original parameter, which is in a bucket and known to the optimizer, and which is put back in its place. A
+    parameter that was added, by itself or with a module (``module.append(...)``, a new adapter), is refused, frozen or
+    not: it is in no optimizer and no bucket, and its values differ between ranks. Modules without parameters may be
+    added and removed.
 
     Parameters
     ----------
     module : Module
+        The module that is trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,33 +84,33 @@ class ParameterSlots(ModuleSnapshot):
         _open_places.add(self)
 
     def close(self) -> None:
-        """The module may be wrapped again. Local."""
+        """Stop watching, so that the module can be wrapped again. Local."""
         _open_places.discard(self)
 
     def check(self) -> None:
-        """Put the known parameters back with the new values; cheap if nothing has changed.
+        """Put the original parameters back, with the new values; cheap if nothing has changed.
 
         Raises
         ------
         GossipError
-            A parameter is of another kind now, was removed, or is new; names it.
+            A parameter has another dtype, device or shape now, was removed, or is new; the text names it.
         """
         if self.has_changed() and not _inside_functional_call():
             self._settle()
 
     def check_added(self) -> None:
-        """Raise as :meth:`check` for a parameter in a new place, but change nothing: within a backward pass."""
+        """Raise like :meth:`check` for an added parameter, but change nothing, as within a backward pass."""
         if self.has_changed() and not _inside_functional_call():
             self._refuse_added({(id(owned), key) for owned, key, _, _ in self._places})
 
     def check_all(self) -> None:
-        """As :meth:`check`, and look everywhere."""
+        """Do what :meth:`check` does, and inspect the whole module."""
         self.check()
         if {id(parameter) for parameter in self._module.parameters()} != self._known:
             self._settle()
 
     def restore(self) -> None:
-        """Put the known parameters back with the new values, whatever else was added or removed: at the end."""
+        """Put the original parameters back with the new values, whatever else was added or removed, when closing."""
         present = {id(parameter) for parameter in self._module.parameters()}
         for owned, key, parameter, name in self._places:
             found = owned.get(key)
@@ -147,7 +150,7 @@ class ParameterSlots(ModuleSnapshot):
 
 
 def _inside_functional_call() -> bool:
-    """Whether torch.func.functional_call has put other tensors into the module for the length of a call."""
+    """Return whether torch.func.functional_call has temporarily put other tensors into the module."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_functional_call":
@@ -160,12 +163,12 @@ _open_places: weakref.WeakSet[ParameterSlots] = weakref.WeakSet()
 
 
 def check_not_wrapped(module: nn.Module) -> None:
-    """Refuse a module whose parameters some model trains already.
+    """Refuse a module whose parameters a model already trains.
 
     Raises
     ------
     ValueError
-        Names the parameter.
+        A parameter or submodule is refused; the text names it.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
@@ -176,19 +179,20 @@ def check_not_wrapped(module: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule) and _has_state(part):
             raise ValueError(
                 f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
-                "module that it was made from, for speed with torch.compile, and script or trace it after the training"
+                "module that it was made from (with torch.compile for speed), and script or trace it after training"
             )
         if is_sharded(part):
             raise ValueError(
                 f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
-                "has other parameters; pass the mesh, GossipDataParallel(..., mesh=mesh), over whose shard dimension "
-                "fully_shard was applied, or wrap the module without sharding it"
+                "holds only a part of the parameters; pass the mesh over whose shard dimension it is sharded, "
+                "GossipDataParallel(..., mesh=mesh), or wrap the module without sharding it"
             )
     taken = {parameter for places in _open_places for parameter in places._known}
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:
             raise ValueError(
-                f"parameter {name!r} belongs to a GossipDataParallel already; wrap a module once, or close() the other"
+                f"parameter {name!r} already belongs to a GossipDataParallel; wrap a module once, or close() the "
+                "other model"
             )
 
 
@@ -200,7 +204,7 @@ def _has_state(module: nn.Module) -> bool:
 def _adopt(name: str, parameter: nn.Parameter, found: nn.Parameter) -> None:
     if parameter.shape != found.shape or parameter.dtype != found.dtype or parameter.device != found.device:
         raise GossipError(
-            f"parameter {name!r} was replaced by one that is {describe_tensor(found)}, but lives in its bucket as "
+            f"parameter {name!r} was replaced by one that is {describe_tensor(found)}, but is in its bucket as "
             f"{describe_tensor(parameter)}; close() the model and wrap the module again"
         )
     parameter.copy_(found)

@@ -1,4 +1,4 @@
-"""Which data a checkpoint may hold: what torch reads back with ``weights_only=True``, that is without running code."""
+"""The data that a checkpoint can hold: what torch loads with ``weights_only=True``, that is, without running code."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SEQUENCES = (list, tuple, set)
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` with its containers copied and its tensors compact; NumPy's numbers become Python's. Local.
+    """Return ``value`` with containers copied, tensors compacted and NumPy's numbers converted to Python's. Local.
 
     Parameters
     ----------
     value : object
-        Numbers, strings, bytes, None, dtypes, devices, tensors, and lists, tuples, sets and dicts of those. Of exactly
-        these types: a pickled subclass is refused when it is read.
+        Numbers, strings, bytes, None, dtypes, devices, tensors, and lists, tuples, sets and dicts of those. They must
+        have exactly these types, because a pickled subclass is refused on loading.
     where : str
-        What the value is called, for the error.
+        The name of the value, for the error text.
 
     Raises
     ------
     TypeError
-        Names the place of what cannot be saved.
+        Something cannot be saved; the text names its place.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -45,12 +45,13 @@ def plain(value: Any, where: str) -> Any:
     hint = "; torch.from_numpy makes a tensor of it" if kind is np.ndarray else ""
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give numbers, strings, "
-        f"tensors, lists and dicts, or an object with state_dict() and load_state_dict() that give and take those{hint}"
+        "tensors, lists and dicts, or an object with state_dict() and load_state_dict() that return and take "
+        f"those{hint}"
     )
 
 
 def compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """The tensor alone: torch would save the whole memory that a view looks at."""
+    """Return the tensor without the rest of the memory that it views, which torch would save along with it."""
     if tensor.is_meta or tensor.layout != torch.strided:
         raise TypeError(f"{where} is a tensor without values of its own (meta or sparse); give a dense one")
     tensor = tensor.detach()

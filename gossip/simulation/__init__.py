@@ -1,4 +1,4 @@
-"""How long the steps of a run take on a cluster that is only described: all-reduce and every topology, in no time."""
+"""Simulation of how long a run takes on a cluster that is only described, with all-reduce and every topology."""
 
 from gossip.simulation.cluster import Cluster as Cluster
 from gossip.simulation.simulate import SimulatedRun as SimulatedRun

@@ -10,31 +10,32 @@ from topologies.validation import check_integer
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with one link each, and ranks that share it: an alpha-beta model of the network.
+    """Nodes with one link each, shared by the node's ranks: an alpha-beta model of the network.
 
-    A message of b bytes takes ``latency + b / bandwidth``. Every node has one link to a switch that holds nobody up,
-    equally fast in both directions at once, and shared by all messages of its ranks. Ranks ``m L .. m L + L - 1`` are
-    node m, for L = ``local_size``.
+    A message of b bytes takes ``latency + b / bandwidth``. Every node has one link to a non-blocking switch, equally
+    fast in both directions at once, and shared by all messages of its ranks. Ranks ``m L .. m L + L - 1`` form node m,
+    for L = ``local_size``.
 
     Parameters
     ----------
     num_nodes : int
+        The number of nodes.
     local_size : int
-        Ranks per node.
+        The number of ranks per node.
     latency_us : float
-        Microseconds between two nodes, from the moment at which both ends of a small message are posted.
+        The latency between two nodes in microseconds, from the moment at which both ends of a small message are posted.
     bandwidth_gbps : float
-        Gigabits per second of a node's link, each way; ``math.inf`` for a network that costs nothing.
+        The bandwidth of a node's link in gigabits per second, each way; ``math.inf`` for a network without cost.
     local_latency_us, local_bandwidth_gbps : float
-        The same between two ranks of one node; the bandwidth is each rank's own.
+        The same between two ranks of one node; each rank has this bandwidth to itself.
     shares_memory : bool
-        Whether ranks of a node read each other's parameters where they lie, as gossip does on a CPU: values from
-        64 KiB on, uncompressed. Gradients are sent all the same.
+        Whether ranks of a node read each other's parameters in place, as gossip does on a CPU: uncompressed values of
+        at least 64 KiB. Gradients are always sent.
 
     Raises
     ------
     ValueError, TypeError
-        A number is out of range, or none.
+        A number is out of range, or an argument is not a number.
 
     Examples
     --------
@@ -61,15 +62,15 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks n."""
+        """The number of ranks n."""
         return self.num_nodes * self.local_size
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of a node's link, one way."""
+        """The time per byte on a node's link, one way, in seconds."""
         return 8e-9 / self.bandwidth_gbps
 
     @property
     def local_seconds_per_byte(self) -> float:
-        """Within a node."""
+        """The time per byte within a node, in seconds."""
         return 8e-9 / self.local_bandwidth_gbps

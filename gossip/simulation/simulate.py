@@ -1,4 +1,4 @@
-"""A run, step by step, on clocks that are only computed: one per rank, in arrays."""
+"""Simulation of a run, step by step, with one computed clock per rank, in arrays."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from topologies.validation import check_integer
 
 @dataclass(frozen=True, eq=False)
 class SimulatedRun:
-    """What a simulated run took, in seconds.
+    """The duration of a simulated run, in seconds.
 
     Attributes
     ----------
     step_time_s : float
-        Mean over steps and ranks.
+        The duration of a step: mean over steps and ranks.
     exposed_wait_s : float
-        For how long a rank stands still in a step, waiting for others: mean over steps and ranks.
+        How long a rank is blocked in a step, waiting for others: mean over steps and ranks.
     total_time_s : float
-        Until the last rank has ended the last step.
+        The time until the last rank has ended the last step.
     step_ends_s : array, [num_steps]
-        When each step ended, mean over the ranks that took part in it.
+        When each step ended: mean over the ranks that took part in it.
     """
 
     step_time_s: float
@@ -52,25 +52,28 @@ def simulate_time(
     """Return how long a run would take on a cluster. Needs no process group; local.
 
     Each rank has a clock. Gossip updates bucket after bucket in backward: it waits for the bucket's messages of the
-    round before, mixes, updates and posts the new values, exactly as :class:`gossip.GossipDataParallel` does; DDP
-    posts a bucket's all-reduce when its gradients are there, waits for all of them at the end of backward, and
-    updates. A rank's exchanges follow each other in the order of its buckets; how long one takes, and who waits for
-    whom, is in ``gossip.simulation.simulated_exchanges``.
+    previous round, mixes, updates and posts the new values, exactly as :class:`gossip.GossipDataParallel` does. DDP
+    posts a bucket's all-reduce when its gradients are complete, waits for all of them at the end of backward, and
+    updates. A rank's exchanges follow each other in the order of its buckets; ``gossip.simulation.simulated_exchanges``
+    describes how long one takes, and which ranks wait for which.
 
     Parameters
     ----------
     method : Topology or str
-        A topology for as many ranks as the cluster has; "ddp", ring all-reduce of gradients; or "none", no exchange.
+        A topology for the number of ranks of the cluster; "ddp", ring all-reduce of gradients; or "none", no exchange.
     cluster : Cluster
+        The cluster.
     workload : Workload
+        What each rank computes.
     num_steps : int
+        The number of steps.
     algorithm : str or Algorithm
-        Of gossip: how many messages it sends in which steps, and when they are needed. With "asynchronous" a rank that
-        is asked answers at once, and nobody waits for another one's step.
+        The algorithm of gossip, which determines how many messages are sent in which steps, and when they are needed.
+        With "asynchronous", a rank that is asked replies at once, and no rank waits for another's step.
     compression_ratio : float
-        How many times smaller than ``workload.bucket_bytes`` the messages are.
+        The factor by which messages are smaller than ``workload.bucket_bytes``.
     seed : int
-        Of jitter and delays; they are the same for every method.
+        The seed of jitter and delays, which are the same for every method.
 
     Raises
     ------
@@ -106,7 +109,7 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
     if isinstance(method, Topology):
         if method.world_size != cluster.world_size:
             raise ValueError(
-                f"method is a topology for {method.world_size} ranks, the cluster has {cluster.num_nodes} x "
+                f"method is a topology for {method.world_size} ranks, but the cluster has {cluster.num_nodes} x "
                 f"{cluster.local_size} = {cluster.world_size}; build it for {cluster.world_size}"
             )
         if isinstance(algorithm, Asynchronous):

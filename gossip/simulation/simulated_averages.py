@@ -1,4 +1,4 @@
-"""Which ranks average after which steps, where they do not make their steps together, on simulated clocks."""
+"""Simulation, on computed clocks, of which ranks average after which steps if they step independently."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from topologies.validation import check_integer
 
 @dataclass
 class _Rank:
-    """What a rank knows; see ``gossip.communication.survivors.averager``, whose rules these are."""
+    """The state of a rank, with the rules of ``gossip.communication.survivors.averager``."""
 
-    step: int = 0  # that it computes
+    step: int = 0  # the step that it computes
     shown: int = -1
-    asked: tuple[int, int] | None = None  # whom, after which step
+    asked: tuple[int, int] | None = None  # the partner, and the step after which it was asked
     waiting: list[tuple[int, int]] = field(default_factory=list)
     have_asked: set[int] = field(default_factory=set)
-    made: list[Average] = field(default_factory=list)  # that have not entered
+    made: list[Average] = field(default_factory=list)  # averages that have not entered the parameters
     is_held_up: bool = False
 
 
 class _Event(NamedTuple):
-    """Something that happens to a rank at a time; events of the same time in the order in which they were planned."""
+    """Something that happens to a rank at a time; simultaneous events are in the order in which they were planned."""
 
     time_s: float
     number: int
@@ -50,24 +50,27 @@ def simulate_averages(
     seconds: float | None = None,
     seed: int = 0,
 ) -> Recording:
-    """Return what ranks that do not make their steps together would do on a cluster, to be replayed by virtual workers.
+    """Return what ranks that step independently would do on a cluster, for virtual workers to replay.
 
-    Each rank has a clock, on which its steps take what :func:`gossip.simulate_time` takes them to. All buckets of a
-    step are asked for at its end; a question and an answer travel as a message of the whole model does.
+    Each rank has a clock, on which its steps take as long as in :func:`gossip.simulate_time`. All buckets of a step are
+    requested at its end; a request and its reply travel like one message of the whole model.
 
     Parameters
     ----------
     topology : Topology
+        The topology, for the number of ranks of the cluster.
     cluster : Cluster
+        The cluster.
     workload : Workload
-        It has as many buckets as the model.
+        What each rank computes, with the number of buckets of the model.
     num_steps : int
-        Of each rank; with ``seconds`` at most.
+        The number of steps of each rank; with ``seconds``, the maximum.
     algorithm : Asynchronous, optional
+        The algorithm.
     seconds : float, optional
-        No rank begins a step later.
+        The time after which no rank begins a step.
     seed : int
-        Of jitter and delays.
+        The seed of jitter and delays.
 
     Raises
     ------
@@ -85,7 +88,8 @@ def simulate_averages(
     num_steps = check_integer("num_steps", num_steps, minimum=1)
     if topology.world_size != cluster.world_size:
         raise ValueError(
-            f"topology is for {topology.world_size} ranks, the cluster has {cluster.world_size}; build it for as many"
+            f"topology is for {topology.world_size} ranks, but the cluster has {cluster.world_size}; build it for "
+            "that number"
         )
     workload.check_ranks(cluster.world_size)
     return _Run(topology, cluster, workload, num_steps, algorithm or Asynchronous(), seconds, seed).recording()
@@ -115,7 +119,7 @@ class _Run:
         self._numbers = itertools.count()
 
     def recording(self) -> Recording:
-        """Until all have ended, and nothing is under way."""
+        """Run until all ranks have ended and nothing is in flight."""
         for rank in range(len(self._ranks)):
             self._begin_step(rank, 0.0)
         happen = {"ends a step": self._end_step, "is asked": self._on_question, "is answered": self._on_answer}
@@ -178,7 +182,7 @@ class _Run:
         self._end(event.time_s, rank)
 
     def _end(self, now_s: float, rank: int) -> None:
-        """A rank has its answer."""
+        """Handle a rank's reply."""
         state = self._ranks[rank]
         state.asked = None
         waiting, state.waiting = state.waiting, []

@@ -1,4 +1,4 @@
-"""How long a round's messages take, and whom they make wait for whom."""
+"""How long the messages of a round take, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from topologies import Round
 from topologies.matrix_storage import FloatArray, IntArray
 
 Mask = npt.NDArray[np.bool_]
-_MOST_REACHED = 64  # of a rank, on average, in one pass
+_MOST_REACHED = 64  # ranks reached by one rank in one pass, on average
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Edges of a round, and what goes over each: ``messages`` of the bucket's size. Shape ``[edges]``."""
+    """The edges of a round, and the traffic over each, in ``messages`` of the bucket's size. Shape ``[edges]``."""
 
     senders: IntArray
     receivers: IntArray
@@ -30,7 +30,7 @@ class Traffic:
 
     @classmethod
     def together(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Return all edges as one."""
+        """Return all edges as one object."""
         return cls(
             np.concatenate([part.senders for part in parts]),
             np.concatenate([part.receivers for part in parts]),
@@ -42,20 +42,21 @@ class Traffic:
 class ExchangePlan:
     """One round between some ranks on a cluster, for messages of any size.
 
-    A rank's messages begin when it and all those that it is coupled with have posted theirs. All messages that leave
-    or enter a node in the round share its link equally, and a rank's messages are as fast as those of the slowest rank
-    that it is coupled with: they go in pieces, and the next piece is posted when the one before has been taken.
+    A rank's messages start when it and all ranks that it is coupled with have posted theirs. All messages that leave or
+    enter a node in the round share its link equally, and a rank's messages are as fast as those of the slowest rank
+    that it is coupled with: they are sent in pieces, and the next piece is posted when the previous one has been
+    received.
 
     Attributes
     ----------
     takes_part : array of bool, [n]
         Which ranks have a peer.
     seconds_per_byte : array, [n]
-        Of the bucket's size.
+        The time per byte of the bucket's size.
     latency_s : array, [n]
-        Between the rank and the farthest of its peers.
+        The latency between the rank and the most distant of its peers.
     coupling : Groups or Neighbourhoods
-        Who waits for whom.
+        Which ranks wait for which.
     """
 
     takes_part: Mask
@@ -69,30 +70,31 @@ class ExchangePlan:
         Parameters
         ----------
         posted_s
-            When each rank is ready to exchange, shape ``[n]``; of those that take no part it does not matter.
+            When each rank is ready to exchange, shape ``[n]``; irrelevant for ranks that do not take part.
         num_bytes
-            Of one message.
+            The size of one message.
         """
         pauses_s = (self.coupling.num_turns(num_bytes) - 1.0) * self.latency_s
         sent_s = self.coupling.latest(posted_s, num_bytes) + pauses_s + self.seconds_per_byte * num_bytes
         return sent_s, sent_s + self.latency_s
 
     def ask(self, posted_s: FloatArray, num_bytes: float) -> tuple[FloatArray, FloatArray]:
-        """Return the same where each rank's peer answers as soon as it is asked, whatever it does itself."""
+        """Return the same if each rank's peer replies as soon as it is asked, whatever it is doing."""
         one_way_s = self.seconds_per_byte * num_bytes
         return posted_s + one_way_s, posted_s + 2 * (one_way_s + self.latency_s)
 
 
 class Groups:
-    """Ranks that wait for all members of their group, and for nobody else: pairs, and groups that all-reduce.
+    """Ranks that wait for all members of their group and for no other rank: pairs, and groups that all-reduce.
 
     Parameters
     ----------
     groups : sequence of tuple of int
-        Disjoint, of two and more ranks.
+        Disjoint groups of at least two ranks.
     turns : sequence of int
-        By group: how many messages follow each other, each after the one before has arrived.
+        By group: the number of successive messages, each sent after the previous one has arrived.
     world_size : int
+        The number of ranks.
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]], turns: Sequence[int], world_size: int) -> None:
@@ -104,30 +106,32 @@ class Groups:
         self._turns[self._order] = np.repeat(turns, sizes)
 
     def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:  # noqa: ARG002
-        """Return the largest value in each rank's group, shape ``[n]``; a rank in none keeps its own."""
+        """Return the largest value in each rank's group, shape ``[n]``; a rank in no group keeps its own."""
         return self.latest_of_peers(values)
 
     def latest_of_peers(self, values: FloatArray) -> FloatArray:
-        """Return the same."""
+        """Return the same as :meth:`latest`, which does not depend on the size."""
         latest = values.copy()
         latest[self._order] = np.maximum.reduceat(values[self._order], self._starts)[self._groups_of]
         return latest
 
     def num_turns(self, num_bytes: float) -> FloatArray:  # noqa: ARG002
-        """Return how many messages follow each other, shape ``[n]``."""
+        """Return the number of successive messages, shape ``[n]``."""
         return self._turns
 
 
 class Neighbourhoods:
     """Ranks that wait for their peers, these for theirs, and so on, as far as the pieces of a message reach.
 
-    A rank posts the next piece to all its peers only when the pieces before are gone. So one that is late holds up its
-    peers at once, their peers one piece later, and, where messages are long, ranks that are many edges away.
+    A rank posts the next piece to all its peers only when the previous pieces have been sent. A late rank therefore
+    delays its peers at once, their peers one piece later, and, if messages are long, ranks that are many edges away.
 
     Parameters
     ----------
     senders, receivers : array, [edges]
+        The ranks at the two ends of each edge.
     world_size : int
+        The number of ranks.
     """
 
     def __init__(self, senders: IntArray, receivers: IntArray, world_size: int) -> None:
@@ -139,7 +143,7 @@ class Neighbourhoods:
         self._pieces_under_way = max(1, WINDOW_BYTES // (PIECE_BYTES * int(most_messages)))
 
     def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:
-        """Return the largest value that holds each rank up, shape ``[n]``."""
+        """Return the largest value that delays each rank, shape ``[n]``."""
         num_edges = math.ceil(num_bytes / (self._pieces_under_way * PIECE_BYTES))
         while num_edges > 0:
             while 2 * self._reaches[-1].num_edges <= num_edges and self._reaches[-1].may_grow:
@@ -153,7 +157,7 @@ class Neighbourhoods:
         return values
 
     def num_turns(self, num_bytes: float) -> float:
-        """Return how many pieces follow each other; with two under way the link never pauses."""
+        """Return the number of successive pieces; with two in flight the link never pauses."""
         return math.ceil(num_bytes / PIECE_BYTES) if self._pieces_under_way == 1 else 1.0
 
     def latest_of_peers(self, values: FloatArray) -> FloatArray:
@@ -163,7 +167,7 @@ class Neighbourhoods:
 
 @dataclass(frozen=True)
 class _Reach:
-    """Who is at most ``num_edges`` away from each rank: rank i's are ``peers[starts[i]:starts[i + 1]]``."""
+    """The ranks at most ``num_edges`` away from each rank; rank i's are ``peers[starts[i]:starts[i + 1]]``."""
 
     num_edges: int
     peers: IntArray
@@ -171,18 +175,18 @@ class _Reach:
 
     @classmethod
     def along(cls, one: IntArray, other: IntArray, world_size: int) -> _Reach:
-        """Return the ends of the given edges, which name every rank."""
+        """Return the reach of one edge along the given edges, which name every rank."""
         ranks, peers = np.divmod(np.unique(one * world_size + other), world_size)
         return cls(1, peers, np.searchsorted(ranks, np.arange(world_size)))
 
     @property
     def may_grow(self) -> bool:
-        """Whether twice as far is worth knowing: fewer passes over more ranks."""
+        """Whether doubling the distance is worthwhile: fewer passes over more ranks."""
         return len(self.peers) < _MOST_REACHED * len(self.starts)
 
     def twice(self) -> _Reach:
-        """Return who is at most twice as far away."""
-        from scipy import sparse  # 0.1 s that pairs do not need
+        """Return the ranks at up to twice the distance."""
+        from scipy import sparse  # takes 0.1 s, and pairs do not need it
 
         n = len(self.starts)
         starts = np.append(self.starts, len(self.peers))
@@ -203,18 +207,21 @@ def plan_exchange(
     reads_memory: bool = False,
     present: Mask | None = None,
 ) -> ExchangePlan | None:
-    """Return the plan of a round, None if nothing is sent.
+    """Return the plan of a round, or None if nothing is sent.
 
     Parameters
     ----------
     round_ : Round
+        The round.
     cluster : Cluster
+        The cluster.
     all_reduces : collection of tuple of int
-        The uniform groups that exchange by ring all-reduce in the order of their ranks; all else goes point to point.
+        The uniform groups that exchange by ring all-reduce in the order of their ranks; all others use point-to-point
+        messages.
     reads_memory : bool
-        Whether messages between two ranks of a node are not sent, but read where they lie.
+        Whether messages between two ranks of a node are read in place instead of being sent.
     present : array of bool, [n], optional
-        The ranks that take part; an edge to another is left out.
+        The ranks that take part; edges to other ranks are left out.
     """
     if round_.is_identity:
         return None
@@ -258,13 +265,13 @@ def _plan_groups(
 
 
 def _ring(group: tuple[int, ...]) -> Traffic:
-    """A ring all-reduce in the order of the ranks."""
+    """Return the traffic of a ring all-reduce in the order of the ranks."""
     size = len(group)
     return Traffic(np.array(group), np.roll(group, -1), np.full(size, 2.0 * (size - 1) / size))
 
 
 def _messages(senders: IntArray, receivers: IntArray, cluster: Cluster, reads_memory: bool) -> Traffic:
-    """Each as a whole from one rank to another."""
+    """Return the traffic of whole messages from rank to rank."""
     amounts = np.ones(len(senders))
     if reads_memory:
         amounts[senders // cluster.local_size == receivers // cluster.local_size] = 0.0

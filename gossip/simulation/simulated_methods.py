@@ -1,4 +1,4 @@
-"""One step of every rank under each method: where it computes, posts and waits."""
+"""One step of every rank with each method: when it computes, posts and waits."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ class Steps(Protocol):
         Parameters
         ----------
         step : int
+            The step.
         clock : array, [n]
             When each rank begins, in seconds.
         draw : StepDraw
+            The random part of the step.
 
         Returns
         -------
         tuple of array, [n]
-            When each rank has ended, and for how long it has waited. Of ranks that are not present it means nothing.
+            When each rank has ended, and how long it has waited; undefined for ranks that are absent.
         """
 
 
 def delayed(ends_s: FloatArray, clock: FloatArray, computing_s: FloatArray, contention: float) -> FloatArray:
-    """Return when transfers end that a rank computes beside, for ``computing_s`` from ``clock`` on."""
+    """Return when transfers end while a rank computes for ``computing_s`` from ``clock`` on."""
     return ends_s + contention * np.clip(ends_s - clock, 0.0, computing_s)
 
 
 class LocalSteps:
-    """No exchange."""
+    """Steps without exchange."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -52,9 +54,9 @@ class LocalSteps:
 
 
 class AllReduceSteps:
-    """DDP: a ring all-reduce per bucket beside backward, one after the other; the update after the last.
+    """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last.
 
-    Without a rank that has dropped out the others go on as a smaller ring, which DDP itself could not.
+    If a rank drops out, the others continue as a smaller ring, which DDP itself could not.
     """
 
     def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
@@ -93,13 +95,17 @@ class GossipSteps:
     Parameters
     ----------
     topology : Topology
+        The topology.
     cluster : Cluster
+        The cluster.
     workload : Workload
+        What each rank computes.
     compression_ratio : float
+        The factor by which messages are smaller than the buckets.
     algorithm : Algorithm
-        Says in which rounds steps end, how many messages a bucket sends in it, and whether they are needed where
-        the next forward pass begins, in place of where the bucket is updated: a bucket of several layers is awaited by
-        the module that holds them all.
+        The algorithm, which determines the rounds that end the steps, how many messages a bucket sends, and whether
+        they are needed at the start of the next forward pass instead of where the bucket is updated. (A bucket with
+        several layers is awaited by the module that holds them all.)
     """
 
     def __init__(
@@ -139,7 +145,7 @@ class GossipSteps:
         return clock, waits_s
 
     def _compute(self, computing_s: FloatArray, clock: FloatArray) -> FloatArray:
-        """Let all ranks compute for a while, beside which messages may be slower; their clocks afterwards."""
+        """Let all ranks compute for a while, which may slow down messages, and return their clocks afterwards."""
         if self._workload.contention:
             self._free_s = delayed(self._free_s, clock, computing_s, self._workload.contention)
             self._arrives_s = delayed(self._arrives_s, clock, computing_s, self._workload.contention)
@@ -174,7 +180,7 @@ class GossipSteps:
             number = self._topology.warmup + (step - self._topology.warmup) % period
         if (number, is_large) not in self._plans:
             if period is None:
-                self._plans.clear()  # no round comes back
+                self._plans.clear()  # no round is repeated
             self._plans[number, is_large] = self._make_plan(step, is_large, None)
         return self._plans[number, is_large]
 
@@ -189,9 +195,10 @@ class GossipSteps:
 
 
 class AsynchronousSteps(GossipSteps):
-    """The wrapper where ranks do not make their steps together: each bucket asks a peer, which answers at once.
+    """The wrapper if ranks step independently: each bucket asks a peer, which replies at once.
 
-    The answer is waited for where the algorithm's ``max_staleness`` steps have passed, and no other is asked before.
+    The reply is awaited when the algorithm's ``max_staleness`` steps have passed, and no other peer is asked before
+    that.
     """
 
     def __init__(
@@ -231,9 +238,9 @@ class AsynchronousSteps(GossipSteps):
 
 
 def _groups_on_wire(topology: Topology, cluster: Cluster, compression_ratio: float) -> Collection[tuple[int, ...]]:
-    """The groups that all-reduce: what :class:`gossip.DistributedTransport` does on gloo.
+    """Return the groups that all-reduce, as in :class:`gossip.DistributedTransport` on gloo.
 
-    Compressed messages are not added on the wire, and ranks that can read each other's memory do that instead.
+    Compressed messages are not added on the wire, and ranks that share memory read it instead.
     """
     if compression_ratio != 1.0:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Refusals of numbers that describe no cluster and no workload."""
+"""Refusal of numbers that do not describe a cluster or a workload."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numbers
 
 
 def check_amount(argument: str, value: object, *, positive: bool = False, finite: bool = True) -> float:
-    """Return ``value`` as a float of at least 0, or above it.
+    """Return ``value`` as a float that is at least 0, or positive.
 
     Raises
     ------
     TypeError
-        It is no number.
+        It is not a number.
     ValueError
         It is out of range.
     """

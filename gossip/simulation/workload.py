@@ -1,4 +1,4 @@
-"""What the ranks of a simulated run compute, and what makes some of them late."""
+"""What the ranks of a simulated run compute, and what delays some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topologies.validation import check_integer
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that computes ``factor`` times as long as the others, in every step."""
+    """A rank whose computation takes ``factor`` times as long as that of the others, in every step."""
 
     rank: int
     factor: float
@@ -26,7 +26,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class RandomDelays:
-    """Delays before a step, with ``probability``, exponential of mean ``mean_s``; drawn anew for each rank and step."""
+    """Delays before a step, with ``probability``, exponential with mean ``mean_s``, drawn for each rank and step."""
 
     mean_s: float
     probability: float = 1.0
@@ -41,8 +41,8 @@ class RandomDelays:
 class DropOut:
     """A rank that misses ``num_steps`` steps from ``first_step`` on.
 
-    It neither computes nor exchanges in them, nobody waits for it, and it goes on when all others have ended the last
-    of them.
+    It neither computes nor exchanges in them, no rank waits for it, and it continues when all others have ended the
+    last of them.
     """
 
     rank: int
@@ -60,31 +60,33 @@ Straggler = SlowRank | RandomDelays
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a rank without communication, and how it varies. Times are in seconds.
+    """One step of a rank without communication, and its variation. Times are in seconds.
 
     Parameters
     ----------
     forward_s, backward_s : float
-        Means over ranks and steps. Buckets have the shares of it that they have of the bytes.
+        Means over ranks and steps. They are divided among the buckets in proportion to their bytes.
     bucket_bytes : tuple of int
-        What a rank sends of every bucket, uncompressed, in launch order: the last layers first.
+        The bytes that a rank sends for every bucket, uncompressed, in launch order: the last layers first.
     update_s : float
         The optimizer's step, for all buckets together.
     mix_s : float
         Mixing what has arrived into the parameters, for all buckets together. All-reduce has no such pass.
     contention : float
-        What a second of computing takes from the messages beside it, in seconds, for want of processors or memory
-        bandwidth: 0 where the network needs neither, 1 where messages stand still meanwhile.
+        The delay of messages, in seconds, per second of concurrent computation, caused by limited processors or memory
+        bandwidth: 0 if the network needs neither, 1 if messages make no progress meanwhile.
     jitter : float
-        Standard deviation of a step's computation, as a part of its mean: a log-normal factor, drawn anew for every
-        rank and step.
+        The standard deviation of a step's computation relative to its mean: a log-normal factor, drawn for every rank
+        and step.
     stragglers : tuple of SlowRank or RandomDelays
+        What delays ranks.
     drop_outs : tuple of DropOut
+        The ranks that miss steps.
 
     Raises
     ------
     ValueError, TypeError
-        A number is out of range, or something is of the wrong kind.
+        A number is out of range, or an argument has the wrong type.
 
     Examples
     --------
@@ -120,42 +122,43 @@ class Workload:
                 if not isinstance(delay, kinds):
                     allowed = " or ".join(kind.__name__ for kind in kinds)
                     raise TypeError(
-                        f"{name} must hold {allowed}, got {delay!r} ({type(delay).__name__}); pass such ones"
+                        f"{name} must hold {allowed}, got {delay!r} ({type(delay).__name__}); pass only those"
                     )
 
     @property
     def model_bytes(self) -> int:
-        """Of all buckets together."""
+        """The bytes of all buckets together."""
         return sum(self.bucket_bytes)
 
     @property
     def compute_s(self) -> float:
-        """A step without communication: forward, backward and update."""
+        """The duration of a step without communication: forward, backward and update."""
         return self.forward_s + self.backward_s + self.update_s
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse stragglers and drop-outs that are not among the ranks."""
+        """Refuse stragglers and drop-outs whose rank is not in the cluster."""
         for name, held in (("stragglers", self.stragglers), ("drop_outs", self.drop_outs)):
             for delay in held:
                 if not isinstance(delay, RandomDelays) and delay.rank >= world_size:
                     raise ValueError(
-                        f"{name} names rank {delay.rank}, ranks go from 0 to {world_size - 1}; name one of them, or "
+                        f"{name} names rank {delay.rank}, but ranks go from 0 to {world_size - 1}; name one of them, "
+                        "or "
                         f"describe a larger cluster"
                     )
 
 
 @dataclass(frozen=True)
 class StepDraw:
-    """What chance and ``Workload`` have decided for one step, shape ``[n]`` each.
+    """The random part of a step; each array has shape ``[n]``.
 
     Attributes
     ----------
     delay_s
-        Before the step.
+        The delay before the step.
     factor
-        By which computing takes longer than the mean.
+        The factor by which computing takes longer than the mean.
     present
-        Who takes part; None: all do.
+        The ranks that take part; None for all.
     """
 
     delay_s: FloatArray
@@ -164,14 +167,14 @@ class StepDraw:
 
 
 def draw_steps(workload: Workload, world_size: int, num_steps: int, seed: int) -> Iterator[StepDraw]:
-    """Yield the steps; the same for every method and topology under a seed."""
+    """Yield the steps, which are the same for every method and topology with the same seed."""
     generator = np.random.default_rng(seed)
     slow = np.ones(world_size)
     for straggler in workload.stragglers:
         if isinstance(straggler, SlowRank):
             slow[straggler.rank] *= straggler.factor
     delays = [straggler for straggler in workload.stragglers if isinstance(straggler, RandomDelays)]
-    spread = np.sqrt(np.log1p(workload.jitter**2))  # of the logarithm, so that the factor has mean 1
+    spread = np.sqrt(np.log1p(workload.jitter**2))  # the standard deviation of the logarithm; the factor has mean 1
     for step in range(num_steps):
         delay_s = np.zeros(world_size)
         for delay in delays:

@@ -1,1 +1,1 @@
-"""How a step is made: from a backward pass, or a call of ``optimizer.step()``, to messages on their way."""
+"""Steps: from a backward pass, or a call of ``optimizer.step()``, to the messages that are sent."""

@@ -1,4 +1,4 @@
-"""What an algorithm keeps, for checkpoints: by the parameters' names, so that other buckets can load it."""
+"""The state of an algorithm in checkpoints, by parameter name, so that other buckets can load it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gossip.step.exchanges import Exchanges
 
 
 def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
-    """State, numbers and learning rates; copies. Local.
+    """Return copies of state, numbers and learning rates. Local.
 
     Returns
     -------
     dict
-        "kept": by state and parameter a tensor of the parameter's shape (of virtual workers [n, *shape]); "keeps": what
-        a change of world size makes of each; "numbers": by name one value per bucket, [..., number of buckets];
-        "rates": by parameter the newest step's learning rate, and the last one before it that was not 0; "weighs_by":
+        "kept": by state and parameter, a tensor of the parameter's shape (for virtual workers [n, *shape]); "keeps":
+        what a change of world size makes of each; "numbers": by name, one value per bucket, [..., number of buckets];
+        "rates": by parameter, the newest step's learning rate, and the last one before it that was not 0; "weighs_by":
         the number that weights a mean, or None.
     """
     algorithm = exchanges.algorithm
@@ -44,7 +44,7 @@ def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any] | None) -> list[str]:
-    """Go on from what :func:`algorithm_state` gave; from nothing, or from another algorithm's, begin anew. Local.
+    """Restore what :func:`algorithm_state` returned; start anew from None or another algorithm's state. Local.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
     if not algorithm.keeps and not algorithm.numbers:
         return []
     if saved is None or saved["keeps"] != dict(algorithm.keeps) or set(saved["numbers"]) != set(algorithm.numbers):
-        return [f"what algorithm {algorithm.describe()} keeps, which begins anew"]
+        return [f"what algorithm {algorithm.describe()} keeps, which starts anew"]
     for place, index in enumerate(_of_parameters(exchanges)):
         names, views = exchanges.names(index), exchanges.views(index)
         for state, by_name in saved["kept"].items():
@@ -67,7 +67,7 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
                 for view, values in zip(views, exchanges.dealt(by_name[name]), strict=True):
                     view.slots(view.kept[state])[number].copy_(values)
         for number_name, values in saved["numbers"].items():
-            one = values[..., min(place, values.shape[-1] - 1)][..., None]  # the same in all buckets
+            one = values[..., min(place, values.shape[-1] - 1)][..., None]  # equal in all buckets
             for view, own in zip(views, exchanges.dealt(one), strict=True):
                 view.numbers[number_name].copy_(own)
         if all(name in saved["rates"] for name in names):
@@ -81,14 +81,14 @@ def _of_parameters(exchanges: Exchanges[Any, Any]) -> Iterator[int]:
 
 
 def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """The state with which every rank of another number of ranks begins.
+    """Return the state with which every rank starts when the number of ranks has changed.
 
     Parameters
     ----------
     saved : mapping
-        Any old rank's.
+        The state of any old rank.
     mean : mapping
-        By state and parameter, the mean over the old ranks.
+        The mean over the old ranks, by state and parameter.
     """
     kept = {
         state: {
@@ -99,10 +99,10 @@ def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torc
     }
     numbers = {
         name: torch.ones_like(values) for name, values in saved["numbers"].items()
-    }  # they add up to their number
+    }  # they sum to the number of ranks
     return {**saved, "kept": kept, "numbers": numbers}
 
 
 def weight_of(saved: Mapping[str, Any]) -> torch.Tensor | None:
-    """By what values are to be weighted in a mean over the old ranks, []; of virtual workers [n]. None: all alike."""
+    """Return the weight of the values in a mean over the old ranks, [] or, for virtual workers, [n]; None if equal."""
     return None if saved["weighs_by"] is None else saved["numbers"][saved["weighs_by"]][..., 0]

@@ -1,4 +1,4 @@
-"""What was built, said once at the start."""
+"""The description of what was built, logged once at the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def announce(
     frozen: FrozenParameters,
     transport: Transport | None,
 ) -> None:
-    """Log ranks, schedule, algorithm, compression, buckets, what is frozen, and transport at level INFO."""
+    """Log ranks, schedule, algorithm, compression, buckets, frozen parameters and transport at level INFO."""
     size = topology.world_size
     period = "no period" if topology.period is None else f"period {topology.period}"
     logger.info(

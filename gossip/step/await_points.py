@@ -21,14 +21,14 @@ from gossip.parameters.buckets import Bucket
 from gossip.private_torch import is_compiled, tree_leaves
 
 Users = Mapping[int, set[str]]
-"""Names of the modules that read a parameter, by its id."""
+"""The names of the modules that read a parameter, by the parameter's id."""
 
 
 class UserRecorder(TorchFunctionMode):
-    """Notes, during one forward pass, which module is running whenever a parameter is used.
+    """Records during one forward pass which module is running whenever a parameter is used.
 
     A parameter need not be used by the module that owns it: ``nn.MultiheadAttention`` reads its ``out_proj`` without
-    calling it, and a tied output layer is read by whoever computes the logits.
+    calling it, and a tied output layer is read by whichever module computes the logits.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class UserRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Asking for a shape or a device is no use of the values.
+        # Reading a shape or a device does not use the values.
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
@@ -71,7 +71,7 @@ class UserRecorder(TorchFunctionMode):
 
 
 class AwaitHook:
-    """A forward pre-hook that combines some buckets first; in a copied or pickled module it does nothing."""
+    """A forward pre-hook that first combines some buckets; in a copied or unpickled module it does nothing."""
 
     def __init__(self, combine: Callable[[Sequence[int]], None] | None, buckets: Sequence[int] = ()) -> None:
         self._combine = combine
@@ -86,20 +86,21 @@ class AwaitHook:
 
 
 class AwaitPoints:
-    """The modules whose forward passes combine buckets first.
+    """The modules whose forward passes first combine buckets.
 
-    A bucket is awaited by the lowest module whose subtree holds every user of its parameters, and by the modules inside
-    that subtree which hold some of them, in case one is called directly. Until a forward pass has shown the users, and
-    for a parameter that it did not use, that is the whole module; so it stays where parts are compiled, which cannot be
-    watched. The module's ``state_dict()`` combines all.
+    A bucket is awaited by the lowest module whose subtree contains every user of its parameters, and by the modules
+    inside that subtree that contain some of them, in case one is called directly. Until a forward pass has shown the
+    users, and for a parameter that it did not use, this is the whole module. It remains the whole module if parts are
+    compiled, because these cannot be watched. The module's ``state_dict()`` combines all buckets.
 
     Parameters
     ----------
     module : Module
+        The module that is trained.
     buckets : sequence of Bucket or BufferBucket
-        Those to be awaited; none: nothing is ever done.
+        The buckets that are awaited; if empty, nothing is ever done.
     combine : callable
-        Gets the indices of the buckets that are about to be read.
+        Receives the indices of the buckets that are about to be read.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Any], combine: Callable[[Sequence[int]], None]) -> None:
@@ -115,13 +116,13 @@ class AwaitPoints:
             self._place(None)
 
     def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """What calls the module: the first forward pass that trains shows who reads which parameters."""
+        """Return what calls the module; its first forward pass that trains shows who reads which parameters."""
         if self._is_settled or not torch.is_grad_enabled():
             return module
         return functools.partial(self.call_watched, module)
 
     def call_watched(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the module, uncompiled, and let parts of it wait for what they read from now on."""
+        """Call the module uncompiled, and from now on let its parts wait for what they read."""
         self._is_settled = True
         if any(is_compiled(part) for part in self._module.modules()):
             return module(*args, **kwargs)
@@ -160,7 +161,7 @@ def refuse_if_read(bucket: Any, where: str) -> None:
     Raises
     ------
     GossipError
-        Names the parameter.
+        A parameter of the bucket has a gradient; the text names it.
     """
     for name, parameter in zip(bucket.names, bucket.parameters, strict=False):
         if parameter.grad is not None:
@@ -183,7 +184,7 @@ def _lowest_common_module(bucket: Any, users: Users | None) -> str:
 
 
 def _owners_and_above(bucket: Any, top: str) -> Iterator[str]:
-    """The modules on the way from ``top`` down to the owners of the bucket's tensors."""
+    """Yield the modules on the way from ``top`` down to the owners of the bucket's tensors."""
     for name in bucket.names:
         parts = name.split(".")[:-1]
         for end in range(len(parts), -1, -1):

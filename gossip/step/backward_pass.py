@@ -1,4 +1,4 @@
-"""What the engine needs to know of torch's autograd."""
+"""The engine's knowledge of torch's autograd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossip.private_torch import at_end_of_backward, backward_task, fast_range, 
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers and objects, each once."""
+    """Yield the tensors in nested containers and objects, each once."""
     seen: set[int] = set()
     pending = [output]
     while pending:
@@ -31,7 +31,7 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 
 def refuse_compiled_autograd() -> None:
-    """Raise where no hook would be called."""
+    """Raise if backward passes are compiled, because no hook would be called."""
     if is_autograd_compiled():
         raise GossipError(
             "torch._dynamo.config.compiled_autograd is on: it compiles backward passes without the hooks that make the "
@@ -42,29 +42,29 @@ def refuse_compiled_autograd() -> None:
 class BackwardPass:
     """The backward pass that runs in this thread, watched from all threads.
 
-    One that is ended by an exception calls nobody, but lets go of what it would have called at its end. Threads tell
-    nothing: passes on a device run in autograd's own, passes of a checkpoint's inside another one.
+    A pass that an exception ends does not call ``on_end``, but releases the reference to it. Thread identity is no
+    indication: passes on a device run in autograd's own threads, and passes of a checkpoint run inside another pass.
 
     Parameters
     ----------
     on_end : callable
-        Called when all gradients of the pass are there.
+        Called when all gradients of the pass have been computed.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         def call() -> None:
             on_end()
 
-        self._call = weakref.ref(call)  # autograd's is the only reference that lasts
+        self._call = weakref.ref(call)  # autograd holds the only lasting reference
         at_end_of_backward(call)
 
     @property
     def is_under_way(self) -> bool:
-        """False once it has ended, or was ended."""
+        """Whether the pass has neither ended nor been ended by an exception."""
         return self._call() is not None
 
     def wait(self, patience: timedelta) -> None:
-        """Until it is no longer under way: a device's thread lets go a little after the error has been raised."""
+        """Wait until the pass has ended: a device's thread releases it a little after the error was raised."""
         end = time.monotonic() + patience.total_seconds()
         while self.is_under_way and time.monotonic() < end:
             time.sleep(0.001)
@@ -77,32 +77,35 @@ class BackwardRange:
         self._open: tuple[int, AbstractContextManager[Any]] | None = None
 
     def begin(self) -> None:
-        """In the thread that runs the pass."""
+        """Open the range, in the thread that runs the pass."""
         self._open = threading.get_ident(), fast_range("gossip::backward")
         self._open[1].__enter__()
 
     def end(self) -> None:
-        """A device's pass may end in another thread than it began in; its range is left open."""
+        """Close the range, unless the pass of a device ends in a thread other than the one in which it began."""
         if self._open is not None and self._open[0] == threading.get_ident():
             self._open[1].__exit__(None, None, None)
         self._open = None
 
 
 DEAD_BACKWARD = (
-    "was ended by an exception; some buckets were updated and sent and others not: this rank cannot "
-    "go on, start again from a checkpoint. If it was about an in-place modification: of several backward passes in a "
-    "step put all but the last under no_sync(); a module that uses a detached weight twice needs step_in_backward=False"
+    "was ended by an exception when some buckets had been updated and sent and others had not, so this rank cannot "
+    "continue; start again from a checkpoint. If the exception concerned an in-place modification: of several "
+    "backward passes in "
+    "one step, put all but the last under no_sync(); a module that uses a detached weight twice needs "
+    "step_in_backward=False"
 )
 
 TWO_MODELS = (
     "one backward pass makes steps of two models. If it only passes through one of them, as a GAN's generator loss "
-    "does, put that one under no_sync() and zero its gradients, or freeze it meanwhile"
+    "does, put that one under no_sync() and zero its gradients, or freeze it for the duration"
 )
-_latest_step: list[Any] = [-1, lambda: None]  # id of the backward pass, and a weak reference to who makes it a step
+# The id of the backward pass, and a weak reference to the model that makes a step of it.
+_latest_step: list[Any] = [-1, lambda: None]
 
 
 def steps_another_model(owner: object) -> bool:
-    """Note that the backward pass that runs is a step of ``owner``; whether it has been somebody else's already."""
+    """Record that the running backward pass is a step of ``owner``; return whether it already is another model's."""
     task = backward_task()
     found = _latest_step[1]() if _latest_step[0] == task else None
     _latest_step[:] = [task, weakref.ref(owner)]

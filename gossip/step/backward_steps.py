@@ -1,4 +1,4 @@
-"""Steps that backward passes make: bucket by bucket, or at their end where all gradients are needed first."""
+"""Steps made by backward passes: bucket by bucket, or at their end if all gradients are needed first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BackwardSteps(StepEngine):
         return None  # the update has been made
 
     def _step_own(self, optimizer: Optimizer) -> Any:
-        """What the step that the engine asks for does."""
+        """Make the step that the engine requests."""
         return type(optimizer).step(optimizer)
 
     # ------------------------------------------------------------------ inside a backward pass
@@ -48,7 +48,7 @@ class BackwardSteps(StepEngine):
         self._gradient_hooks.add(buckets)
 
     def _on_unfrozen_gradient(self, parameter: torch.Tensor) -> None:
-        """Its bucket is made when the step begins; it may be the only one that has a gradient."""
+        """React to a parameter whose bucket is created when the step begins; it may be the only one with a gradient."""
         if self.synchronise and not self._progress.has_gradients:
             self._on_first_gradient(parameter)
 
@@ -57,7 +57,7 @@ class BackwardSteps(StepEngine):
             progress = self._progress
             if progress.is_counting and self.synchronise:
                 awaited = progress.awaited_gradients[index]
-                if len(awaited) > 1 and slot in awaited:  # as nearly always, and called once per parameter and step
+                if len(awaited) > 1 and slot in awaited:  # the usual case, once per parameter and step
                     awaited.remove(slot)
                     return
             on_first_or_last_gradient(parameter)
@@ -93,26 +93,28 @@ class BackwardSteps(StepEngine):
         with self.fatal():
             raise GossipError(
                 f"rank {self.rank}: step {self.step}, bucket {index}: parameter {self.buckets[index].names[slot]!r} "
-                "got a gradient after its bucket had been updated. Of several backward passes in a step, put all but "
-                "the last under no_sync(); inside one, checkpoint with use_reentrant=False"
+                "received a gradient after its bucket had been updated. Of several backward passes in a step, put "
+                "all but "
+                "the last under no_sync(); inside a single pass, use checkpoint(..., use_reentrant=False)"
             )
 
     def _on_complete(self, parameter: torch.Tensor, index: int, slot: int) -> None:
-        """Called when the bucket whose turn it is has all its gradients; this parameter's was the last."""
+        """React to the last gradient, that of ``parameter``, of the bucket whose turn it is."""
 
     def _launch_ready(self) -> None:
-        """Launch a bucket that was withheld until a gradient's other hooks had been called."""
+        """Launch a bucket that was withheld until the other hooks of a gradient had been called."""
 
 
 class BucketwiseSteps(BackwardSteps):
-    """Each bucket is combined, updated and sent inside the backward pass, as soon as its last gradient has come."""
+    """Each bucket is combined, updated and sent inside the backward pass, as soon as its last gradient is complete."""
 
     def _step_own(self, optimizer: Optimizer) -> Any:
         return fire_step_hooks(optimizer)
 
     def _on_complete(self, parameter: torch.Tensor, index: int, slot: int) -> None:
         if self._gradient_hooks.are_followed(parameter, index, slot):
-            self._progress.withhold()  # as they shall find the gradient too; launched with the next one or at the end
+            # Those hooks must find the gradient too; launched with the next gradient or at the end.
+            self._progress.withhold()
         else:
             self._launch_ready()
 
@@ -124,7 +126,7 @@ class BucketwiseSteps(BackwardSteps):
                 if progress.awaited_gradients[progress.num_launched]:
                     break
                 if not self.buckets[progress.num_launched].parameters:
-                    break  # buffers: the backward pass may still write them
+                    break  # a bucket of buffers, which the backward pass may still write
                 self._launch_next()
 
     @torch.no_grad()
@@ -136,16 +138,16 @@ class BucketwiseSteps(BackwardSteps):
         progress.num_launched += 1
         bucket.reclaim()
         self._check_was_combined(bucket)
-        norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be under way
+        norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be in flight
         indices = (bucket.index,)
-        with self._lock:  # another thread's forward pass may be at it: wait until it is done
+        with self._lock:  # another thread's forward pass may be combining: wait for it
             self._order.begin(indices, self.step, progress.meter)
         with self._watch.pause():
             self.updater.update_bucket(bucket, norm, progress.meter, partial(self._order.direct, indices, self.step))
         self._order.end(indices, self.step, progress.meter)
 
     def _make_rest(self) -> None:
-        while self._progress.num_launched < len(self.buckets):  # some wait for gradients that did not come
+        while self._progress.num_launched < len(self.buckets):  # some buckets wait for gradients that were not computed
             self._launch_next()
 
     def _fire_step_hooks(self) -> None:

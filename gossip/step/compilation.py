@@ -1,4 +1,4 @@
-"""What ``torch.compile`` must leave alone: all that is ours around a module, and in its hooks."""
+"""What ``torch.compile`` must leave alone: all of this package's code around a module and in its hooks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _OURS: dict[type, tuple[str, ...]] = {
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Keep the compiler out of our own functions, which it would trace where they are called, with breaks and warnings.
+    """Keep the compiler out of this package's functions, which it would trace with graph breaks and warnings.
 
-    To be called with the first model, since it imports the compiler: decorators would cost every program that imports
-    gossip a second.
+    Called with the first model, because it imports the compiler: decorators would make importing gossip take a second
+    longer in every program.
     """
     for owner, names in _OURS.items():
         for name in names:
             setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
-    # Called once per parameter: torch.compiler.disable would make them ten times slower.
+    # These are called once per parameter: torch.compiler.disable would make them ten times slower.
     for constant in BackwardSteps._make_hook.__code__.co_consts:
         if isinstance(constant, types.CodeType):
             private_torch.keep_out_of_graphs(constant)

@@ -1,4 +1,4 @@
-"""From the wrapper's arguments to its parts, the same on every rank."""
+"""Construction of a model's parts from the wrapper's arguments, the same on every rank."""
 
 from __future__ import annotations
 
@@ -55,18 +55,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a wrapped model consists of.
+    """The parts of a wrapped model.
 
     Attributes
     ----------
     topology : Topology
+        The topology that was passed or built.
     algorithm : Algorithm
+        The algorithm, bound to the topology.
     compression : Compression
+        The compression of the messages.
     optimizers : tuple of Optimizer
+        The optimizers that were passed or made.
     engine : StepEngine
-        Makes the steps, also of buckets of buffers.
+        Makes the steps, including those of buckets of buffers.
     manifest : dict of str to str
-        What all ranks have alike.
+        The description that all ranks have in common.
     """
 
     topology: Topology
@@ -78,14 +82,14 @@ class Parts:
 
 
 def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
-    """Check the arguments and compare them between ranks; then build, and start all ranks from rank 0. Collective.
+    """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective.
 
     Raises
     ------
     ValueError, TypeError
         An argument, or a parameter of the module, cannot be used on this rank.
     ManifestError
-        The ranks differ, or another one has refused; raised on every rank.
+        The ranks differ, or another rank has refused; raised on every rank.
     """
     shards: ShardGroup | None = None
     try:
@@ -96,7 +100,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
             module = shards.replica
         topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
     except Exception as error:
-        # The other ranks are about to compare manifests: tell them, rather than let them wait.
+        # The other ranks are about to compare manifests: tell them, so that they do not wait.
         with contextlib.suppress(GossipError):
             compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
         if shards is not None:
@@ -130,7 +134,8 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         rank=world.member,
         shards=shards,
     )
-    place = world.rank if world.is_alone else world.member  # of those at the beginning, though some may be lost by now
+    # The position among the ranks at the beginning, even if some have been lost since.
+    place = world.rank if world.is_alone else world.member
     exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, place)
     keep_out_of_graphs()
     if not arguments.step_in_backward:
@@ -160,7 +165,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
 
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
-    """The ranks that train together. Collective."""
+    """Return the ranks that train together. Collective."""
     if arguments.mesh is not None:
         from gossip.parameters.sharding.shard_group import gossip_group
 
@@ -177,19 +182,20 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
         )
     if training_store.joined() is not None:
         raise ValueError(
-            'this process joins a training: pass on_peer_loss="continue", as the ranks that train do, got "raise"'
+            'this process joins a training; pass on_peer_loss="continue", as on the ranks that train, got "raise"'
         )
     return World(timeout, process_group)
 
 
 def make_flag(world: World, what: str) -> Flag:
-    """A yes or no that the ranks of a world, which may lose some of them, agree on while they train. Collective.
+    """Return a flag on which the ranks of a world agree while they train, even if some are lost. Collective.
 
     Parameters
     ----------
     world : World
+        The ranks.
     what : str
-        For errors: what is agreed on; the same text on all ranks.
+        What is agreed on, for error texts; the same on all ranks.
     """
     if not world.changes:
         return AgreedFlag(world, what)
@@ -201,7 +207,7 @@ def make_flag(world: World, what: str) -> Flag:
 
 
 def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
-    """Undo what :func:`construct` did around the module: hooks, threads, communicators, the optimizers' own steps."""
+    """Undo what :func:`construct` set up: hooks, threads, communicators, and the optimizers' own ``step()``."""
     engine.close()
     if engine.shards is not None:
         engine.shards.close()
@@ -226,7 +232,7 @@ def _check(
     in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
     optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
     if not optimizers and not arguments.step_in_backward:
-        raise ValueError("step_in_backward=False needs an optimizer, whose step() makes the steps")
+        raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
     averages_buffers = arguments.buffers == "average"
     algorithm = prepare_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
     if algorithm.is_asynchronous:

@@ -1,4 +1,4 @@
-"""What makes the steps of a model; when it makes them is the subclasses' matter."""
+"""The engine that makes the steps of a model; its subclasses decide when."""
 
 from __future__ import annotations
 
@@ -42,55 +42,62 @@ from topologies import Topology
 if TYPE_CHECKING:
     from gossip.parameters.sharding.shard_group import ShardGroup
 
-#: So many steps in a row with values that are not finite, and the training has gone wrong for good.
+#: After this number of consecutive steps with values that are not finite, training has failed permanently.
 MAX_NON_FINITE_STEPS = 16
 
 
 class StepEngine(Liveness, ABC):
     """Makes the steps of one model.
 
-    A subclass says when: bucket by bucket in backward passes, at their end, or in ``optimizer.step()``.
+    A subclass determines when: bucket by bucket in backward passes, at their end, or in ``optimizer.step()``.
 
     Parameters
     ----------
     module : Module
+        The module that is trained.
     buckets : sequence of Bucket or BufferBucket
+        The buckets that are exchanged.
     frozen : FrozenParameters
         All parameters that are in no bucket.
     exchanges : RankExchanges
+        The exchanges of the buckets.
     updater : Updater
+        Applies the optimizers.
     rank : int
+        This rank, for error texts.
     watch : OptimizerWatch
+        Notices optimizers that update the parameters outside the steps.
     bucket_cap_bytes : int
-        What a bucket of parameters that are unfrozen later may hold.
+        The size of a bucket for parameters that are unfrozen later.
     shards : ShardGroup, optional
         The ranks with which this one holds a replica.
 
     Attributes
     ----------
     shards : ShardGroup or None
+        The ranks with which this one holds a replica.
     unfrozen : list of list of str
-        Names of the parameters that got buckets since the model was wrapped, those of one step together.
+        The names of the parameters that have got buckets since the model was wrapped, grouped by step.
     step : int
-        Number of steps made; also the index of the next round.
+        The number of steps made, which is also the index of the next round.
     epoch : int
-        The number of the epoch of those who train.
+        The number of the epoch of the training ranks.
     synchronise : bool
-        Whether a backward pass makes a step, or accumulates gradients only.
+        Whether a backward pass makes a step; if False, it only accumulates gradients.
     is_averaged : bool
-        Whether the buckets hold the global average for a while.
+        Whether the buckets temporarily hold the global average.
     is_in_join : bool
-        Whether ranks may be at different steps for a while.
+        Whether ranks may temporarily be at different steps.
     on_forward : callable or None
-        Called before every forward pass that is not a checkpoint's.
+        Called before every forward pass that is not recomputed for a checkpoint.
     on_step_begin : callable or None
         Called once at the beginning of every step.
     on_step_end : callable or None
-        Called once at the end of every step, when the number of steps has been counted up.
+        Called once at the end of every step, after the number of steps has been incremented.
     on_close : callable or None
-        Called when nothing can be trained any more.
+        Called when the model can no longer be trained.
     error : BaseException or None
-        What ended the training on this rank: the ranks are no longer in step.
+        The error that ended training on this rank, so that the ranks are no longer in step.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class StepEngine(Liveness, ABC):
         self.error: BaseException | None = None
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._optimizer_steps = False  # within it, optimizer.step() is ours
+        self._optimizer_steps = False  # while True, optimizer.step() is called by the engine
         self._progress = StepProgress(buckets)
         self._last_meter: Meter | None = None
         self._num_bad_steps = 0
@@ -141,17 +148,18 @@ class StepEngine(Liveness, ABC):
     # ------------------------------------------------------------------ around a forward pass
 
     def begin_forward(self) -> None:
-        """Check that a step can be made; notice a forward pass that is a checkpoint's, inside a backward pass."""
+        """Check that a step can be made, and detect a forward pass that a checkpoint recomputes in a backward pass."""
         refuse_compiled_autograd()
         self._forward_began = time.perf_counter()
         if not is_in_backward():
             self.check_alive()
             if self._progress.backward is not None:
-                return  # another thread's backward pass is under way: this forward pass is no part of the training
+                return  # another thread's backward pass is running, so this forward pass is not part of the training
             if self.on_forward is not None:
                 self.on_forward()
         elif self.synchronise:
-            # The whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost.
+            # The whole model is checkpointed: the backward pass about to start is an inner one; this one is the
+            # outermost.
             self._queue_callback()
         self.check_places()
         if self.shards is not None and not is_in_backward():
@@ -160,16 +168,16 @@ class StepEngine(Liveness, ABC):
                 self.shards.before_forward(self.step)
 
     def check_places(self) -> None:
-        """Take over parameters that were replaced in the module, or raise."""
+        """Adopt parameters that were replaced in the module, or raise."""
         with self.fatal():
             self._places.check()
 
     def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """What calls the module: the first forward pass that trains shows who reads which parameters."""
+        """Return what calls the module; its first forward pass that trains shows who reads which parameters."""
         return self._await_points.watched(module)
 
     def end_forward(self, output: Any) -> None:
-        """Watch for the backward pass from ``output``: it is seen here before any inner (checkpointing) one begins."""
+        """Watch for the backward pass from ``output``, which is seen here before any inner (checkpointing) one."""
         self._progress.meter.forward_s += time.perf_counter() - self._forward_began
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -195,14 +203,14 @@ class StepEngine(Liveness, ABC):
             self.end_step()
             self._owner_calls.count_step()
         else:
-            progress.backward = None  # the inputs' gradients only, or not ours to step
+            progress.backward = None  # only the inputs' gradients, or not a step of this model
         progress.meter.backward_s += time.perf_counter() - self._backward_began
         self._backward_range.end()
 
     # ------------------------------------------------------------------ the step itself
 
     def end_step(self) -> None:
-        """Make the step, or what is left of it; of a rank without gradients, an idle one."""
+        """Make the step or its remaining part; for a rank without gradients, an idle step."""
         with self.fatal():
             self._begin_step()
             self._make_rest()
@@ -210,11 +218,11 @@ class StepEngine(Liveness, ABC):
 
     @abstractmethod
     def _make_rest(self) -> None:
-        """Combine, update and send what has not been yet."""
+        """Combine, update and send the buckets that have not been launched yet."""
 
     @abstractmethod
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
-        """What ``optimizer.step()`` does, whoever calls it."""
+        """Do what ``optimizer.step()`` does, whoever calls it."""
 
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         """Watch for the gradients of these buckets, if they make steps."""
@@ -225,14 +233,14 @@ class StepEngine(Liveness, ABC):
     def _begin_step(self) -> None:
         if not self._progress.has_begun:
             self._progress.has_begun = True
-            self._places.check_added()  # again, for loops that call the module past the model
+            self._places.check_added()  # again, for loops that call the module directly
             self.updater.check_held()
             self._exchange_unfrozen()
             if self.on_step_begin is not None:
                 self.on_step_begin()
 
     def _exchange_unfrozen(self) -> None:
-        """Give buckets to the parameters that were unfrozen; all ranks do so in the same step, or raise."""
+        """Create buckets for the parameters that were unfrozen; all ranks do so in the same step, or raise."""
         names = self.frozen.unfrozen()
         if not names:
             return
@@ -240,14 +248,14 @@ class StepEngine(Liveness, ABC):
             where = "inside join()" if self.is_in_join else f"with algorithm {self.exchanges.algorithm.describe()}"
             raise GossipError(
                 f"rank {self.rank}: step {self.step}: parameter {names[0]!r} was unfrozen {where}, where the ranks are "
-                f"at different steps and cannot begin to exchange it together; unfreeze before "
+                f"at different steps and cannot start to exchange it together; unfreeze it before "
                 f"{'the block' if self.is_in_join else 'the model is wrapped'}"
             )
         self.frozen.agree_to_unfreeze(names, self.step)
         self.unfreeze(names)
 
     def unfreeze(self, names: Sequence[str]) -> None:
-        """Exchange those of these parameters that are still frozen. Local, on all ranks before the same step."""
+        """Exchange those of these parameters that are still frozen. Local; on all ranks before the same step."""
         released = self.frozen.release(names)
         buckets = make_buckets(released, self._bucket_cap_bytes, first_index=len(self.buckets))
         if not buckets:
@@ -270,9 +278,9 @@ class StepEngine(Liveness, ABC):
         """Combine what has arrived for all buckets."""
         for bucket in self.buckets:
             bucket.reclaim()
-            if looks_at_gradients:  # else they may be an older backward pass's
+            if looks_at_gradients:  # otherwise they may be from an earlier backward pass
                 self._check_was_combined(bucket)
-        with self._lock:  # another thread's forward pass may be at it: wait until it is done
+        with self._lock:  # another thread's forward pass may be combining: wait for it
             self._order.begin(range(len(self.buckets)), self.step, self._progress.meter)
 
     def _direct_all(self) -> None:
@@ -307,7 +315,7 @@ class StepEngine(Liveness, ABC):
         self._num_bad_steps = self._num_bad_steps + 1 if bad else 0
         if self._num_bad_steps >= MAX_NON_FINITE_STEPS:
             raise GossipError(
-                f"rank {self.rank}: step {self.step - 1}: in {self._num_bad_steps} steps in a row gradients or "
+                f"rank {self.rank}: step {self.step - 1}: in {self._num_bad_steps} consecutive steps gradients or "
                 "messages were not finite; start again from a checkpoint, with a smaller learning rate"
             )
         if self.on_step_end is not None:
@@ -316,21 +324,21 @@ class StepEngine(Liveness, ABC):
     # ------------------------------------------------------------------ between steps
 
     def stats(self) -> StepStats | None:
-        """What the newest step cost; None before the first. Waits for the device."""
+        """Return the cost of the newest step; None before the first. Waits for the device."""
         return None if self._last_meter is None else self._last_meter.stats(self.step - 1)
 
     def gradient_norm(self) -> float | None:
-        """Of the newest step, before clipping. Waits for the device."""
+        """Return the gradient norm of the newest step, before clipping. Waits for the device."""
         return None if self._last_meter is None else self._last_meter.gradient_norm()
 
     def weights(self) -> dict[str, float]:
-        """By what this rank's values of a parameter count in a mean over ranks; 1 for those that are not named."""
+        """Return the weight of this rank's values of each parameter in a mean over ranks; 1 if not named."""
         return {name: float(weight) for name, (weight,) in self.exchanges.weights().items()}
 
     def settle(self, *, closes: bool = False) -> None:
-        """Combine what is in flight if the algorithm wants it before the parameters are read again.
+        """Combine what is in flight if the algorithm requires that before the parameters are read again.
 
-        With ``closes`` also what is late: it will not come any more.
+        With ``closes`` also combine late messages, which will not arrive any more.
         """
         (self._places.restore if closes else self._places.check_all)()
         with self.fatal(), torch.no_grad():
@@ -341,20 +349,20 @@ class StepEngine(Liveness, ABC):
             self.settle_late()
 
     def settle_late(self) -> None:
-        """Wait for the messages that steps did not wait for, and combine them. On all ranks after the same step."""
+        """Await and combine the messages that steps did not wait for. On all ranks after the same step."""
         with self.fatal(), torch.no_grad():
             self.exchanges.combine_late(self._progress.meter)
 
     def combine_if_due(self) -> None:
-        """Combine what is in flight, if the algorithm wants it before the parameters are read again."""
+        """Combine what is in flight, if the algorithm requires that before the parameters are read again."""
         if self.exchanges.algorithm.before_forward:
             self._combine(range(len(self.buckets)))
 
     def _combine(self, indices: Sequence[int]) -> None:
         if is_in_backward() or self.error is not None:
-            return  # a checkpoint computes again what was computed with the values as they are
+            return  # a checkpoint recomputes what was computed with the present values
         if (backward := self._progress.backward) is not None and backward.is_under_way:
-            return  # in another thread: what it has sent already belongs to the next step
+            return  # in another thread: what it has already sent belongs to the next step
         with self._lock:
             for index in indices:
                 if self.exchanges.in_flight[index] is not None:
@@ -364,9 +372,9 @@ class StepEngine(Liveness, ABC):
 
     @torch.no_grad()
     def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
-        """Combine what is in flight, and go on with another topology, where this rank has another place. Local.
+        """Combine what is in flight, and continue with another topology and position. Local.
 
-        What the algorithm keeps begins anew.
+        The algorithm's state starts anew.
         """
         with self.fatal(), self._lock:
             for bucket in self.buckets:
@@ -378,12 +386,12 @@ class StepEngine(Liveness, ABC):
             self._order = StepOrder(self.exchanges)
 
     def drop_in_flight(self) -> None:
-        """Wait for what is in flight and forget it."""
+        """Await what is in flight and drop it."""
         with self.fatal():
             self.exchanges.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and what is in flight, awaited but not applied; training goes on as if nothing had been read."""
+        """Return step and messages in flight, awaited but not applied; training then continues unchanged."""
         self.settle()
         self.settle_late()
         with self.fatal():
@@ -399,7 +407,7 @@ class StepEngine(Liveness, ABC):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from a step and what was in flight then (no "exchanges": nothing); what was left out, in words."""
+        """Restore a step and its messages in flight, if "exchanges" is present; return what was left out, in words."""
         with self.fatal():
             self.exchanges.load_state_dict(state.get("exchanges"))
         self.frozen.load_state_dict(state.get("frozen"))
@@ -413,7 +421,7 @@ class StepEngine(Liveness, ABC):
         return load_algorithm_state(self.exchanges, state.get("algorithm"))
 
     def close(self) -> None:
-        """Remove the hooks; nothing can be trained any more. Local."""
+        """Remove the hooks; the model can no longer be trained. Local."""
         self._await_points.close()
         self._places.close()
         self._watch.close()

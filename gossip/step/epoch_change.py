@@ -1,4 +1,4 @@
-"""From one epoch of a model into the next: other ranks, another topology, and what belongs to these."""
+"""The transition of a model from one epoch to the next: other ranks, another topology, and what depends on them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Plan:
     Attributes
     ----------
     topology : Topology
-        Of as many ranks as the epoch has members.
+        A topology with as many ranks as the epoch has members.
     algorithm : Algorithm
-        Fitted to it.
+        The algorithm, bound to the topology.
     """
 
     topology: Topology
@@ -58,12 +58,12 @@ class Plan:
         compression: Compression,
         optimizers: tuple[Optimizer, ...],
     ) -> Plan:
-        """The same topology for so many ranks, with the algorithm and the compression of the arguments.
+        """Return the plan for ``world_size`` ranks, with the algorithm and the compression of the arguments.
 
         Raises
         ------
         ValueError, TypeError
-            It cannot serve so many, or not with these.
+            The topology cannot serve this number of ranks, or not with these.
         """
         resized = topology.resized(world_size)
         algorithm = resolve_algorithm(arguments.algorithm)
@@ -80,14 +80,16 @@ class EpochChange:
     Parameters
     ----------
     world : LivingWorld
+        The ranks that train.
     parts : Parts
-        Of the model, in its first epoch.
+        The parts of the model in its first epoch.
     arguments : Arguments
+        The wrapper's arguments.
 
     Attributes
     ----------
     epoch : Epoch
-        Whose topology the model exchanges along.
+        The epoch along whose topology the model exchanges.
     on_change : callable
         Called with every new topology and algorithm.
     """
@@ -100,29 +102,29 @@ class EpochChange:
         self._joined_at: int | None = None
 
     def begin(self) -> None:
-        """Be in the first epoch, or join the ranks that train."""
+        """Enter the first epoch, or join the ranks that train."""
         if self._world.is_alone:
             self._join(at_step_end=self._world.is_in_step)
         else:
             self._world.publish(self._parts.manifest)
         self._parts.engine.on_step_end = self.begin_step
         if not self._world.is_in_step:
-            # A rank that joins begins where its giver begins a step, with all done that comes between two steps; one
-            # that comes back does so within its loop, where its giver ends a step.
+            # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a
+            # rank that returns does so within its loop, where its giver ends a step.
             self._parts.engine.on_step_begin = partial(self._give, at_step_end=False)
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Be in the epoch of the step that comes next; waits while the ranks agree on one.
+        """Enter the epoch of the next step; waits while the ranks agree on one.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         step = self._step
         self._world.agreement.is_new &= self._parts.engine.step == self._joined_at
-        if self._world.is_joint:  # a checkpoint is being loaded: whoever does something together is in an epoch
+        if self._world.is_joint:  # a checkpoint is being loaded: ranks in a collective operation are in an epoch
             self._world.agreement.note_loaded(step)
             return
         try:
@@ -131,7 +133,7 @@ class EpochChange:
             self._come_back(lost)
             epoch = self._world.agreement.enter_step(self._step)
         if self._world.member not in epoch.members:
-            return  # it leaves: this was its last step
+            return  # this rank leaves: this was its last step
         current = self._world.epoch
         if epoch.number >= current.number and epoch.members != current.members:
             self._world.enter(epoch)
@@ -139,17 +141,17 @@ class EpochChange:
         self._give(at_step_end=True)
 
     def _give(self, *, at_step_end: bool) -> None:
-        """Give this rank's state to those who join, and have asked for it."""
+        """Give this rank's state to the joining ranks that have asked for it."""
         if newcomers := self._world.giver.asked_by(at_step_end=at_step_end):
             self._world.giver.give(newcomers, *flatten(self._state()))
 
     @property
     def _step(self) -> int:
-        """By which the ranks agree on epochs; always 0 where they do not make their steps together."""
+        """The step by which the ranks agree on epochs; always 0 if they do not make their steps together."""
         return self._parts.engine.step if self._world.is_in_step else 0
 
     def catch_up(self) -> None:
-        """Exchange along the topology of the epoch in which all ranks do things together, if it may begin. Local."""
+        """Exchange along the topology of the epoch of collective operations, if it may begin. Local."""
         epoch = self._world.epoch
         if not epoch.has_first_steps or self._step >= epoch.first_step:
             self._follow(epoch)
@@ -160,9 +162,9 @@ class EpochChange:
         Raises
         ------
         ExchangeError
-            This rank cannot go on, or nobody agrees.
+            This rank cannot continue, or no other rank agrees.
         GossipError
-            Too few would be left.
+            Too few ranks would remain.
         """
         engine = self._parts.engine
         last = self._world.agreement.leave()
@@ -170,21 +172,21 @@ class EpochChange:
             engine.end_step()
 
     def _join(self, *, at_step_end: bool) -> None:
-        """Become a rank of a training that is under way, with the parameters and the optimizer's state of one of its.
+        """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
 
-        They are those at the end of a step, or else at the beginning of one.
+        The state is that at the end of a step, or otherwise at the beginning of one.
 
         Raises
         ------
         ExchangeError
-            There is nobody to join, or this rank is not admitted.
+            There is no rank to join, or this rank is not admitted.
         ManifestError
-            This rank has built something else than the others.
+            This rank has built something different from the others.
         """
         world, engine = self._world, self._parts.engine
         if engine.updater.scaler is not None:
             raise ValueError(
-                f"scaler: rank {world.member} joins a training, whose loss scale it would have to know while it "
+                f"scaler: rank {world.member} joins a training whose loss scale it would have to know while it "
                 "changes; train in bfloat16 or float32 where ranks may join, or without restart=..."
             )
         check_manifest(world.published(), self._parts.manifest, world.member)
@@ -205,9 +207,9 @@ class EpochChange:
                 if time.monotonic() > deadline:
                     raise ExchangeError(
                         f"rank {world.member}: joining: whenever this rank asked within {patience_s:g} s, the others "
-                        "were doing something together, or had done so since it was given its state"
+                        "were in a collective operation, or had completed one since this rank was given its state"
                     )
-                time.sleep(_PAUSE_S)  # each attempt holds the others up for a moment
+                time.sleep(_PAUSE_S)  # each attempt delays the others for a moment
         if world.is_in_step:
             engine.step = epoch.first_step
         self.epoch = Epoch(-1, (world.member,))
@@ -216,38 +218,38 @@ class EpochChange:
         )
 
     def _come_back(self, lost: ExchangeError) -> None:
-        """Join the ranks that went on without this one, as soon as they can be reached.
+        """Join the ranks that continued without this one, as soon as they can be reached.
 
         Raises
         ------
         ExchangeError
-            ``lost``, if it is not to; or it could not in time.
+            ``lost``, if this rank is not to rejoin; or it could not in time.
         """
         limit_s, engine, world = self._arguments.partition_timeout_s, self._parts.engine, self._world
         if limit_s is None:
             raise lost
-        logger.warning("{}; it tries to join them again, without training, for {:g} s at most", lost, limit_s)
+        logger.warning("{}; this rank tries to rejoin them, without training, for at most {:g} s", lost, limit_s)
         deadline = time.monotonic() + limit_s
-        world.mesh.cut_all("this rank is about to join again")
+        world.mesh.cut_all("this rank is about to rejoin")
         engine.drop_in_flight()
         engine.on_step_end = None
         while True:
             try:
                 world.come_back()
                 self._join(at_step_end=True)
-                world.agreement.is_new = False  # what comes after this step it does with the others
+                world.agreement.is_new = False  # what follows this step is done with the others
                 break
-            except (ExchangeError, RuntimeError) as error:  # the latter of a store that cannot be reached
+            except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
                 has_ended = isinstance(error, NothingToJoinError)
                 if has_ended or time.monotonic() > deadline:
                     within = "" if has_ended else f" within partition_timeout={limit_s:g} s"
-                    raise ExchangeError(f"{lost}; it could not join them again{within}: {error}") from error
+                    raise ExchangeError(f"{lost}; this rank could not rejoin them{within}: {error}") from error
             time.sleep(_PAUSE_S)
         engine.on_step_end = self.begin_step
         engine.rank = world.member
 
     def _state(self) -> dict[str, Any]:
-        """What one that joins takes over: nothing that belongs to edges, or that this rank's own data have made."""
+        """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
         engine = self._parts.engine
         return {
             **module_state(engine.module),
@@ -310,7 +312,7 @@ class EpochChange:
         changes = {"lost": lost, "left": left, "joined": joined}
         logger.log(
             "WARNING" if lost else "INFO",
-            "step {}: {} ranks go on, {}, with topology {}; {}",
+            "step {}: {} ranks continue, {}, with topology {}; {}",
             self._parts.engine.step,
             len(self.epoch.members),
             in_words(self.epoch.members),
@@ -320,7 +322,7 @@ class EpochChange:
 
 
 def follow_epochs(model: Any, parts: Parts, arguments: Arguments, world: World) -> EpochChange:
-    """Let a model go on when ranks are lost, leave and join; join them, if this rank is one that does. Collective."""
+    """Let a model continue when ranks are lost, leave or join; if this rank is to join, join the others. Collective."""
     change = EpochChange(world, parts, arguments)
     reference = weakref.ref(model)
 

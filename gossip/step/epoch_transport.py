@@ -1,4 +1,4 @@
-"""What carries the messages of ranks that may be lost, in one epoch after the other."""
+"""The transport for ranks that may be lost, in successive epochs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ def make_epoch_transport(
     members: Sequence[int] | None = None,
     before: Transport | None = None,
 ) -> Transport:
-    """The transport of an epoch.
+    """Return the transport of an epoch.
 
     Parameters
     ----------
     world : LivingWorld
+        The ranks.
     schedule : Topology
-        The rounds that steps end with, of as many ranks as the epoch has members.
+        The rounds that end the steps, for as many ranks as the epoch has members.
     algorithm : Algorithm
+        The algorithm.
     compression : Compression
+        The compression.
     soft_deadline_s : float or None
+        How long a step waits for a message.
     members : sequence of int, optional
-        Of the epoch; by default of the first one.
+        The members of the epoch; by default of the first one.
     before : Transport, optional
-        That of the epoch before.
+        The transport of the previous epoch.
     """
     assert isinstance(world, LivingWorld)
     if isinstance(algorithm, Asynchronous):

@@ -1,4 +1,4 @@
-"""The exchanges of one model: what is in flight, and how it gets into the values; of one rank, or of all at once."""
+"""The exchanges of one model, on one rank or on all at once: what is in flight, and how it enters the values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gossip.errors import GossipError
 from topologies import Round, Topology
 
 CHANNEL_STRIDE = 2**16
-"""Codecs and messages of a bucket's further channels are numbered from here on: far more than there are buckets."""
+"""The distance in numbering between a bucket's channels, in codecs and messages; far above the number of buckets."""
 
 
 @runtime_checkable
 class UsesExchange(Protocol):
-    """An optimizer that wants to see what was communicated, before it is mixed in."""
+    """An optimizer that is shown what was communicated, before it is mixed in."""
 
     def pre_average_hook(
         self,
@@ -33,32 +33,34 @@ class UsesExchange(Protocol):
         round_: Round,
         round_index: int,
     ) -> None:
-        """Called for every bucket, once all its messages are there and before they are combined. Local.
+        """React to the messages of a bucket, when all have arrived and before they are combined. Local.
 
         Parameters
         ----------
         parameters : sequence of Parameter
-            Those of this optimizer in the bucket, as they are now.
+            The parameters of this optimizer in the bucket, as they are now.
         sent, mixed : sequence of Tensor
             For each of them, in its shape: what this rank sent, and ``sum_j W[i, j]`` times what rank j sent, in the
-            dtype of accumulation. To be read, not written.
+            accumulation dtype. Read-only.
         round_ : Round
             The round in which they were sent.
         round_index : int
-            Its index.
+            The index of the round.
         """
 
 
 @dataclass
 class InFlight(ABC):
-    """One bucket's messages of a round, with all that belongs to them: they travel together.
+    """One bucket's messages of a round, with everything that belongs to them.
 
     Attributes
     ----------
     round : Round
+        The round.
     round_index : int
+        The index of the round.
     sent : dict of str to list of Tensor
-        By channel: what was sent, for each view of the bucket; of channels whose messages are tensors.
+        By channel: what was sent, for each view of the bucket; only for channels whose messages are single tensors.
     """
 
     round: Round
@@ -67,34 +69,36 @@ class InFlight(ABC):
 
     @abstractmethod
     def differences(self) -> dict[str, list[torch.Tensor]]:
-        """Wait for it, once: by channel, what is to be added, for each view of the bucket."""
+        """Wait, once, and return by channel what is to be added, for each view of the bucket."""
 
 
 AnyInFlight = TypeVar("AnyInFlight", bound=InFlight)
 AnyMeter = TypeVar("AnyMeter")
-"""What a step costs is counted in it."""
+"""The type in which the cost of a step is counted."""
 
 
 class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
-    """Sends buckets to the peers and combines what comes back.
+    """Sends buckets to the peers and combines what arrives.
 
-    This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, how it is
-    combined. How the messages travel and how their sum is made is the subclass's.
+    This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, and how it is
+    combined. Subclasses determine how messages travel and how they are summed.
 
     Parameters
     ----------
     optimizers : sequence of Optimizer
-        Those with a ``pre_average_hook`` see every exchange, see :class:`UsesExchange`.
+        The optimizers; those with a ``pre_average_hook`` are shown every exchange, see :class:`UsesExchange`.
     topology : Topology
-        The rounds that steps end with.
+        The rounds that end the steps.
     algorithm : Algorithm
+        The algorithm.
     compression : Compression
-        Of parameters, and of what the algorithm sends with them. Buffers and numbers are sent as they are.
+        The compression of parameters, and of what the algorithm sends with them. Buffers and numbers are not
+        compressed.
 
     Attributes
     ----------
     in_flight : list of InFlight or None
-        By bucket.
+        The messages in flight, by bucket.
     """
 
     def __init__(
@@ -111,53 +115,53 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     @abstractmethod
     def views(self, index: int) -> Sequence[BucketView]:
-        """A bucket's values and state: one view at a rank, one for each device of virtual workers."""
+        """Return a bucket's values and state: one view on a rank, one per device of virtual workers."""
 
     @abstractmethod
     def holds_parameters(self, index: int) -> bool:
-        """Whether it is a bucket of parameters; else of buffers, which are only mixed."""
+        """Return whether it is a bucket of parameters; the alternative is a bucket of buffers, which are only mixed."""
 
     @abstractmethod
     def _takes_part(self, round_: Round) -> bool:
-        """Whether anybody here has a peer in it."""
+        """Return whether any rank here has a peer in the round."""
 
     @abstractmethod
     def _start(
         self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: AnyMeter
     ) -> AnyInFlight:
-        """Begin to exchange each view's messages, by channel."""
+        """Start to exchange the messages of each view, by channel."""
 
     @abstractmethod
     def _accepted(
         self, index: int, in_flight: AnyInFlight, meter: AnyMeter
     ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
-        """Wait; then what has arrived, view by view or part by part, without what is refused as it is not finite.
+        """Wait, then yield what has arrived, view by view or part by part; nothing if a message is not finite.
 
-        Nothing is mixed then, as if the peers had not been there.
+        In that case nothing is mixed, as if the peers had been absent.
 
         Raises
         ------
         ExchangeError
             The messages did not arrive.
         GossipError
-            What a rank itself sent was not finite.
+            What this rank itself sent was not finite.
         """
 
     @abstractmethod
     def _written(self, index: int) -> None:
-        """Called when a bucket's values have been changed."""
+        """React to a change of a bucket's values."""
 
     @abstractmethod
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor of what belongs to each view, for a checkpoint; a copy."""
+        """Return a single tensor, copied, of what belongs to each view, for a checkpoint."""
 
     @abstractmethod
     def dealt(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """What belongs to each view, of what :meth:`joined` made; copies where there are several."""
+        """Split what :meth:`joined` made by view; copies if there are several views."""
 
     @abstractmethod
     def names(self, index: int) -> Sequence[str]:
-        """Of the parameters in a bucket."""
+        """Return the names of the parameters in a bucket."""
 
     # ------------------------------------------------------------------ policy
 
@@ -166,51 +170,51 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         return self.algorithm.compression or self._compression if is_compressed else Uncompressed()
 
     def _channels(self, index: int) -> tuple[str, ...]:
-        """What a bucket's exchange consists of."""
+        """Return the channels of a bucket's exchange."""
         algorithm = self.algorithm
         return (*algorithm.sends, *algorithm.numbers) if self.holds_parameters(index) else (VALUES,)
 
     def _edges(self, index: int, channel: str, round_: Round) -> Round:
-        """Those of a bucket's channel."""
+        """Return the edges of one channel of a bucket."""
         return self.algorithm.channel_round(channel, round_) if self.holds_parameters(index) else round_
 
     def _is_in(self, round_: Round, rank: int) -> bool:
-        """Whether something arrives at a rank in a round."""
+        """Return whether anything arrives at a rank in a round."""
         return bool(round_.peers(rank)) or (self.algorithm.steps_alone and not round_.is_identity)
 
     def _begin(self, view: BucketView) -> None:
-        """Let the algorithm fill a bucket's state.
+        """Let the algorithm initialise a bucket's state.
 
         Raises
         ------
         ValueError
-            What it sends is not what it says.
+            What the algorithm sends differs from what it declares.
         """
         self.algorithm.begin(view)
         name, sends, made = self.algorithm.describe(), set(self.algorithm.sends), set(self.algorithm.message(view))
         if VALUES not in sends or sends != made:
             raise ValueError(
-                f"algorithm {name} has sends={sorted(sends)}, and its message() gives {sorted(made)}; both must name "
+                f"algorithm {name} has sends={sorted(sends)}, but its message() returns {sorted(made)}; both must name "
                 f"the same channels, {VALUES!r} among them"
             )
 
     def _like(self, view: BucketView, channel: str) -> torch.Tensor:
-        """A tensor like the messages of a channel."""
+        """Return a tensor like the messages of a channel."""
         if channel in view.numbers:
             return view.numbers[channel]
         return view.values if channel == VALUES else view.zeros()
 
     def is_due(self, index: int, step: int) -> bool:
-        """Whether step ``step`` ends with an exchange of a bucket in which somebody here has a peer."""
+        """Return whether step ``step`` ends with an exchange of the bucket in which a rank here has a peer."""
         return self.algorithm.is_exchanged(index, step) and self._takes_part(self._topology.round(step))
 
     def send(self, index: int, step: int, meter: AnyMeter) -> None:
-        """Start round ``step`` of a bucket; nothing happens in a round in which nobody here has a peer.
+        """Start round ``step`` of a bucket; does nothing in a round in which no rank here has a peer.
 
         Raises
         ------
         GossipError
-            The bucket's messages of an earlier round have not been combined yet: they would be lost.
+            The bucket's messages of an earlier round have not been combined yet, and would be lost.
         """
         if not self.is_due(index, step):
             return
@@ -218,7 +222,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             raise GossipError(
                 f"step {step}, bucket {index}: algorithm {self.algorithm.describe()} exchanges again before the "
                 f"messages of round {earlier.round_index}, which have {self.algorithm.overlap} steps, are combined; "
-                "make its overlap shorter, or its exchanges rarer"
+                "reduce its overlap, or exchange less often"
             )
         round_ = self._topology.round(step)
         messages: dict[str, list[torch.Tensor]] = {channel: [] for channel in self._channels(index)}
@@ -235,14 +239,14 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             self.combine_(index, meter)
 
     def combine_(self, index: int, meter: AnyMeter) -> None:
-        """Wait for what is in flight for a bucket, if anything is, and combine it.
+        """Await what is in flight for a bucket, if anything is, and combine it.
 
         Raises
         ------
         ExchangeError
             The messages did not arrive.
         GossipError
-            What a rank itself sent was not finite.
+            What this rank itself sent was not finite.
         """
         in_flight, self.in_flight[index] = self.in_flight[index], None
         if in_flight is None:
@@ -276,13 +280,13 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                     )
 
     def averaged(self) -> None:
-        """Tell the algorithm that the values have become the mean over ranks."""
+        """Notify the algorithm that the values have become the mean over ranks."""
         for index in range(len(self.in_flight)):
             for view in self.views(index) if self.holds_parameters(index) else ():
                 self.algorithm.averaged(view)
 
     def drop(self) -> None:
-        """Wait for what is in flight and forget it."""
+        """Await what is in flight and drop it."""
         for index, in_flight in enumerate(self.in_flight):
             if in_flight is not None:
                 in_flight.differences()
@@ -290,13 +294,13 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether any bucket waits for messages."""
+        """Whether any bucket awaits messages."""
         return any(in_flight is not None for in_flight in self.in_flight)
 
     def weights(self) -> dict[str, list[torch.Tensor]]:
-        """By what each parameter's values are weighted in a mean over ranks, for each view, [..., 1]; empty: all alike.
+        """Return the weights of parameters in a mean over ranks, for each view, [..., 1]; empty if all are equal.
 
-        Over ranks they add up to the number of ranks.
+        Over ranks they sum to the number of ranks.
         """
         number = self.algorithm.weighs_by
         if number is None:
@@ -310,5 +314,5 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
 
 def row_sum(round_: Round, rank: int) -> float:
-    """Of a row of W: the whole weight of what a rank mixes."""
+    """Return the sum of a row of W, the total weight of what a rank mixes."""
     return round_.self_weight(rank) + sum(round_.neighbours(rank).values())

@@ -1,4 +1,4 @@
-"""The hooks by which a model learns that parameters have their gradients."""
+"""The hooks by which a model learns that the gradients of its parameters are complete."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GradientHook = Callable[[torch.Tensor], None]
 
 
 class GradientHooks:
-    """One for every parameter that is in a bucket.
+    """One hook for every parameter that is in a bucket.
 
     Parameters
     ----------
     make_hook : callable
-        Makes the hook of a parameter from its bucket's index and its place in the bucket.
+        Makes the hook of a parameter from the index of its bucket and its place in the bucket.
     """
 
     def __init__(self, make_hook: Callable[[int, int], GradientHook]) -> None:
@@ -26,22 +26,22 @@ class GradientHooks:
         self._handles: dict[tuple[int, int], RemovableHandle] = {}
 
     def add(self, buckets: Iterable[AnyBucket]) -> None:
-        """Give a hook to all parameters of these buckets."""
+        """Register hooks for all parameters of these buckets."""
         for bucket in buckets:
             for place, parameter in enumerate(bucket.parameters):
-                requires_grad = parameter.requires_grad  # not if a checkpoint says that it is exchanged
+                requires_grad = parameter.requires_grad  # False if only a checkpoint requires it to be exchanged
                 parameter.requires_grad_(True)
                 hook = self._make_hook(bucket.index, place)
                 self._handles[bucket.index, place] = parameter.register_post_accumulate_grad_hook(hook)
                 parameter.requires_grad_(requires_grad)
 
     def are_followed(self, parameter: torch.Tensor, index: int, place: int) -> bool:
-        """Whether hooks that were registered later are still to be called for the gradient that has just come."""
+        """Return whether hooks that were registered later are still to be called for the newest gradient."""
         hooks = parameter._post_accumulate_grad_hooks
         return bool(next(reversed(hooks)) != self._handles[index, place].id)
 
     def close(self) -> None:
-        """Remove them. Local."""
+        """Remove the hooks. Local."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""What all ranks do together with their models between steps; if one is lost meanwhile, the others do it again."""
+"""Collective operations on models between steps, which the remaining ranks repeat if a rank is lost."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _Result = TypeVar("_Result")
 
 
 class JointWork:
-    """What the ranks of one model do together between its steps. Collective, but for the construction.
+    """The collective operations of one model between its steps. Only construction is local.
 
     Parameters
     ----------
     module : Module
+        The module that is trained.
     engine : StepEngine
+        Makes the steps.
     world : World
+        The ranks.
 
     Attributes
     ----------
     catch_up : callable
-        Called at the beginning of each, and before each is done again by the ranks that are left.
+        Called before each operation, and before the remaining ranks repeat it.
     """
 
     def __init__(self, module: nn.Module, engine: StepEngine, world: World) -> None:
@@ -40,11 +43,11 @@ class JointWork:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Of the parameters that are exchanged, in launch order."""
+        """The buckets of the parameters that are exchanged, in launch order."""
         return [bucket for bucket in self._engine.buckets if isinstance(bucket, Bucket)]
 
     def jointly(self, operation: Callable[[], _Result]) -> _Result:
-        """What ``operation`` gives, with the ranks that are left."""
+        """Return the result of ``operation``, carried out with the remaining ranks."""
 
         def catch_up_and_operate() -> _Result:
             self.catch_up()
@@ -53,7 +56,7 @@ class JointWork:
         return self._world.jointly(catch_up_and_operate)
 
     def average(self) -> None:
-        """See :meth:`gossip.GossipDataParallel.global_avg`."""
+        """Implement :meth:`gossip.GossipDataParallel.global_avg`."""
         engine = self._engine
         check_evaluated(engine.updater.optimizers, "global_avg()")
         self._begin()
@@ -76,7 +79,7 @@ class JointWork:
 
     @contextlib.contextmanager
     def averaged(self, recalibrate: Iterable[Any] | None) -> Iterator[None]:
-        """See :meth:`gossip.GossipDataParallel.averaged`."""
+        """Implement :meth:`gossip.GossipDataParallel.averaged`."""
         engine = self._engine
         self._begin()
         with contextlib.ExitStack() as before:
@@ -103,11 +106,12 @@ class JointWork:
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """See :meth:`gossip.GossipDataParallel.join`."""
+        """Implement :meth:`gossip.GossipDataParallel.join`."""
         engine = self._engine
         engine.check_between_steps()
         if engine.exchanges.algorithm.is_asynchronous:
-            yield  # nobody waits for another one's steps; who has left averages with whoever asks it
+            # No rank waits for another's steps; a rank that has left the block still averages with ranks that ask it.
+            yield
             with engine.fatal():
                 self.jointly(lambda: None)
             return
@@ -123,13 +127,13 @@ class JointWork:
                 while flag.wait():
                     engine.end_step()
                     flag.say(False)
-                self.jointly(lambda: None)  # what is said in the next block is about later steps
+                self.jointly(lambda: None)  # what the flag says in the next block concerns later steps
         finally:
             engine.on_step_begin, engine.is_in_join = outer, False
             flag.close()
 
     def distance(self) -> tuple[float, float]:
-        """See :meth:`gossip.GossipDataParallel.consensus_distance`."""
+        """Implement :meth:`gossip.GossipDataParallel.consensus_distance`."""
         engine = self._engine
         self._begin()
 
@@ -160,10 +164,10 @@ class JointWork:
 
 
 def settle(engine: StepEngine, world: World) -> None:
-    """Combine what came late, and what the algorithm wants combined, before the ranks do something together."""
+    """Combine late messages, and those that the algorithm wants combined, before a collective operation."""
     engine.settle()
     engine.settle_late()
     if engine.exchanges.algorithm.is_asynchronous:
-        # Once all are here nobody asks for an average any more, and what was asked of this rank is there.
+        # Once all ranks are here, none asks for an average any more, and what was asked of this rank has arrived.
         world.gather_bytes(b"", "waiting until all averages of two ranks are made")
         engine.settle_late()

@@ -1,4 +1,4 @@
-"""Whether a model can go on: after errors, after backward passes that died, beside other threads."""
+"""Checks whether a model can continue: after errors, after backward passes that died, alongside other threads."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ _LETTING_GO = timedelta(milliseconds=100)
 
 
 class Liveness:
-    """What an engine checks before anything is done with its model, from whichever thread.
+    """What an engine checks before anything is done with its model, in any thread.
 
     Attributes
     ----------
     rank : int
+        This rank, for error texts.
     step : int
-        Number of steps made; also the index of the next round.
+        The number of steps made, which is also the index of the next round.
     buckets : list of Bucket or BufferBucket
+        The buckets that are exchanged.
     updater : Updater
+        Applies the optimizers.
     is_averaged : bool
-        Whether the buckets hold the global average for a while.
+        Whether the buckets temporarily hold the global average.
     is_in_join : bool
-        Whether ranks may be at different steps for a while.
+        Whether ranks may temporarily be at different steps.
     error : BaseException or None
-        What ended the training on this rank: the ranks are no longer in step.
+        The error that ended training on this rank, so that the ranks are no longer in step.
     is_parents : bool
         Whether this process was forked from the one that trains.
     """
@@ -52,20 +55,20 @@ class Liveness:
     _lock: threading.RLock  # held against forward passes in other threads
 
     def check_alive(self) -> None:
-        """Raise if this rank cannot go on: after an error, or after a backward pass that died half-way."""
+        """Raise if this rank cannot continue, after an error or after a backward pass that died half-way."""
         if self.error is not None:
             raise GossipError(
-                f"rank {self.rank}: no training or averaging after: {str(self.error) or repr(self.error)}"
+                f"rank {self.rank}: cannot train or average after: {str(self.error) or repr(self.error)}"
             ) from self.error
         self._recover_from_dead_backward()
 
     def check_between_steps(self) -> None:
-        """Raise if this is no moment for what all ranks do together: an average, a checkpoint."""
+        """Raise if this is not a point for a collective operation such as an average or a checkpoint."""
         self.check_usable()
         if self._progress.stepped:
             raise GossipError(
-                f"rank {self.rank}: step {self.step} is half made: {len(self._progress.stepped)} of "
-                f"{len(self.updater.optimizers)} optimizers were stepped; step the others first"
+                f"rank {self.rank}: step {self.step} is in progress: {len(self._progress.stepped)} of "
+                f"{len(self.updater.optimizers)} optimizers have been stepped; step the others first"
             )
         if self.is_in_join:
             raise GossipError(
@@ -86,7 +89,7 @@ class Liveness:
             self.check_alive()
             if self._progress.backward is not None:
                 raise GossipError(
-                    f"rank {self.rank}: step {self.step}: a backward pass is under way in another thread; wait until "
+                    f"rank {self.rank}: step {self.step}: a backward pass is running in another thread; wait until "
                     "it has ended"
                 )
         if self.is_averaged:
@@ -96,9 +99,9 @@ class Liveness:
             )
 
     def leave_to_parent(self) -> None:
-        """See :class:`gossip.communication.forks.Inherited`."""
+        """Implement :class:`gossip.communication.forks.Inherited`."""
         self.is_parents = True
-        self._lock = threading.RLock()  # another thread may have held it
+        self._lock = threading.RLock()  # another thread may have held the old one
 
     def _recover_from_dead_backward(self) -> None:
         progress = self._progress
@@ -106,11 +109,11 @@ class Liveness:
             return
         with self._lock:
             if progress is not self._progress or progress.backward is not backward:
-                return  # it had ended as it should, or another thread has been here
+                return  # it ended normally, or another thread has handled it
             self._drop_dead_step()
 
     def _drop_dead_step(self) -> None:
-        """Begin anew the step whose backward pass has died."""
+        """Restart the step whose backward pass died."""
         progress = self._progress
         if progress.num_launched:
             with self.fatal():
@@ -129,7 +132,7 @@ class Liveness:
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
-        """An error inside the block ends this model's training: the ranks are no longer in step."""
+        """End this model's training on an error inside the block, because the ranks are no longer in step."""
         try:
             yield
         except EpochEndedError:

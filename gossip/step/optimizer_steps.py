@@ -1,4 +1,4 @@
-"""Steps that are made where their owner calls ``optimizer.step()``."""
+"""Steps that are made where the user calls ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossip.step.engine import StepEngine
 
 
 class OptimizerSteps(StepEngine):
-    """Backward passes only accumulate gradients; all optimizers of a model make one step together."""
+    """Backward passes only accumulate gradients; all optimizers of a model together make one step."""
 
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         self.check_usable()
@@ -24,8 +24,8 @@ class OptimizerSteps(StepEngine):
             if any(stepped is optimizer for stepped in progress.stepped):
                 raise GossipError(
                     f"rank {self.rank}: step {self.step}: {type(optimizer).__name__}.step() was called twice, but not "
-                    "every optimizer once; all optimizers of a model make one step together: step each of them once, "
-                    "or wrap the parts of the model apart"
+                    "every optimizer once; all optimizers of a model together make one step: step each of them once, "
+                    "or wrap the parts of the model separately"
                 )
             if not progress.stepped:
                 self._begin_step()

@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers send it before they take a machine away: this rank leaves the others before it ends."""
+"""SIGTERM, which schedulers send before they reclaim a machine: this rank leaves the others before it exits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from gossip.communication import daemon_threads
 from gossip.errors import GossipError
 from gossip.step.engine import StepEngine
 
-#: Whose next forward pass does not come within this time ends without having left.
+#: A process whose next forward pass does not start within this time exits without having left.
 PATIENCE = timedelta(seconds=30)
 EXIT_STATUS = 128 + signal.SIGTERM
 
 
 class Preemption:
-    """Leaves before the next forward pass after a SIGTERM, and ends the process with status 143.
+    """Leaves before the next forward pass after a SIGTERM, and exits with status 143.
 
-    It is installed in the main thread only, and only where nobody else has a handler.
+    It is installed in the main thread only, and only if SIGTERM has no other handler.
 
     Parameters
     ----------
     engine : StepEngine
+        Makes the steps.
     leave : callable
         Leaves and closes the model.
     """
@@ -50,12 +51,13 @@ class Preemption:
 
     def _remove(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) == self._on_signal:  # or another one is asked first by now
+        # Unless another handler has been installed since.
+        if is_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         engine = self._engine()
-        if engine is None or engine.error is not None or engine.is_parents:  # there is nobody to be left
+        if engine is None or engine.error is not None or engine.is_parents:  # there are no other ranks to leave
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -67,11 +69,11 @@ class Preemption:
         engine = self._engine()
         if not self._is_due or engine is None or engine.is_averaged:
             return
-        logger.warning("rank {}: SIGTERM: leaves at step {}", engine.rank, engine.step)
+        logger.warning("rank {}: SIGTERM: leaving at step {}", engine.rank, engine.step)
         try:
             self._leave()
         except GossipError as error:
-            logger.error("rank {}: ends without having left: {}", engine.rank, error)
+            logger.error("rank {}: exiting without having left: {}", engine.rank, error)
         self._has_left.set()
         raise SystemExit(EXIT_STATUS)
 

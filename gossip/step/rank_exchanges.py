@@ -33,21 +33,21 @@ AnyBucket = Bucket | BufferBucket
 
 @dataclass
 class RankInFlight(InFlight):
-    """One bucket's messages under way.
+    """One bucket's messages in flight.
 
     Attributes
     ----------
     exchanges : dict of str to Exchange
-        By channel.
+        The exchanges, by channel.
     launched_at : float
-        ``time.perf_counter()``.
+        The time of launch, from ``time.perf_counter()``.
     kinds : dict of str to (torch.Size, torch.dtype, torch.device)
-        By channel, of a difference.
+        Shape, dtype and device of a difference, by channel.
     bytes_counted : Counter
-        Of the exchanges' ``bytes_by_peer``, what some step's costs contain already.
+        The part of the exchanges' ``bytes_by_peer`` that the cost of some step already contains.
     surplus : float
-        By how much the weights that this rank gives to all messages, its own included, exceed 1: what codecs make of
-        messages takes them for 1.
+        By how much the weights that this rank gives to all messages, its own included, exceed 1; codecs assume that
+        they sum to 1.
     """
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RankInFlight(InFlight):
         return {channel: [difference] for channel, difference in self._differences.items()}
 
     def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
-        """What arrived in a channel as a whole, a copy; zeros where nothing did."""
+        """Return everything that arrived in a channel, as a copy; zeros if nothing did."""
         parts = [part.clone() for _, part in arrival.parts]
         if parts:
             return torch.cat(parts)
@@ -75,7 +75,7 @@ class RankInFlight(InFlight):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for it; round, differences and what was sent, by channel; copies."""
+        """Wait, and return copies of the round, and of the differences and the sent messages by channel."""
         return {
             "round": self.round_index,
             "differences": {channel: rows[0].clone() for channel, rows in self.differences().items()},
@@ -84,7 +84,7 @@ class RankInFlight(InFlight):
 
     @classmethod
     def known(cls, round_: Round, saved: Mapping[str, Any]) -> RankInFlight:
-        """What :meth:`state_dict` gave, as an exchange whose outcome is known already."""
+        """Return what :meth:`state_dict` returned as an exchange whose outcome is already known."""
         sent = {channel: [message] for channel, message in saved["sent"].items()}
         exchanges: dict[str, Exchange] = {
             channel: Known(difference) for channel, difference in saved["differences"].items()
@@ -92,13 +92,13 @@ class RankInFlight(InFlight):
         return cls(round_, saved["round"], sent, exchanges, time.perf_counter())
 
     def arrivals(self) -> dict[str, Arrival]:
-        """Wait for it; what came, bit by bit, by channel."""
+        """Wait, and return what arrived, piece by piece, by channel."""
         if self._differences is None and not self.surplus:
             return {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
         return {channel: whole(difference) for channel, (difference,) in self.differences().items()}
 
     def count_bytes(self, meter: Meter) -> None:
-        """Add to a step's costs what has been sent since the last call."""
+        """Add what has been sent since the last call to the cost of a step."""
         sent: Counter[int] = Counter()
         for exchange in self.exchanges.values():
             sent.update(exchange.bytes_by_peer)
@@ -110,7 +110,7 @@ class RankInFlight(InFlight):
 
 @dataclass
 class Known:
-    """An exchange whose outcome is known already, from a checkpoint."""
+    """An exchange whose outcome is already known, from a checkpoint."""
 
     difference: torch.Tensor
     bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
@@ -121,30 +121,35 @@ class Known:
 
 
 def whole(difference: torch.Tensor) -> Arrival:
-    """What came, known as a whole; ``difference`` stays as it is."""
+    """Return an arrival of a known difference; ``difference`` itself is not changed."""
     parts = ((part, difference[part].clone()) for part in chunks(difference.numel(), difference.device))
     return Arrival(parts, finite_on_host([difference]))
 
 
 class RankExchanges(Exchanges[RankInFlight, Meter]):
-    """Those of one rank.
+    """The exchanges of one rank.
 
     Parameters
     ----------
     buckets : sequence of Bucket or BufferBucket
-        By index.
+        The buckets, by index.
     optimizers : sequence of Optimizer
+        The optimizers.
     topology : Topology
+        The rounds that end the steps.
     transport : Transport or None
-        None in a world of one.
+        The transport; None in a world of one.
     algorithm : Algorithm
+        The algorithm.
     compression : Compression
+        The compression.
     rank : int
+        This rank in the topology.
 
     Attributes
     ----------
     codecs : list of dict of str to Codec
-        By bucket, and then by channel; none in a world of one.
+        The codecs, by bucket and then by channel; empty in a world of one.
     """
 
     def __init__(
@@ -167,7 +172,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         self.add(buckets)
 
     def add(self, buckets: Sequence[AnyBucket]) -> None:
-        """Exchange these too, from the round of this step on. Local, on all ranks before the same step."""
+        """Exchange these buckets too, from the round of this step on. Local; on all ranks before the same step."""
         self._buckets += buckets
         self.in_flight += [None] * len(buckets)
         for bucket in buckets:
@@ -199,16 +204,16 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return codecs
 
     def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
-        """Exchange along another topology, where this rank has another place, from the next step on. Local.
+        """Exchange along another topology, where this rank has another position, from the next step on. Local.
 
-        With nothing in flight; codecs begin anew.
+        Nothing may be in flight; codecs start anew.
         """
         self._topology, self.transport, self.algorithm, self._rank = topology, transport, algorithm, rank
         for view in self._views:
             view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
         self.codecs = self._make_codecs(self._buckets)
 
-    # ------------------------------------------------------------------ what comes late
+    # ------------------------------------------------------------------ late messages
 
     def combine_(self, index: int, meter: Meter) -> None:
         super().combine_(index, meter)
@@ -221,12 +226,12 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 self.transport.drop(index)
 
     def combine_late(self, meter: Meter) -> None:
-        """Wait for all messages that steps did not wait for, and combine them.
+        """Await all messages that steps did not wait for, and combine them.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         for index in range(len(self._buckets)):
             self._combine_late(index, meter, waits=True)
@@ -239,14 +244,14 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 self._written(index)
             else:
                 logger.warning(
-                    "rank {}: step {}, bucket {}: a message that came late is not finite and is refused",
+                    "rank {}: step {}, bucket {}: a late message is not finite and is refused",
                     self._rank,
                     round_index + 1,
                     index,
                 )
                 meter.num_refused += 1
 
-    # ------------------------------------------------------------------ what the policy asks for
+    # ------------------------------------------------------------------ hooks of the policy
 
     def views(self, index: int) -> Sequence[BucketView]:
         return self._views[index : index + 1]
@@ -293,7 +298,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             self._show(index, in_flight)
             if not all(arrival.is_finite for arrival in arrivals.values()):
                 for arrival in arrivals.values():
-                    collections.deque(arrival.parts, maxlen=0)  # codec and transport must not miss it
+                    collections.deque(arrival.parts, maxlen=0)  # codec and transport rely on the iteration
                 self._refuse(index, in_flight, meter)
                 return
             squares: float | torch.Tensor = 0.0
@@ -302,10 +307,10 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             for part, got in _pieces(in_flight, arrivals, sent):
                 square = _squared_norm(got[VALUES].difference)
                 if not isinstance(square, torch.Tensor) and not math.isfinite(square):
-                    self._refuse(index, in_flight, meter)  # this rank's own message: all others are finite
+                    self._refuse(index, in_flight, meter)  # it is this rank's own message: all others are finite
                 squares = squares + square
                 yield view if part is None else view.part(part), got
-            if self.transport is None or not self.transport.publishes:  # else it is of any number of ranks
+            if self.transport is None or not self.transport.publishes:  # otherwise it involves any number of ranks
                 meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
 
     def _written(self, index: int) -> None:
@@ -323,10 +328,11 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     # ------------------------------------------------------------------ saving
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight, awaited but not applied, and the codecs' states; copies. By bucket.
+        """Return copies of what is in flight, awaited but not applied, and of the codecs' states, by bucket.
 
-        Training goes on as if nothing had been read. What came late of earlier rounds has been combined before; what is
-        late of those in flight is waited for and belongs to them: if they are dropped, it is, as at the other end.
+        Training continues as if nothing had been read. Late messages of earlier rounds have been combined before. Late
+        messages of rounds in flight are awaited and belong to these: if the rounds are dropped, so are they, as on the
+        peers.
         """
         for index, in_flight in enumerate(self.in_flight):
             if in_flight is not None and self.transport is not None:
@@ -339,7 +345,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Drop what is in flight and take over what was, as exchanges that have arrived; None: begin anew."""
+        """Drop what is in flight and restore what was, as exchanges that have arrived; None starts anew."""
         self.drop()
         if state is None:
             self.codecs = self._make_codecs(self._buckets)
@@ -373,7 +379,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return arrivals
 
     def _refuse(self, index: int, in_flight: RankInFlight, meter: Meter) -> None:
-        """Count messages that are not finite; raise if this rank's is the one."""
+        """Count messages that are not finite, and raise if one is this rank's own."""
         where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}"
         own = [sent for rows in in_flight.sent.values() for sent in rows]
         if not all(bool(tensor.isfinite().all()) for tensor in own or [self._buckets[index].block]):
@@ -383,15 +389,15 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 "learning rate"
             )
         sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))
-        logger.warning("{}: a message of one of the ranks {} is not finite and is refused", where, sources)
+        logger.warning("{}: a message from one of the ranks {} is not finite and is refused", where, sources)
         meter.num_refused += 1
 
     def _squared_distance_scale(self, round_: Round) -> float:
-        r"""Makes an estimate of the squared consensus distance of :math:`\|\sum_j W_{ij} m_j - m_i\|^2`.
+        r"""Return the factor that turns :math:`\|\sum_j W_{ij} m_j - m_i\|^2` into the estimated squared distance.
 
-        If the replicas' deviations from their mean are alike and independent, with variance :math:`s^2`, then the
-        expectation of that square is :math:`s^2 (\sum_{j \ne i} W_{ij}^2 + (1 - W_{ii})^2)`, and the squared distance
-        is :math:`s^2 (n - 1) / n`. For W = J / n the estimate is exact.
+        If the replicas' deviations from their mean are independent and identically distributed, with variance
+        :math:`s^2`, then the expectation of that square is :math:`s^2 (\sum_{j \ne i} W_{ij}^2 + (1 - W_{ii})^2)`, and
+        the squared consensus distance is :math:`s^2 (n - 1) / n`. For W = J / n the estimate is exact.
         """
         weights = round_.neighbours(self._rank).values()
         size = self._topology.world_size
@@ -402,7 +408,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
 def _pieces(
     in_flight: RankInFlight, arrivals: Mapping[str, Arrival], sent: Mapping[str, Sequence[torch.Tensor]]
 ) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
-    """What has arrived: of one channel part by part, of several as a whole."""
+    """Yield what has arrived, part by part for one channel, as a whole for several."""
     if len(arrivals) == 1:
         for part, difference in arrivals[VALUES].parts:
             yield part, {VALUES: Arrived(difference, sent[VALUES][0][part] if sent else None)}
@@ -421,6 +427,6 @@ def _memory(transport: Transport, bucket: int, message: torch.Tensor, step: int)
 
 
 def _squared_norm(difference: torch.Tensor) -> float | torch.Tensor:
-    """Read at once only from the CPU: elsewhere that would hold the host until the device is done."""
+    """Return the squared norm, read at once only on the CPU: elsewhere reading would block until the device is done."""
     norm = torch.linalg.vector_norm(difference)
     return float(norm) ** 2 if norm.is_cpu else norm.square()

@@ -1,4 +1,4 @@
-"""What one rank's replica consists of: taken for a checkpoint or for a rank that joins, and put back."""
+"""The state of one rank's replica: read for a checkpoint or for a rank that joins, and restored."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gossip.step.engine import StepEngine
 
 
 def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """The states of the optimizers, as plain data. Local.
+    """Return the states of the optimizers as plain data. Local.
 
     Raises
     ------
     TypeError
-        Names what in them is no plain data.
+        A state holds something that is not plain data; the text names it.
     """
     return [
         plain(optimizer.state_dict(), f"the state_dict() of {type(optimizer).__name__}") for optimizer in optimizers
@@ -28,7 +28,7 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> list[str]:
-    """Put module, optimizers and engine into a state, in place; what could not be restored, in words. Local."""
+    """Restore module, optimizers and engine in place, and return what could not be restored, in words. Local."""
     left_out = _restore_module(engine.module, state)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         _restore_optimizer(optimizer, saved)
@@ -36,9 +36,9 @@ def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: 
 
 
 def module_state(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters, buffers (those too that state_dict leaves out), and gradients that no_sync has accumulated. Local.
+    """Return parameters, all buffers, and gradients that no_sync has accumulated. Local.
 
-    Each value once: a tied parameter has one name.
+    The buffers include those that state_dict leaves out. Each value is contained once: a tied parameter has one name.
     """
     parameters = dict(module.named_parameters())
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
@@ -69,12 +69,12 @@ def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         if name in persistent or (saved is not None and (saved.shape, saved.dtype) == (buffer.shape, buffer.dtype)):
             buffer.copy_(saved)
         else:
-            left_out.append(f"buffer {name!r}, which is not persistent and has another form here")
+            left_out.append(f"buffer {name!r}, which is not persistent and has another shape or dtype here")
     return left_out
 
 
 def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load, and undo that torch gives every state the dtype of its parameter (float32 moments of bfloat16 ones)."""
+    """Load the state, and undo torch's cast of it to the parameters' dtype (float32 moments of bfloat16 ones)."""
     optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]

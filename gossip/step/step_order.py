@@ -1,4 +1,4 @@
-"""The one order of a step, of a bucket at a rank as of all buckets of all virtual workers."""
+"""The order of a step, the same for a bucket on one rank and for all buckets of all virtual workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ SkippedRows = Callable[[int], Sequence[torch.Tensor]]
 
 
 class StepOrder(Generic[AnyInFlight, AnyMeter]):
-    """Combine what arrived, remember, direct, update, send.
+    """The order of a step: combine what arrived, remember, direct, update, send.
 
-    Whoever makes a step calls :meth:`begin`, then the optimizers, with :meth:`direct` right before them where there are
-    gradients that are complete, clipped and finite, and then :meth:`end`; for one bucket or for several together.
+    A step calls :meth:`begin`, then the optimizers, right before them :meth:`direct` if there are gradients that are
+    complete, clipped and finite, and then :meth:`end`; for one bucket or for several together.
 
     Parameters
     ----------
     exchanges : Exchanges
+        The exchanges of the buckets.
     """
 
     def __init__(self, exchanges: Exchanges[AnyInFlight, AnyMeter]) -> None:
@@ -37,14 +38,16 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
                     view.before = view.values.clone()
 
     def direct(self, indices: Sequence[int], step: int, skipped: SkippedRows | None = None) -> None:
-        """Let the algorithm put something in the gradients' place.
+        """Let the algorithm replace the gradients.
 
         Parameters
         ----------
         indices : sequence of int
+            The buckets.
         step : int
+            The step.
         skipped : callable, optional
-            Of virtual workers: which rows of each view of a bucket, [k] bool, are not to be updated.
+            For virtual workers: returns which rows of each view of a bucket, [k] bool, are not to be updated.
         """
         if self._algorithm.directs:
             for index in indices:
@@ -65,7 +68,7 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
             view.kept[name][skipped] = rows
 
     def end(self, indices: Sequence[int], step: int, meter: AnyMeter) -> None:
-        """Tell the algorithm of the update, and send."""
+        """Notify the algorithm of the update, and send."""
         for index in indices:
             if self._exchanges.holds_parameters(index):
                 self._updated(index, step)

@@ -1,4 +1,4 @@
-"""How far a step has come."""
+"""The progress of a step."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from gossip.step.rank_exchanges import AnyBucket
 
 
 class StepProgress:
-    """Of the step that is being made; the next one gets another."""
+    """The progress of the current step; every step has its own."""
 
     def __init__(self, buckets: Sequence[AnyBucket]) -> None:
         self.awaited_gradients = [set(bucket.places) for bucket in buckets]
-        self.num_launched = 0  # buckets launch in index order, the same on every rank
-        self.backward: BackwardPass | None = None  # the one at whose end the step is made
+        self.num_launched = 0  # buckets are launched in index order, which is the same on every rank
+        self.backward: BackwardPass | None = None  # the pass at whose end the step is made
         self.has_gradients = False
-        self.is_counting = False  # there are gradients, and no bucket is withheld
+        self.is_counting = False  # there are gradients and no bucket is withheld
         self.has_begun = False
-        self.stepped: list[Optimizer] = []  # by their owner, in this step
-        self.is_directed = False  # the algorithm has seen the gradients of optimizers that are stepped by their owner
+        self.stepped: list[Optimizer] = []  # stepped by the user in this step
+        self.is_directed = False  # the algorithm has seen the gradients of optimizers that the user steps
         self.meter = Meter()
-        self._withheld_by = 0  # a thread
+        self._withheld_by = 0  # a thread's identifier
 
     def count_gradients(self) -> None:
-        """The first one has come; no bucket is withheld."""
+        """Note the first gradient; no bucket is withheld."""
         self.has_gradients = self.is_counting = True
         self._withheld_by = 0
 
     def withhold(self) -> None:
-        """A bucket is complete, but must not be launched before this gradient's other hooks have been called."""
+        """Note that a complete bucket must not be launched before the other hooks of this gradient have been called."""
         self.is_counting = False
         self._withheld_by = threading.get_ident()
 
     @property
     def may_release(self) -> bool:
-        """Whether a bucket was withheld whose other hooks have been called, as the thread has got another gradient."""
+        """Whether a withheld bucket's other hooks have been called, as this thread got another gradient."""
         return self._withheld_by == threading.get_ident()

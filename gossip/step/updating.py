@@ -26,31 +26,36 @@ if TYPE_CHECKING:
     from gossip.parameters.sharding.shard_group import ShardGroup
 
 Direct = Callable[[], None]
-"""Called right before the optimizers step by gradients that are complete, clipped and finite."""
+"""Called right before the optimizers step with gradients that are complete, clipped and finite."""
 
 _SMALL_NUMEL = 4096
-_CHUNK = 256  # tensors that are copied at once
+_CHUNK = 256  # tensors copied at once
 
 
 class Updater:
     """Applies the optimizers to the parameters of one model.
 
     Gradients that are not finite are not applied: the bucket, or with all gradients at hand the whole step, is skipped
-    and counted, so that one bad batch does not spoil the replica and, through it, its peers.
+    and counted, so that one bad batch does not corrupt the replica and, through it, its peers.
 
     Parameters
     ----------
     optimizers : sequence of Optimizer
+        The optimizers.
     buckets : sequence of Bucket or BufferBucket
+        The buckets.
     parameters : sequence of Parameter
-        All of them, in the module's order.
+        All parameters, in the module's order.
     clip_grad_norm : float or None
+        The norm to which gradients are clipped.
     clip : str
-        "global" or "bucket".
+        Which norm is clipped, "global" or "bucket".
     scaler : SharedScaler or None
+        The loss scale.
     rank : int
+        This rank, for the texts.
     shards : ShardGroup, optional
-        The ranks with which this one holds a replica: norms are those of its gradients on all of them.
+        The ranks with which this one holds a replica: norms are those of the whole replica's gradients.
     """
 
     def __init__(
@@ -79,14 +84,14 @@ class Updater:
         self.add(buckets)
 
     def add(self, buckets: Sequence[AnyBucket]) -> None:
-        """Update these too. Local."""
+        """Update these buckets too. Local."""
         self._buckets += buckets
         self._by_bucket += [
             [BucketOptimizer(optimizer, bucket.parameters) for optimizer in self.optimizers] for bucket in buckets
         ]
 
     def check_held(self) -> None:
-        """Refuse a parameter that was given to an optimizer in mid-training, but that the module does not have."""
+        """Refuse a parameter that was added to an optimizer during training, but that the module does not have."""
         held = self._count_held()
         if held != self._num_held:
             check_parameters_held(
@@ -98,7 +103,7 @@ class Updater:
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def measure_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> torch.Tensor | None:
-        """The norm of one bucket's gradients, which needs nothing from peers; None if there is nothing to apply."""
+        """Return the norm of one bucket's gradients, without communication; None if there is nothing to apply."""
         gradients = _gradients(bucket.parameters)
         if not gradients:
             return None
@@ -107,7 +112,7 @@ class Updater:
             return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
 
     def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter, direct: Direct) -> None:
-        """Apply the optimizers to one bucket's gradients, which have this norm (None: do not), and drop them."""
+        """Apply the optimizers to one bucket's gradients with this norm (None: skip them), and drop the gradients."""
         with fast_range("gossip::update"), _timed(meter):
             if norm is not None:
                 if self._clip_grad_norm is not None:
@@ -119,7 +124,7 @@ class Updater:
                 parameter.grad = None
 
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
-        """Apply the optimizers to all gradients, and drop them."""
+        """Apply the optimizers to all gradients, and drop the gradients."""
         with fast_range("gossip::update"), _timed(meter):
             overflowed = self.scaler is not None and self._anywhere(self.scaler.unscale_(self.optimizers))
             gradients = _gradients(self._parameters)
@@ -135,7 +140,7 @@ class Updater:
                 self.scaler.scaler.update()
 
     def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter, direct: Direct) -> Any:
-        """Let one optimizer make its own step, as its owner asked; gradients stay. What its ``step()`` returned."""
+        """Let one optimizer make its own step, as the user asked, and return its result; gradients are kept."""
         with fast_range("gossip::update"), _timed(meter):
             make_step: Callable[..., Any] = type(optimizer).step
             evaluated = closure if isinstance(closure, EvaluatedClosure) else None
@@ -150,7 +155,7 @@ class Updater:
             return make_step(optimizer, evaluated)
 
     def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
-        """Whether what the optimizer is about to apply is finite; measures its norm."""
+        """Return whether the gradients that the optimizer is about to apply are finite; measures their norm."""
         held = None
         if len(self.optimizers) > 1:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -163,28 +168,28 @@ class Updater:
         return True
 
     def idle(self) -> None:
-        """Do for the scaler what the owner of an optimizer that is not stepped in this step leaves out."""
+        """Do for the scaler what the user leaves out for an optimizer that is not stepped in this step."""
         if self.scaler is not None:
             self.scaler.unscale_(())
             self.settle_scale()
             self.scaler.scaler.update()
 
     def settle_scale(self) -> None:
-        """Once all optimizers were stepped: agree with the other ranks on what the scaler's update() will do."""
+        """Agree with the other ranks, once all optimizers were stepped, on what the scaler's update() will do."""
         if self.scaler is not None:
             self.scaler.settle(self.optimizers, self._has_overflowed)
             self._has_overflowed = False
 
     def _overflowed_(self, optimizer: Any) -> bool:
-        """Do what a GradScaler leaves to an optimizer that handles scales; whether its gradients overflowed."""
+        """Unscale, as an optimizer that handles scales must; return whether the gradients overflowed."""
         scale, found = optimizer.__dict__.get("grad_scale"), optimizer.__dict__.get("found_inf")
         if (found is None) != (self.scaler is None):
             raise GossipError(
                 f"rank {self._rank}: the optimizer is stepped "
                 + (
-                    "without the scaler, by gradients that are still scaled; call scaler.step(model.optimizer)"
+                    "without the scaler, with gradients that are still scaled; call scaler.step(model.optimizer)"
                     if found is None
-                    else "by a GradScaler that the model does not know, and the ranks' scales would drift apart; pass "
+                    else "by a GradScaler that the model does not know, so the ranks' scales would drift apart; pass "
                     "scaler=... to GossipDataParallel"
                 )
             )
@@ -231,7 +236,7 @@ class Updater:
         return found if self._shards is None else self._shards.any(found)
 
     def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:
-        if not norm.is_cpu:  # reading it would hold the host until the device is done
+        if not norm.is_cpu:  # reading it would block the host until the device is done
             meter.gradient_norms.append(norm)
             return True
         value = float(norm)
@@ -261,11 +266,11 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
-    """Euclidean, of gradients of one bucket."""
+    """Return the Euclidean norm of one bucket's gradients."""
     try:
         if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
             return _total_norm(gradients)
-        # Of many small tensors it is the calls that cost, not the copies.
+        # With many small tensors, the calls are expensive, not the copies.
         chunks = [gradients[start : start + _CHUNK] for start in range(0, len(gradients), _CHUNK)]
         dtype = accumulation_dtype(gradients[0].dtype)
         norms = [torch.linalg.vector_norm(flatten_tensors(chunk), dtype=dtype) for chunk in chunks]
@@ -278,7 +283,7 @@ def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean, as torch's own, but in float32 for half precision: in float16 it would overflow, and clip to zero."""
+    """Return the Euclidean norm like torch, but in float32 for half precision, where float16 would overflow."""
     if all(accumulation_dtype(gradient.dtype) == gradient.dtype for gradient in gradients):
         return get_total_norm(gradients)
     wide = [torch.linalg.vector_norm(gradient, dtype=accumulation_dtype(gradient.dtype)) for gradient in gradients]

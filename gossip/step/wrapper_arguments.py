@@ -52,24 +52,24 @@ class Arguments:
 
     @property
     def continues(self) -> bool:
-        """Whether the ranks go on without those that are lost."""
+        """Whether the ranks continue without those that are lost."""
         return self.on_peer_loss == "continue"
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the ranks do not make their steps together; False too if there is no such algorithm."""
+        """Whether the ranks make their steps independently; False too if there is no such algorithm."""
         with contextlib.suppress(ValueError, TypeError):
             return resolve_algorithm(self.algorithm).is_asynchronous
         return False
 
     @property
     def soft_deadline_s(self) -> float | None:
-        """In seconds."""
+        """The soft deadline in seconds."""
         return _in_seconds(self.soft_deadline)
 
     @property
     def partition_timeout_s(self) -> float | None:
-        """In seconds."""
+        """The partition time-out in seconds."""
         return _in_seconds(self.partition_timeout)
 
     @property
@@ -85,11 +85,11 @@ class Arguments:
 
     @property
     def bucket_cap_bytes(self) -> int:
-        """What a bucket may hold."""
+        """The size of a bucket in bytes."""
         return int(self.bucket_cap_mb * 2**20)
 
     def describe(self) -> dict[str, str]:
-        """What is not described elsewhere, in words, to be compared between ranks."""
+        """Return the settings that are not described elsewhere, in words, to be compared between ranks."""
         described = {
             "step_in_backward": str(self.step_in_backward),
             "clip_grad_norm": "none" if self.clip_grad_norm is None else f"{self.clip_grad_norm:g} ({self.clip})",
@@ -118,7 +118,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     Raises
     ------
     ValueError, TypeError
-        Names the argument, its value and what is allowed.
+        An argument is refused; the text names it, its value and what is allowed.
     """
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     resolve_transport(arguments.transport)
@@ -165,7 +165,7 @@ def _check_peer_loss(arguments: Arguments) -> None:
             if (value := getattr(arguments, name)) is not None:
                 raise ValueError(
                     f'{name}={value} is for on_peer_loss="continue"; with "raise" all ranks wait for each other, and '
-                    "the first that is lost ends the training; leave it out"
+                    "the first loss of a rank ends the training; leave it out"
                 )
         return
     for name, seconds in (
@@ -176,7 +176,7 @@ def _check_peer_loss(arguments: Arguments) -> None:
             check_positive(name, seconds, "number of seconds, or timedelta")
     if arguments.partition_timeout is not None and arguments.open_scaler is not None:
         raise ValueError(
-            "partition_timeout: a rank that joins the others again would have to know their loss scale while it "
+            "partition_timeout: a rank that rejoins the others would have to know their loss scale while it "
             "changes; train in bfloat16 or float32, or leave it out"
         )
     if arguments.transport != "distributed":
@@ -191,36 +191,36 @@ def _check_peer_loss(arguments: Arguments) -> None:
 
 
 def check_update(clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
-    """Refuse values of those arguments that virtual workers have too.
+    """Refuse values of those arguments that virtual workers have as well.
 
     Raises
     ------
     ValueError, TypeError
-        Names the argument, its value and what is allowed.
+        An argument is refused; the text names it, its value and what is allowed.
     """
     check_choice("clip", clip, ("global", "bucket"))
     check_choice("buffers", buffers, ("local", "average"))
     check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
     if not math.isfinite(bucket_cap_mb):
-        raise ValueError(f"bucket_cap_mb must be finite, got {bucket_cap_mb}; sys.maxsize is as good as inf")
+        raise ValueError(f"bucket_cap_mb must be finite, got {bucket_cap_mb}; sys.maxsize has the effect of inf")
     if clip_grad_norm is not None:
         check_positive("clip_grad_norm", clip_grad_norm, "norm")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is none of ``choices``."""
+    """Refuse a value that is none of ``choices``."""
     if value not in choices:
         allowed = " or ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
-    """The topology itself, or the one of that name for ``world_size`` ranks.
+    """Return ``topology`` itself, or the one of that name for ``world_size`` ranks.
 
     Raises
     ------
     TypeError, ValueError
-        Neither; or of another size.
+        It is neither a name nor a topology, or it is for another number of ranks.
     """
     if isinstance(topology, str):
         topology = topologies.build(topology, world_size)
@@ -242,14 +242,14 @@ def prepare_algorithm(
     *,
     averages_buffers: bool,
 ) -> Algorithm:
-    """The algorithm with what it takes from the topology.
+    """Return the algorithm bound to the topology.
 
     Algorithms, topologies, compressions and optimizers that cannot work together are refused.
 
     Raises
     ------
     ValueError
-        Says what one of them needs, and what to choose.
+        One of them is refused; the text says what it needs, and what to choose.
     """
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
@@ -263,7 +263,7 @@ def prepare_algorithm(
         raise ValueError(
             f"compression {compression.describe()} delivers a part of a difference at a time, with which algorithm "
             f'{algorithm.describe()} diverges; choose int8 or int4, or algorithm="integral_correction", whose gain '
-            "follows"
+            "is adapted to it"
         )
     if not compression.shows_messages:
         _refuse_readers_of_messages(algorithm, compression, optimizers)
@@ -275,8 +275,9 @@ def prepare_algorithm(
     for optimizer in optimizers if algorithm.directs else ():
         if requires_closure(optimizer):
             raise ValueError(
-                f"algorithm {algorithm.describe()} puts another gradient in each gradient's place, but "
-                f"{type(optimizer).__name__} evaluates its closure several times a step; choose another of the two"
+                f"algorithm {algorithm.describe()} replaces each gradient, but "
+                f"{type(optimizer).__name__} evaluates its closure several times per step; choose another algorithm "
+                "or optimizer"
             )
     return algorithm.on(topology, compression.delivers)
 
@@ -284,63 +285,65 @@ def prepare_algorithm(
 def check_asynchronous(
     arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
 ) -> None:
-    """Refuse what ranks cannot have that do not make their steps together.
+    """Refuse settings that do not work if ranks do not make their steps together.
 
     Raises
     ------
     ValueError
-        Says what to choose.
+        A setting is refused; the text says what to choose.
     """
     what = f"algorithm {algorithm.describe()}"
     if not arguments.continues:
         raise ValueError(
-            f'{what} averages with whoever is ready, over the connections of on_peer_loss="continue"; pass that, got '
-            f'on_peer_loss="{arguments.on_peer_loss}"'
+            f"{what} averages with any rank that is ready, over connections that survive the loss of a rank; pass "
+            f'on_peer_loss="continue", got "{arguments.on_peer_loss}"'
         )
     if isinstance(algorithm, Asynchronous) and algorithm.replay is not None:
-        raise ValueError(f"{what}: a replay is for gossip.VirtualWorkers, real ranks make averages as they are ready")
+        raise ValueError(f"{what}: a replay is for gossip.VirtualWorkers; leave it out")
     if not isinstance(compression, Uncompressed):
         raise ValueError(
-            f"{what} sends values and differences as they are, got compression {compression.describe()}; leave it out"
+            f"{what} sends uncompressed values and differences, got compression {compression.describe()}; leave it out"
         )
     if arguments.soft_deadline_s is not None:
-        raise ValueError(f"{what} waits max_staleness steps for a peer, got soft_deadline too; leave it out")
+        raise ValueError(f"{what} waits max_staleness steps for a peer, got a soft_deadline as well; leave it out")
     if arguments.open_scaler is not None:
         raise ValueError(
-            f"{what}: a loss scale belongs to a step that all ranks make together, got a GradScaler; train in bfloat16 "
+            f"{what}: a loss scale needs steps that all ranks make together, got a GradScaler; train in bfloat16 "
             "or float32"
         )
     for optimizer in optimizers:
         if isinstance(optimizer, UsesExchange):
             raise ValueError(
-                f"{what} has no round of which {type(optimizer).__name__}'s pre_average_hook could be told; choose "
+                f"{what} has no round that {type(optimizer).__name__}'s pre_average_hook could be shown; choose "
                 "another optimizer, or another algorithm"
             )
 
 
 def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse what cannot mix a message that comes late.
+    """Refuse settings that cannot mix a message that arrives late.
 
     Raises
     ------
     ValueError
-        Says what to choose.
+        A setting is refused; the text says what to choose.
     """
     if not isinstance(compression, Uncompressed | Cast):
         raise ValueError(
-            f"soft_deadline: what compression {compression.describe()} sends can be read in its own step only; choose "
+            f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own step; "
+            "choose "
             "none, bf16 or fp16, or no soft_deadline"
         )
     mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
     if not mixes_as_ever or algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None:
         raise ValueError(
-            f"soft_deadline: algorithm {algorithm.describe()} makes more of a message than it mixes, when all of a "
-            'step have come; choose "adapt_while_communicating" or "adapt_then_combine", or no soft_deadline'
+            f"soft_deadline: algorithm {algorithm.describe()} needs all messages of a step at once, beyond mixing "
+            "them; "
+            'choose "adapt_while_communicating" or "adapt_then_combine", or no soft_deadline'
         )
     for optimizer in optimizers:
         if isinstance(optimizer, UsesExchange):
             raise ValueError(
-                f"soft_deadline: {type(optimizer).__name__} has a pre_average_hook, which wants all messages of a step "
+                f"soft_deadline: {type(optimizer).__name__} has a pre_average_hook, which needs all messages of a step "
                 "together; choose another optimizer, or no soft_deadline"
             )
 
@@ -357,30 +360,32 @@ def _refuse_readers_of_messages(
         if isinstance(optimizer, UsesExchange):
             raise ValueError(
                 f"compression {compression.describe()} cannot serve {type(optimizer).__name__}: its pre_average_hook "
-                "wants what every rank sent, and these messages say only what has changed along an edge; choose none, "
+                "needs what every rank sent, but these messages only contain what has changed along an edge; choose "
+                "none, "
                 "bf16, fp16, int8 or int4, or an optimizer without the hook"
             )
 
 
 def check_follow_ups(compression: Compression, membership: Membership) -> None:
-    """Refuse a compression whose messages are checked on the host where the host does not see messages.
+    """Refuse a compression whose messages are checked on the host if the host does not see messages.
 
     Raises
     ------
     ValueError
-        Some device is served by a backend other than gloo.
+        A device is served by a backend other than gloo.
     """
     others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
     if others:
         kind, name = next(iter(others.items()))
         raise ValueError(
-            f"compression {compression.describe()} checks every message on the host, which {name} keeps on {kind} "
+            f"compression {compression.describe()} checks every message on the host, but {name} keeps messages on "
+            f"{kind} "
             "devices; choose bf16 or fp16, or initialise with backend='gloo'"
         )
 
 
 def check_positive(name: str, value: object, what: str) -> None:
-    """Refuse what is no positive number; ``what`` it is, for the error."""
+    """Refuse anything that is not a positive number; ``what`` describes it for the error."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a {what}, got {value!r}")
     if not value > 0:

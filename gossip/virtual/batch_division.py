@@ -1,4 +1,4 @@
-"""One batch for all replicas: split along a dimension, and what they make of it put together again, in order."""
+"""The division of a batch over all replicas along a dimension, and the reassembly of their outputs, in order."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gossip.private_torch import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring ranks that get equally many samples.
+    """Consecutive ranks that get the same number of samples.
 
     Attributes
     ----------
     first, stop : int
-        The ranks.
+        The range of the ranks.
     begin : int
         The place of their first sample in the batch.
     num_each : int
-        Samples of each.
+        The number of samples for each rank.
     """
 
     first: int
@@ -32,9 +32,9 @@ class Part:
 
 
 def divide(num_samples: int, world_size: int) -> tuple[Part, ...]:
-    """Deal samples to ranks in order: as many to each, the remainder one each to the first ones.
+    """Distribute samples to ranks in order, equally, with one extra sample for each of the first ranks if needed.
 
-    With fewer samples than ranks the last ranks get none, and are in no part.
+    With fewer samples than ranks the last ranks get none, and belong to no part.
 
     Examples
     --------
@@ -47,12 +47,12 @@ def divide(num_samples: int, world_size: int) -> tuple[Part, ...]:
 
 
 def count_samples(inputs: Any, dim: int) -> int:
-    """The length along ``dim`` of all tensors within ``inputs`` that have it.
+    """Return the length along ``dim`` of all tensors within ``inputs`` that have this dimension.
 
     Raises
     ------
     ValueError
-        They differ; or there is none, or no sample in them.
+        The lengths differ, no tensor has the dimension, or there is no sample.
     """
     lengths = {leaf.shape[dim] for leaf in _splittable(inputs, dim)}
     if not lengths:
@@ -62,8 +62,9 @@ def count_samples(inputs: Any, dim: int) -> int:
         )
     if len(lengths) > 1:
         raise ValueError(
-            f"the inputs' tensors have different lengths {sorted(lengths)} along dim={dim}, and cannot be split alike "
-            "over the replicas; give all of them one batch dimension (expand what is the same for all samples)"
+            f"the inputs' tensors have different lengths {sorted(lengths)} along dim={dim}, and cannot be split "
+            "equally "
+            "over the replicas; give all of them the same batch dimension (expand what is equal for all samples)"
         )
     (length,) = lengths
     if length == 0:
@@ -72,14 +73,16 @@ def count_samples(inputs: Any, dim: int) -> int:
 
 
 def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.device) -> tuple[Any, list[bool]]:
-    """What some of the ranks of a part see: tensors [k, ...] with ``num_each`` samples along ``dim`` of the rest.
+    """Return what some ranks of a part receive: tensors [k, ...] with ``num_each`` samples along ``dim`` of the rest.
 
-    Tensors without that dimension, and what is no tensor, go to all of them as they are.
+    Tensors without that dimension, and anything else, are passed to all of them unchanged.
 
     Returns
     -------
-    inputs, is_split
-        The latter for each tensor leaf: whether it has the leading dimension of replicas.
+    inputs : Any
+        The inputs of these ranks.
+    is_split : list of bool
+        For each tensor, whether it has the leading dimension of replicas.
     """
     begin = part.begin + (ranks.start - part.first) * part.num_each
     length = len(ranks) * part.num_each
@@ -98,7 +101,7 @@ def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.devic
 
 
 def gather(outputs: Sequence[Any], dim: int | None, device: torch.device) -> Any:
-    """Put together what groups of replicas gave, [k, ...] each: along ``dim`` of the rest, else one entry a replica."""
+    """Join the outputs of groups of replicas, [k, ...] each, along ``dim`` of the rest, or to one entry per replica."""
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""Stacks of parameters that nothing trains: equal in all replicas, and not exchanged until they are unfrozen."""
+"""Stacks of frozen parameters: equal in all replicas, and not exchanged until they are unfrozen."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from gossip.virtual.shards import Shard, stacked_views
 
 
 class FrozenStacks:
-    """What :class:`gossip.parameters.frozen_parameters.FrozenParameters` is to one rank, for all replicas at once.
+    """The counterpart of :class:`gossip.parameters.frozen_parameters.FrozenParameters` for all replicas at once.
 
     Parameters
     ----------
     module : Module
+        The bare module.
     shards : sequence of Shard
+        The replicas.
     cap_bytes : int
-        What a bucket of one replica's parameters may hold.
+        The size of a bucket of one replica's parameters.
     num_buckets : int
-        How many a process has already, those of buffers included: noise is drawn by a bucket's index.
+        The number of buckets that a process already has, including those of buffers, because noise depends on a
+        bucket's index.
 
     Attributes
     ----------
     released : list of list of str
-        Names of the parameters that were unfrozen, those of one step together.
+        The names of the parameters that were unfrozen, grouped by step.
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[Shard], cap_bytes: int, num_buckets: int) -> None:
@@ -38,13 +41,13 @@ class FrozenStacks:
         self.released: list[list[str]] = []
 
     def unfrozen(self) -> list[str]:
-        """Those whose stacks require a gradient by now."""
+        """Return the names of the parameters whose stacks now require a gradient."""
         return [
             name for name in self._parameters if any(shard.parameters[name].requires_grad for shard in self._shards)
         ]
 
     def differing(self) -> list[str]:
-        """Those that are not equal in all replicas."""
+        """Return the names of the parameters that are not equal in all replicas."""
         first = self._shards[0].parameters
         return [
             name
@@ -58,7 +61,7 @@ class FrozenStacks:
 
     @torch.no_grad()
     def release(self, names: Collection[str]) -> tuple[Bucket, ...]:
-        """Move the stacks of those of these parameters that are still frozen into blocks, which the shards get too."""
+        """Move the stacks of these parameters, if they are still frozen, into new blocks of the shards."""
         names = [name for name in self._parameters if name in names]
         if not names:
             return ()

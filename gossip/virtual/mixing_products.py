@@ -1,7 +1,7 @@
-"""What each replica is to add after a round, for messages that are values: W m - m without a dense W.
+"""What each replica adds after a round whose messages are values: W m - m without a dense W.
 
-It is rounded like the differences between messages, not like the messages: what algorithms sum up over many rounds must
-add up to nothing over ranks.
+Rounding is applied to differences between messages, not to messages, because what algorithms accumulate over many
+rounds must sum to zero over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gossip.virtual.shards import Shard
 from topologies import Round
 
 _GROUPS_FROM = 8
-"""In uniform groups of so many ranks, one mean per group is less work than a weighted sum per rank."""
+"""From this size of uniform groups on, one mean per group is cheaper than a weighted sum per rank."""
 _CHUNK_ROWS = 64
 _CHUNK_NUMEL = 2**18
 _MAX_KNOWN = 128
@@ -32,11 +32,11 @@ class Rows:
     offsets: torch.Tensor
     weights: torch.Tensor
     surplus: torch.Tensor | None
-    """By how much the weights of a row exceed 1, [k, 1]; None: by nothing."""
+    """The amount by which the weights of a row exceed 1, [k, 1]; None if that is zero."""
 
 
 KnownRows = dict[tuple[int, range], tuple[Round, Rows]]
-"""By round and ranks. By the round's id: to compare two rounds takes as long as to make the rows."""
+"""By round and ranks; the round is identified by id, because comparing two rounds takes as long as making the rows."""
 
 
 def weighted_differences(
@@ -46,18 +46,20 @@ def weighted_differences(
     wide: torch.dtype,
     known: KnownRows,
 ) -> list[torch.Tensor]:
-    r"""By shard: :math:`\sum_j W_{ij} m_j - m_i` of each rank i there, [k, numel], in the dtype ``wide``.
+    r"""Return for each shard :math:`\sum_j W_{ij} m_j - m_i` of its ranks i, [k, numel], in the dtype ``wide``.
 
     Parameters
     ----------
     round_ : Round
+        The round.
     shards : sequence of Shard
+        The replicas.
     messages : sequence of Tensor, [k, numel]
-        Those of each shard's ranks, on its device.
+        The messages of each shard's ranks, on its device.
     wide : torch.dtype
-        In which they are summed.
+        The accumulation dtype.
     known : dict
-        Rows of earlier rounds, kept for the next time.
+        Rows of earlier rounds, kept for reuse.
     """
     groups = round_.uniform_groups
     if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
@@ -68,7 +70,7 @@ def weighted_differences(
 def _from_means(
     groups: Sequence[Sequence[int]], shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype
 ) -> list[torch.Tensor]:
-    """Uniform groups: each rank gets its group's mean, which is summed in float64."""
+    """Compute the differences in uniform groups: each rank gets its group's mean, summed in float64."""
     group_of = torch.empty(sum(map(len, groups)), dtype=torch.int64)
     for number, group in enumerate(groups):
         group_of[list(group)] = number
@@ -97,7 +99,7 @@ def _from_sums(
     wide: torch.dtype,
     known: KnownRows,
 ) -> list[torch.Tensor]:
-    """A weighted sum of rows for each rank, all counted from the first rank's."""
+    """Compute the differences as a weighted sum of rows per rank, all relative to the first rank's values."""
     differences = []
     origin = messages[0][0].to(wide)
     for shard, message in zip(shards, messages, strict=True):
@@ -108,7 +110,7 @@ def _from_sums(
             here = origin[part].to(device)
             own = message[:, part] - here
             table = own if len(shards) == 1 else _table(rows.sources, shards, messages, part, here)
-            total[:, part] = functional.embedding_bag(  # a sum of weighted rows of a table
+            total[:, part] = functional.embedding_bag(  # the weighted sum of rows of a table
                 places, table, offsets, mode="sum", per_sample_weights=weights
             ).sub_(own)
             if rows.surplus is not None:
@@ -118,7 +120,7 @@ def _from_sums(
 
 
 def _columns(message: torch.Tensor) -> Iterator[slice]:
-    """Parts of the values of several ranks: small ones on a CPU, for what is made of one to stay in its cache."""
+    """Yield parts of the values of several ranks, which are small on a CPU so that results stay in its cache."""
     num_ranks, numel = message.shape
     size = max(_CHUNK_NUMEL // num_ranks, 1024) if message.is_cpu else max(numel, 1)
     return (slice(start, start + size) for start in range(0, numel, size))
@@ -142,7 +144,7 @@ def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
     )
     if len(known) >= _MAX_KNOWN:
         known.clear()
-    known[id(round_), ranks] = round_, made  # with the round, so that its id stays its own
+    known[id(round_), ranks] = round_, made  # with the round, so that its id is not reused
     return made
 
 
@@ -153,7 +155,7 @@ def _table(
     part: slice,
     origin: torch.Tensor,
 ) -> torch.Tensor:
-    """A part of the messages of some ranks, in their order, counted from ``origin``."""
+    """Return a part of the messages of some ranks, in their order, relative to ``origin``."""
     chosen = []
     for shard, message in zip(shards, messages, strict=True):
         here = sources[(sources >= shard.ranks.start) & (sources < shard.ranks.stop)] - shard.ranks.start

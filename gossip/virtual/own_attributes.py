@@ -1,4 +1,4 @@
-"""Attributes that can be set, and those that would do nothing."""
+"""Protection against setting attributes that would have no effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class OwnAttributes:
-    """Lets only attributes be set that are there, once it has its ``module``: another was meant for that one."""
+    """Allows only existing attributes to be set once it has its ``module``: others were meant for the module."""
 
     module: nn.Module
 

@@ -1,4 +1,4 @@
-"""A codec for each replica of a process: where they lie on several devices, or have none for all at once."""
+"""One codec per replica in a process, for several devices, or for compressions without a stacked codec."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from topologies import Round
 
 
 class RankCodecs(StackedCodec):
-    """A codec of each rank's own, whose messages are carried by hand.
+    """A codec for each rank, with messages copied between them.
 
     Parameters
     ----------
     codecs : sequence of Codec
-        By rank; each on the device of its rank's values.
+        The codecs by rank, each on the device of its rank's values.
     """
 
     def __init__(self, codecs: Sequence[Codec]) -> None:
@@ -53,5 +53,5 @@ class RankCodecs(StackedCodec):
 
 
 def _rows(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each rank's; views."""
+    """Return views of the rows, one per rank."""
     return [row for stack in stacks for row in stack]

@@ -1,4 +1,4 @@
-"""Virtual workers that make the steps and averages of a recording, each at its own pace."""
+"""Virtual workers that repeat the steps and averages of a recording, each at its own pace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTER = "step"
 
 @dataclass
 class _Made:
-    """An average that has been made, and what it adds; it enters the values later than what is shown."""
+    """An average that has been made, and its change; it enters the values later than it is shown to others."""
 
     average: Average
     change: torch.Tensor
@@ -31,18 +31,18 @@ class _Made:
 
 @dataclass
 class _Place:
-    """One bucket of one rank.
+    """The state of one bucket of one rank.
 
     Attributes
     ----------
     to_make : deque of Average
-        In order; none enters before one that is made before it.
+        The averages to make, in order; none enters before one that is made before it.
     step : int
-        The newest whose update it has.
+        The newest step whose update it contains.
     made : list of _Made
-        Those that have not entered, or do not count in what was shown after the step of the next one to be made.
+        The averages that have not entered, or do not count in what was shown after the step of the next one to be made.
     shown : dict of int to Tensor, [numel]
-        By step, the values after it, where an average with them is still to be made.
+        The values after a step, by step, if an average with them is still to be made.
     """
 
     to_make: deque[Average]
@@ -51,7 +51,7 @@ class _Place:
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """What is needed no more."""
+        """Drop what is no longer needed."""
         first = self.to_make[0].step if self.to_make else None
         self.shown = {step: values for step, values in self.shown.items() if first is not None and step >= first}
         self.made = [
@@ -60,23 +60,26 @@ class _Place:
 
 
 class Replay:
-    """A recording on its way.
+    """A recording in the course of its repetition.
 
-    Each call of the workers gives all replicas gradients, of which those count whose replica has none yet for the step
-    that it is about to make. Then updates and averages are made in the recording's order, as far as these gradients go.
+    Each call of the workers gives all replicas gradients; a replica uses them if it has none yet for the step that it
+    is about to make. Then updates and averages are made in the recording's order, as far as these gradients allow.
 
     Parameters
     ----------
     recording : Recording
+        The recording.
     shards : sequence of Shard
+        The replicas.
     buckets : sequence of Bucket
+        The buckets.
     optimizers : sequence of Optimizer
-        Over the stacks.
+        The optimizers, over the stacks.
 
     Raises
     ------
     ValueError
-        The recording is of another number of ranks, or of other buckets.
+        The recording is for another number of ranks, or for other buckets.
     """
 
     def __init__(
@@ -89,8 +92,8 @@ class Replay:
         world_size = shards[-1].ranks.stop
         if len(recording.num_steps) != world_size:
             raise ValueError(
-                f"replay is a recording of {len(recording.num_steps)} ranks, but world_size is {world_size}; make it "
-                "the same"
+                f"replay is a recording of {len(recording.num_steps)} ranks, but world_size is {world_size}; pass the "
+                "same number"
             )
         found = {average.bucket for average in recording.averages}
         if found and max(found) >= len(buckets):
@@ -110,12 +113,12 @@ class Replay:
         self._gradients: dict[int, dict[str, torch.Tensor | None]] = {}  # by rank
 
     def make_steps(self, left_out: torch.Tensor) -> None:
-        """Take the gradients that the stacks have, and make what the recording says, as far as these go.
+        """Take the gradients of the stacks, and make what the recording says, as far as these allow.
 
         Parameters
         ----------
         left_out : Tensor, [n], bool
-            Whose gradients are none: their steps change nothing.
+            The ranks whose gradients are to be ignored; their steps change nothing.
 
         Raises
         ------
@@ -134,10 +137,12 @@ class Replay:
             pass
         if before == [place.step for place in self._places.values()] and any(s is not None for s in self.next_steps):
             waiting = {rank: place.to_make[0] for (rank, _), place in self._places.items() if place.to_make}
-            raise GossipError(f"replay: the recording contradicts itself: no rank can go on, which wait for {waiting}")
+            raise GossipError(
+                f"replay: the recording contradicts itself: no rank can continue; they wait for {waiting}"
+            )
 
     def _advance(self, rank: int, bucket: Bucket) -> bool:
-        """Make the next average of a bucket, or its next update; whether anything could be."""
+        """Make the next average of a bucket, or its next update; return whether either was possible."""
         place, step = self._places[rank, bucket.index], self.next_steps[rank]
         if self._average(rank, bucket, place):
             return True
@@ -171,7 +176,7 @@ class Replay:
         return True
 
     def _shown(self, place: _Place, average: Average) -> torch.Tensor:
-        """What an average that is made now finds."""
+        """Return the values that an average made now uses."""
         shown = place.shown[average.step].clone()
         for made in place.made:
             if made.average.entered > average.step:
@@ -195,13 +200,13 @@ class Replay:
         place.forget()
 
     def _read(self, rank: int) -> bool:
-        """Let a rank whose buckets are all updated begin its next step; whether it does."""
+        """Let a rank whose buckets are all updated begin its next step; return whether it does."""
         step = self.next_steps[rank]
         places = [self._places[rank, bucket.index] for bucket in self._buckets]
         if step is None or any(place.step < step for place in places):
             return False
         if any(average.entered == step + 1 and average.is_read for place in places for average in place.to_make):
-            return False  # they are made before it is read
+            return False  # these are made before the values are read
         for bucket in self._buckets:
             self._enter(rank, bucket, step + 1, is_read=True)
         del self._gradients[rank]
@@ -209,7 +214,7 @@ class Replay:
         return True
 
     def _update(self, rank: int, bucket: Bucket) -> None:
-        """Step the optimizers for one row of a bucket's parameters alone."""
+        """Step the optimizers for a single row of a bucket's parameters."""
         shard = next(shard for shard in self._shards if rank in shard.ranks)
         row = rank - shard.ranks.start
         others = torch.ones(len(shard.ranks), dtype=torch.bool, device=shard.device)
@@ -235,7 +240,7 @@ class Replay:
             parameter.grad = None
 
     def _count(self, rank: int, parameters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Let the counters in the optimizers' states be this rank's, of the step before the one that it makes."""
+        """Set the counters in the optimizers' states to this rank's, before the step that it makes."""
         step = self.next_steps[rank]
         assert step is not None
         for optimizer in self._optimizers:
@@ -246,7 +251,7 @@ class Replay:
                         continue
                     if key != _COUNTER:
                         raise ValueError(
-                            f"replay: {type(optimizer).__name__} keeps {key!r}, which is common to all replicas, while "
+                            f"replay: {type(optimizer).__name__} keeps {key!r}, which all replicas share, whereas "
                             "each makes its own steps; choose SGD, Adam or AdamW"
                         )
                     entry[key] = torch.full_like(value, step) if isinstance(value, torch.Tensor) else step

@@ -1,4 +1,4 @@
-"""One module called with many replicas' parameters: vectorised where it can be, else one after the other."""
+"""A module called with the parameters of many replicas, vectorised if possible, otherwise one after the other."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Tensors = dict[str, torch.Tensor]
 class ReplicaCalls:
     """Calls ``module`` as each of k replicas.
 
-    All at once by ``torch.func.vmap``, with randomness of each replica's own. What vmap cannot take (control flow that
-    depends on the data, ``item()``, activation checkpointing) is found out by the first call that fails, and from then
-    on run replica by replica, each by a copy of the module.
+    All at once by ``torch.func.vmap``, with independent randomness for each replica. What vmap does not support
+    (control flow that depends on the data, ``item()``, activation checkpointing) is detected by the first call that
+    fails; from then on replicas run one by one, each with its own copy of the module.
 
     Parameters
     ----------
     module : Module
-        One replica. Whether it and its parts are in training mode is looked up in every call.
+        One replica. Whether it and its parts are in training mode is read in every call.
     on_gradient : callable
-        ``(name, rank)``: called, where replicas run one after the other, when a backward pass reaches a parameter of
-        one of them. With vmap it reaches those of all alike.
+        ``(name, rank)``: called when replicas run one after the other and a backward pass reaches a parameter of one of
+        them. With vmap a backward pass reaches the parameters of all replicas.
 
     Attributes
     ----------
@@ -60,28 +60,28 @@ class ReplicaCalls:
     def __call__(
         self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
     ) -> Any:
-        """Outputs of some replicas.
+        """Return the outputs of some replicas.
 
         Parameters
         ----------
         ranks : sequence of int
-            Theirs, k of them.
+            The ranks of the k replicas.
         parameters, buffers : mapping of str to Tensor, [k, *shape]
-            Buffers are changed in place where the module changes its own.
+            Their tensors. Buffers are changed in place where the module changes its own.
         inputs : (tuple, dict)
-            Of the call.
+            The positional and keyword arguments of the call.
         is_split : list of bool
-            For each of their tensors: whether it has a leading dimension of replicas, or is the same for all.
+            For each tensor in the inputs, whether it has a leading dimension of replicas, or is equal for all.
 
         Returns
         -------
         Any
-            As the module's output, with tensors [k, ...].
+            The module's output, with tensors [k, ...].
 
         Raises
         ------
         GossipError
-            The module has other parameters than its replicas, or other parts than copies that were made of it.
+            The module's parameters differ from its replicas', or its parts from those of copies that were made of it.
         """
         self._snapshot.check(has_copies=bool(self._copies))
         if not self.is_vectorised:
@@ -101,10 +101,10 @@ class ReplicaCalls:
                 vars(part).clear()
                 vars(part).update(values_before)
             torch.set_rng_state(random_state)
-            outputs = self._one_by_one(ranks, parameters, buffers, inputs, is_split)  # the user's mistakes end here
+            outputs = self._one_by_one(ranks, parameters, buffers, inputs, is_split)  # mistakes of the user raise here
             self.is_vectorised = False
             logger.warning(
-                "{} cannot be vectorised over the replicas, which are run one after the other from now on: {}",
+                "{} cannot be vectorised over the replicas, which run one after the other from now on: {}",
                 type(self._module).__name__,
                 " ".join(str(error).split())[:200],
             )
@@ -114,7 +114,7 @@ class ReplicaCalls:
         leaves, spec = tree_flatten(inputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         spec_out: Any = None
-        others: dict[int, Any] = {}  # what of the output is no tensor, by place
+        others: dict[int, Any] = {}  # the parts of the output that are not tensors, by place
 
         def call(own: Tensors, own_buffers: Tensors, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Tensors]:
             nonlocal spec_out
@@ -123,8 +123,8 @@ class ReplicaCalls:
                 own_leaves[place] = tensor
             args, kwargs = tree_unflatten(own_leaves, spec)
             known = own | own_buffers
-            # One mapping: only into such a one are buffers put that the module replaced. With each place once: of a
-            # module that stands in two places functional_call would not put back what was there.
+            # One mapping, because functional_call puts replaced buffers only into such a one; and with each place once,
+            # because functional_call would not restore a module that occurs in two places.
             state = {name: known[first] for name, first in self._places.items()}
             output, spec_out = tree_flatten(functional_call(self._module, state, args, kwargs, tie_weights=False))
             others.update(_others(output))
@@ -132,12 +132,12 @@ class ReplicaCalls:
 
         in_dims = (0, 0, *(0 if splits else None for splits in is_split))
         with (
-            # A checkpoint would compute again, in the backward pass, with the parameters of the bare module.
+            # A checkpoint would recompute, in the backward pass, with the parameters of the bare module.
             torch.autograd.graph.disable_saved_tensors_hooks("it uses activation checkpointing"),
             _constant_padding(self._module),
             warnings.catch_warnings(),
         ):
-            warnings.filterwarnings("ignore", "There is a performance drop")  # still right, and as fast as a loop
+            warnings.filterwarnings("ignore", "There is a performance drop")  # still correct, and as fast as a loop
             found, state = vmap(call, in_dims, randomness="different")(
                 parameters, buffers, *(leaves[place] for place in places)
             )
@@ -150,7 +150,7 @@ class ReplicaCalls:
         self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
     ) -> Any:
         leaves, spec = tree_flatten(inputs)
-        # Not p[i]: the gradient of each would be a stack of zeros around it.
+        # Not p[i], because the gradient of each would be a stack of zeros around it.
         rows = {name: stack.unbind() for name, stack in parameters.items()}
         found: list[list[Any]] = []
         spec_out: Any = None
@@ -176,14 +176,14 @@ class ReplicaCalls:
         return tree_unflatten(stacked, spec_out)
 
     def _on_row(self, name: str, rank: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # as it is for rows that were left out, if there are others
+        if gradient is not None:  # it is None for rows that were left out, if there are others
             self._on_gradient(name, rank)
 
 
 class _Copy:
-    """One replica's copy of a module, with given tensors in the place of its parameters and buffers.
+    """One replica's copy of a module, with given tensors in place of its parameters and buffers.
 
-    They stay there after the call: a checkpoint computes again in the backward pass.
+    They stay there after the call, because a checkpoint recomputes in the backward pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -212,12 +212,12 @@ class _Copy:
 
 
 def _others(output: Sequence[Any]) -> dict[int, Any]:
-    """What of an output is no tensor, by place.
+    """Return the parts of an output that are not tensors, by place.
 
     Raises
     ------
     TypeError
-        Something in which tensors are, which cannot be put together.
+        A part contains tensors that cannot be joined.
     """
     others = {place: leaf for place, leaf in enumerate(output) if not isinstance(leaf, torch.Tensor)}
     for leaf in others.values():
@@ -231,7 +231,7 @@ def _others(output: Sequence[Any]) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def _constant_padding(module: nn.Module) -> Iterator[None]:
-    """Keep gradients from embeddings' padding vectors: vmap does so for the first replica only (torch 2.13)."""
+    """Keep gradients away from embeddings' padding vectors, which vmap does only for the first replica (torch 2.13)."""
 
     def detach(embedding: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         is_padding = torch.eq(args[0], cast(int, embedding.padding_idx))
@@ -251,7 +251,7 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
 
 
 def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Remove tensors that modules put into attributes (``self.hidden = ...``): those of a vmap mean nothing outside."""
+    """Remove tensors that modules set as attributes (``self.hidden = ...``); those of a vmap are invalid outside."""
     for part, before in attributes:
         for key, value in list(vars(part).items()):
             if isinstance(value, torch.Tensor) and before.get(key) is not value:
@@ -261,7 +261,7 @@ def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> N
 
 @torch.no_grad()
 def _write_back(buffers: Tensors, state: Tensors) -> None:
-    """Take over buffers that the module replaced, rather than wrote in place."""
+    """Copy back buffers that the module replaced instead of writing in place."""
     for name, values in state.items():
         if values.data_ptr() != buffers[name].data_ptr():
             buffers[name].copy_(values)

@@ -16,18 +16,21 @@ from gossip.parameters.digests import memory_order
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The replicas of some neighbouring ranks, k of them, on one device.
+    """The k replicas of consecutive ranks, on one device.
 
     Attributes
     ----------
     ranks : range
+        The ranks.
     device : torch.device
+        The device.
     parameters : mapping of str to Parameter, [k, *shape]
-        By the bare module's names: views of ``blocks``, but for those that are frozen.
+        The parameters by the bare module's names; views of ``blocks``, except for frozen ones.
     buffers : dict of str to Tensor, [k, *shape]
+        The buffers, by the bare module's names.
     blocks : list of Tensor, [k, numel]
-        What is exchanged: one per bucket of parameters, one per float buffer, if those are mixed, and one per bucket of
-        parameters that were unfrozen later.
+        What is exchanged: one block per bucket of parameters, one per float buffer, if those are mixed, and one per
+        bucket of parameters that were unfrozen later.
     """
 
     ranks: range
@@ -37,7 +40,7 @@ class Shard:
     blocks: list[torch.Tensor]
 
     def rows(self, first: int, stop: int) -> slice:
-        """The rows of the ranks from ``first`` to ``stop`` that are here."""
+        """Return the rows here of the ranks from ``first`` to ``stop``."""
         start = min(max(first, self.ranks.start), self.ranks.stop)
         end = min(max(stop, start), self.ranks.stop)
         return slice(start - self.ranks.start, end - self.ranks.start)
@@ -51,16 +54,18 @@ def make_shards(
     *,
     mixes_buffers: bool,
 ) -> tuple[Shard, ...]:
-    """As many equal replicas of ``module`` as there are ranks, dealt evenly to the devices in the order of ranks.
+    """Make one equal replica of ``module`` per rank, distributed evenly over the devices in the order of ranks.
 
     Parameters
     ----------
     module : Module
+        The bare module.
     buckets : sequence of Bucket
-        Of its parameters, but for those that are frozen; their layout becomes that of every row.
+        The buckets of its parameters, without frozen ones; every row has their layout.
     world_size : int
+        The number of ranks.
     devices : sequence of torch.device
-        At most as many as there are ranks; one may come several times.
+        At most one device per rank; a device may occur several times.
     mixes_buffers : bool
         Whether float buffers are exchanged too.
     """
@@ -87,17 +92,17 @@ def make_shards(
 
 
 def mixed_buffers(buffers: Mapping[str, torch.Tensor]) -> list[str]:
-    """Those that are exchanged where float buffers are, in the order of their blocks."""
+    """Return the names of the buffers that are exchanged if float buffers are, in the order of their blocks."""
     return [name for name, buffer in buffers.items() if is_averaged(buffer) and buffer.numel()]
 
 
 def joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The shards' stacks as one of all ranks, [n, ...], on the CPU; a copy."""
+    """Return a copy of the shards' stacks as one stack of all ranks, [n, ...], on the CPU."""
     return torch.cat([stack.detach().cpu() for stack in stacks])
 
 
 def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-    """Write the values of all ranks, in their order, into the shards' stacks."""
+    """Write the values of all ranks, in order, into the shards' stacks."""
     first = 0
     with torch.no_grad():
         for stack in stacks:
@@ -106,7 +111,7 @@ def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
 
 
 def stacked_views(bucket: Bucket, block: torch.Tensor) -> list[torch.Tensor]:
-    """A block of rows in the layout of ``bucket``, [k, numel], as one view per parameter, [k, *shape]."""
+    """Return a block of rows in the layout of ``bucket``, [k, numel], as one view per parameter, [k, *shape]."""
     return [
         block.as_strided((len(block), *shape), (block.stride(0), *stride), offset)
         for shape, stride, offset in bucket.shape.views
@@ -121,7 +126,7 @@ def written(shards: Sequence[Shard]) -> None:
 
 
 def rows_of(shards: Sequence[Shard], first: int, stop: int) -> Iterator[tuple[Shard, slice]]:
-    """The shards that hold any of the ranks from ``first`` to ``stop``, each with the rows of those."""
+    """Yield the shards that hold any of the ranks from ``first`` to ``stop``, each with the rows of those."""
     for shard in shards:
         rows = shard.rows(first, stop)
         if rows.stop > rows.start:
@@ -129,11 +134,11 @@ def rows_of(shards: Sequence[Shard], first: int, stop: int) -> Iterator[tuple[Sh
 
 
 Weights = Mapping[str, Sequence[torch.Tensor]]
-"""By parameter, how much each row counts in a mean, [k, 1] for each shard; all alike where there is none."""
+"""How much each row counts in a mean, by parameter, [k, 1] for each shard; equally where there is no entry."""
 
 
 def mean_of(stacks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-    """Over all rows of all shards, on the first one's device."""
+    """Return the mean over all rows of all shards, on the first shard's device."""
     wide = torch.promote_types(stacks[0].dtype, torch.float32)
     if weights is not None:
         pairs = zip(stacks, weights, strict=True)
@@ -145,7 +150,7 @@ def mean_of(stacks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | No
 
 
 def distance_from_mean(shards: Sequence[Shard], weights: Weights) -> tuple[float, float]:
-    """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
+    """Return the root mean square distance of the replicas from their mean, and relative to the mean's norm."""
     square, mean_square = 0.0, 0.0
     for name in shards[0].parameters:
         stacks = [shard.parameters[name].detach() for shard in shards]
@@ -161,7 +166,7 @@ def distance_from_mean(shards: Sequence[Shard], weights: Weights) -> tuple[float
 def load_into(
     module: nn.Module, shards: Sequence[Shard], choose: Callable[[str, Sequence[torch.Tensor]], torch.Tensor]
 ) -> None:
-    """Write into a bare module what ``choose`` makes of the name and the stacks of each parameter and buffer."""
+    """Write into a bare module what ``choose`` returns for the name and the stacks of each parameter and buffer."""
     for name, parameter in module.named_parameters():
         parameter.copy_(choose(name, [shard.parameters[name].detach() for shard in shards]))
     for name, buffer in module.named_buffers():
@@ -173,7 +178,7 @@ def _repeated(values: torch.Tensor, count: int, device: torch.device) -> torch.T
 
 
 def _frozen(parameter: nn.Parameter, ranks: range, device: torch.device) -> nn.Parameter:
-    """The stack of a parameter that is in no bucket, each row with the order of dimensions in memory that it has."""
+    """Return the stack of a parameter that is in no bucket, whose rows keep its order of dimensions in memory."""
     order = memory_order(parameter)
     rows = _repeated(parameter.permute(order), len(ranks), device)
     inverse = sorted(range(parameter.dim()), key=order.__getitem__)

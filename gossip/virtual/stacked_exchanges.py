@@ -1,4 +1,4 @@
-"""Rounds among replicas of one process: one sparse product where messages are values, else what codecs make of them."""
+"""Rounds among replicas in one process: a sparse product for messages that are values, otherwise stacked codecs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from topologies.analysis.traffic import round_traffic
 
 @dataclass
 class StackedInFlight(InFlight):
-    """A round of one block whose messages have been made, but not combined.
+    """A round of one block whose messages have been made but not combined.
 
     Attributes
     ----------
     stacks : dict of str to list of Tensor, [k, numel]
-        By channel and shard: what each replica is to add, in the dtype of accumulation.
+        By channel and shard, what each replica is to add, in the accumulation dtype.
     """
 
     stacks: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -43,26 +43,28 @@ class StackedInFlight(InFlight):
 
 
 class StackedMeter:
-    """What a step cost all replicas.
+    """The cost of one step of all replicas.
 
     Parameters
     ----------
     world_size : int
+        The number of replicas.
 
     Attributes
     ----------
     num_refused : Tensor, [n], int64
-        How many blocks' messages each rank refused.
+        The number of blocks whose messages each rank refused.
     """
 
     def __init__(self, world_size: int) -> None:
         self.num_refused = torch.zeros(world_size, dtype=torch.int64)
-        self.codec_bytes = 0.0  # the mean over ranks
-        self.values_sent: list[tuple[Round, bool, int]] = []  # round, whether summed on the wire, bytes of a message
+        self.codec_bytes = 0.0  # mean over ranks
+        # Round, whether it is summed on the wire, bytes per message.
+        self.values_sent: list[tuple[Round, bool, int]] = []
 
     @property
     def bytes_sent(self) -> float:
-        """The mean over ranks; a uniform group's as those of a ring all-reduce."""
+        """The mean over ranks; for a uniform group, the bytes of a ring all-reduce."""
         total = self.codec_bytes
         for round_, is_summed, num_bytes in self.values_sent:
             num_messages = round_traffic(round_).sent if is_summed else round_.num_targets()
@@ -71,25 +73,29 @@ class StackedMeter:
 
 
 class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
-    """Those of all replicas at once.
+    """The exchanges of all replicas at once.
 
     Parameters
     ----------
     shards : sequence of Shard
+        The replicas.
     buckets : sequence of Bucket
-        Whose layout the first blocks of a shard have.
+        The buckets whose layout the first blocks of a shard have.
     buffer_buckets : sequence of BufferBucket
-        What a rank would have in the place of the other blocks: those are float buffers, which are never compressed.
+        What a rank would have in place of the other blocks, which are float buffers and are never compressed.
     optimizers : sequence of Optimizer
-        Over the stacks.
+        The optimizers, over the stacks.
     topology : Topology
+        The rounds that end the steps.
     algorithm : Algorithm
+        The algorithm.
     compression : Compression
+        The compression.
 
     Attributes
     ----------
     codecs : dict of (int, str) to StackedCodec
-        By block and channel; none of messages that are values.
+        The codecs by block and channel, except for messages that are values.
     """
 
     def __init__(
@@ -119,7 +125,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self._blocks += [(bucket, [index_of[name] for name in bucket.names]) for bucket in buffer_buckets]
 
     def add(self, buckets: Sequence[Bucket]) -> None:
-        """Exchange these too, whose blocks the shards have got, from the round of this step on."""
+        """Exchange these buckets too, whose blocks have been added to the shards, from the round of this step on."""
         for bucket in buckets:
             index = len(self.in_flight)
             self.in_flight.append(None)
@@ -138,7 +144,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         )
 
     def _make_codecs(self, index: int) -> None:
-        """One for each channel; none where messages are values."""
+        """Make one codec per channel, except for messages that are values."""
         bucket, world_size = self._buckets[index], self._topology.world_size
         if world_size == 1:
             return
@@ -155,7 +161,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 [compression.codec(shape, rank) for rank, shape in enumerate(shapes)]
             )
 
-    # ------------------------------------------------------------------ what the policy asks for
+    # ------------------------------------------------------------------ hooks of the policy
 
     def views(self, index: int) -> Sequence[BucketView]:
         return self._views[index]
@@ -225,11 +231,11 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
 
     @property
     def buckets(self) -> list[Bucket | BufferBucket]:
-        """Those of a rank."""
+        """The buckets that a rank would have."""
         return [bucket for bucket, _ in self._blocks]
 
     def rank_states(self) -> Iterator[dict[str, Any]]:
-        """Of each rank what :meth:`gossip.step.rank_exchanges.RankExchanges.state_dict` gives."""
+        """Yield for each rank what :meth:`gossip.step.rank_exchanges.RankExchanges.state_dict` would return."""
         for number, shard in enumerate(self._shards):
             for row, rank in enumerate(shard.ranks):
                 yield {
@@ -259,7 +265,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         }
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]] | None) -> None:
-        """Drop what is in flight and take over what was, by rank; None: begin anew."""
+        """Drop what is in flight and restore what was, by rank; None starts anew."""
         self.drop()
         if states is None:
             self.codecs = {}
@@ -275,7 +281,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                     codec.load_state_dicts([state["codecs"][place][channel] for state in states])
 
     def _load_in_flight(self, indices: Sequence[int], saved: Sequence[Mapping[str, Any] | None]) -> None:
-        """What a bucket of every rank, None of one that had no peer, had in flight."""
+        """Restore what a bucket had in flight on every rank; None for a rank that had no peer."""
         known = next(state for state in saved if state is not None)
         round_ = self._topology.round(known["round"])
         stacks: dict[str, list[list[torch.Tensor]]] = {}  # by channel and block
@@ -296,7 +302,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             )
 
     def _dealt_to_blocks(self, indices: Sequence[int], values: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Of a bucket's values of all ranks, [n, numel], what belongs to each view of each block."""
+        """Split a bucket's values of all ranks, [n, numel], by block and view."""
         if len(indices) == 1:
             return [self.dealt(values)]
         sizes = [self._views[index][0].values.shape[-1] for index in indices]
@@ -321,10 +327,10 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         step: int,
         meter: StackedMeter,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """One round of all ranks' codecs: differences, and what was sent, by shard."""
+        """Make one round of all ranks' codecs, and return by shard the differences and what was sent."""
         arrival = self.codecs[index, channel].exchange(blocks, round_, step)
         meter.codec_bytes += arrival.num_bytes / self._topology.world_size
-        if self.algorithm.requires.stochastic != "doubly":  # what was decoded takes the rows' sums for 1
+        if self.algorithm.requires.stochastic != "doubly":  # codecs assume that rows sum to 1
             for shard, difference, sent in zip(self._shards, arrival.differences, arrival.sent, strict=True):
                 for row, rank in enumerate(shard.ranks):
                     if round_.peers(rank):

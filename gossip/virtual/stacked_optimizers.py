@@ -1,4 +1,4 @@
-"""The user's optimizers over the stacked parameters, and the rows that they leave alone."""
+"""The user's optimizers over the stacked parameters, and rows that a step leaves unchanged."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from gossip.communication.world import accumulation_dtype
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
-"""By the id of each of the module's parameters, its stacks: one per device."""
+"""The stacks of each of the module's parameters, by the parameter's id: one per device."""
 IMPLEMENTATION = {"capturable": False, "fused": None, "foreach": None}
-"""Of a group's constants, those that choose an implementation: the default one runs anywhere."""
+"""The constants of a group that choose an implementation; the default implementation runs anywhere."""
 
 
 def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, stacks: Stacks) -> tuple[Optimizer, ...]:
-    """The optimizers that were given, or that the factory makes, with stacks in the place of ``module``'s parameters.
+    """Return the given optimizers, or the factory's, with stacks in place of ``module``'s parameters.
 
-    They are made over the module's own parameters: a factory that looks at names and shapes groups them as ever.
+    They are made over the module's own parameters, so a factory that inspects names and shapes works as usual.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or one of them does not update element by
-        element.
+        As for :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or an optimizer does not update elementwise.
     """
     optimizers = build_optimizers(optimizer, module, in_backward=True, by_bucket=True)
     for optimizer in optimizers:
@@ -41,12 +40,12 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
 
 
 def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
-    """Put stacks in the place of the module's parameters, wherever those stand in the optimizer."""
+    """Put stacks in place of the module's parameters wherever these occur in the optimizer."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = False
             logger.warning(
-                "{}: fused=True is run as fused=False: stacks have gaps in memory, which fused kernels do not see",
+                "{}: fused=True runs as fused=False, because fused kernels do not support stacks with gaps in memory",
                 type(optimizer).__name__,
             )
         found = [stacks.get(id(parameter), (parameter,)) for parameter in group["params"]]
@@ -61,23 +60,23 @@ def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
             optimizer.state[stack] = {
                 key: value.to(stack.device).expand(stack.shape).clone()
                 if key in elementwise
-                else copy.deepcopy(value)  # a counter that is a tensor is counted up in place
+                else copy.deepcopy(value)  # a counter that is a tensor is incremented in place
                 for key, value in entry.items()
             }
 
 
 def num_held(optimizers: Sequence[Optimizer]) -> int:
-    """How many parameters the optimizers hold."""
+    """Return how many parameters the optimizers hold."""
     return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
-    """Refuse a parameter that is not of the module, or that is held twice.
+    """Refuse a parameter that does not belong to the module, or that is held twice.
 
     Raises
     ------
     ValueError
-        Says which.
+        A parameter is refused; the text says which.
     """
     check_parameters_held(
         optimizers,
@@ -91,20 +90,20 @@ def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     ]
     if len(set(held)) < len(held):
         raise ValueError(
-            "a parameter was added to an optimizer that holds it already, and would be updated twice; add only "
+            "a parameter was added to an optimizer that already holds it, and would be updated twice; add only "
             "parameters that no group holds"
         )
 
 
 def has_shape(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether an entry of an optimizer's state has one value for each of a parameter's."""
+    """Return whether an entry of an optimizer's state has one value per element of the parameter."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> set[str]:
-    """Of the entries of an optimizer's state, by parameter, those with one value for each of the parameter's.
+    """Return the keys of an optimizer's state, given by parameter, with one value per element of the parameter.
 
-    Parameters without dimensions do not tell, since counters have none either.
+    Parameters without dimensions are no evidence, because counters have none either.
     """
     entries = list(entries)
     entries = [(parameter, entry) for parameter, entry in entries if parameter.dim()] or entries
@@ -117,12 +116,12 @@ def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) 
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
-    """Let it update two small matrices, stacked and apart: replicas must not see each other through their optimizer.
+    """Check on two small matrices, stacked and separate, that replicas do not affect each other through the optimizer.
 
     Raises
     ------
     ValueError
-        The two differ.
+        The two results differ.
     """
     source = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(4, 2, 3, 3, generator=source, dtype=torch.float64).unbind()
@@ -140,7 +139,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 def _refusal(optimizer: Optimizer) -> str:
     return (
-        f"optimizer {type(optimizer).__name__} updates a parameter as a whole, so that stacked replicas would see each "
+        f"optimizer {type(optimizer).__name__} updates a parameter as a whole, so stacked replicas would affect each "
         "other; choose one that updates element by element, such as SGD, Adam or AdamW, or train in processes "
         "(GossipDataParallel)"
     )
@@ -152,12 +151,12 @@ def _step_probe(
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> None:
-    """Steps of an optimizer of the same kind and constants over ``parameters``."""
+    """Make steps of an optimizer with the same class and constants over ``parameters``."""
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     constants = group | {key: value for key, value in IMPLEMENTATION.items() if key in group}
     if "lr" in group:
-        constants["lr"] = 0.1  # a schedule may begin at 0, where nothing would be seen
+        constants["lr"] = 0.1  # a schedule may start at 0, where nothing would change
     probe.param_groups = [constants | {"params": list(parameters)}]
     probe.state = defaultdict(dict)
     known: dict[str, Any] = next(
@@ -184,7 +183,7 @@ def _step_probe(
 
 
 def row_norms(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    """Euclidean norm of the gradients of each row, over all of ``parameters``, [k]; None without gradients."""
+    """Return the Euclidean norm of each row's gradients over all of ``parameters``, [k]; None without gradients."""
     norms = [
         torch.linalg.vector_norm(parameter.grad.flatten(1), dim=1, dtype=accumulation_dtype(parameter.dtype))
         for parameter in parameters
@@ -196,20 +195,21 @@ def row_norms(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
 @contextlib.contextmanager
 @torch.no_grad()
 def left_alone(optimizers: Sequence[Optimizer], rows: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Steps within the block leave some rows of some parameters, and of what the optimizers know of them, as they are.
+    """Leave some rows of parameters, and of the optimizers' state, unchanged by steps within the block.
 
     Parameters
     ----------
     optimizers : sequence of Optimizer
+        The optimizers.
     rows : mapping of Parameter to Tensor, [k], bool
-        Which; their gradients are set to zero.
+        Which rows; their gradients are set to zero.
     """
     saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for parameter, which in rows.items():
         states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
         values = [value for state in states for value in state.values() if has_shape(value, parameter)]
         saved += [(value, which, value[which]) for value in (parameter.detach(), *values)]
-        parameter[which] = 0  # with weight decay a state that is new is then zero too
+        parameter[which] = 0  # so that new state is zero too, even with weight decay
         if parameter.grad is not None:
             parameter.grad[which] = 0
     try:

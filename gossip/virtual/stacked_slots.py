@@ -1,4 +1,4 @@
-"""What may be changed of a module whose replicas are stacked."""
+"""Which changes are allowed in a module whose replicas are stacked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gossip.parameters.parameter_slots import ModuleSnapshot
 class StackedSlots(ModuleSnapshot):
     """Refuses parameters that were added, removed or reshaped since the replicas were made from the module.
 
-    A new one would be the same for all replicas, and not trained. One that was replaced by another of its shape makes
-    no difference: calls put each replica's own in its place.
+    A new one would be equal for all replicas, and not be trained. Replacing one by another of the same shape has no
+    effect, because calls put each replica's own parameter in its place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -21,17 +21,17 @@ class StackedSlots(ModuleSnapshot):
         self._shapes = self._find_shapes()
 
     def check(self, *, has_copies: bool) -> None:
-        """Cheap if nothing has changed.
+        """Raise if the module has changed; cheap if nothing has.
 
         Parameters
         ----------
         has_copies : bool
-            Whether replicas are run by copies of the module: then it must have the parts that it had then.
+            Whether replicas are run by copies of the module, which must then have the same parts as when it was copied.
 
         Raises
         ------
         GossipError
-            Names the parameter.
+            A parameter or a part was changed; the text says which.
         """
         if not self.has_changed():
             return
@@ -40,13 +40,14 @@ class StackedSlots(ModuleSnapshot):
             if shapes.get(name) != self._shapes.get(name):
                 what = "removed" if name not in shapes else "replaced" if name in self._shapes else "added"
                 raise GossipError(
-                    f"parameter {name!r} was {what} after the replicas were made, which do not have it like this; "
-                    "change the module before the VirtualWorkers are made from it"
+                    f"parameter {name!r} was {what} after the replicas were made, which do not follow this change; "
+                    "change the module before making VirtualWorkers from it"
                 )
         if has_copies:
             raise GossipError(
-                "parts of the module were added, replaced or removed after its replicas had been copied, which are run "
-                "one after the other; change the module before the VirtualWorkers are made from it"
+                "parts of the module were added, replaced or removed after its replicas had been copied in order to "
+                "run "
+                "one after the other; change the module before making VirtualWorkers from it"
             )
         self.remember()
 

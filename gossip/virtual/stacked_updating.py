@@ -1,4 +1,4 @@
-"""The local update of all replicas: whose gradients there are, made each replica's own, clipped and applied."""
+"""The local update of all replicas: their gradients are rescaled to each replica's own, clipped and applied."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from gossip.virtual.stacked_optimizers import (
 
 
 class StackedUpdater:
-    """What :class:`gossip.step.updating.Updater` does for one rank, for all replicas at once.
+    """The counterpart of :class:`gossip.step.updating.Updater` for all replicas at once.
 
     Parameters
     ----------
     shards : sequence of Shard
+        The replicas.
     buckets : sequence of Bucket
-        By which the gradients of a replica are clipped and checked, unless all of them are clipped together.
+        The buckets by which the gradients of a replica are clipped and checked, unless all are clipped together.
     optimizers : sequence of Optimizer
-        Over the stacks.
+        The optimizers, over the stacks.
     stacks : mapping of int to sequence of Parameter
-        See :data:`gossip.virtual.stacked_optimizers.Stacks`.
+        The stacks, see :data:`gossip.virtual.stacked_optimizers.Stacks`.
     clip_grad_norm : float or None
+        The norm to which gradients are clipped.
     clip : str
-        "global" or "bucket".
+        Which norm is clipped, "global" or "bucket".
 
     Attributes
     ----------
     scales : Tensor, [n], float64
-        By what each rank's gradients are to be multiplied; 0 where it has none.
+        The factor for each rank's gradients; 0 for a rank without gradients.
     num_bad_steps : Tensor, [n], int64
-        How many steps in a row something of a rank was not finite.
+        The number of consecutive steps in which something on a rank was not finite.
     reached : dict of str to Tensor, [n], bool
-        Of a parameter that only some ranks' backward passes have reached: which.
+        Which ranks' backward passes have reached a parameter, for parameters that only some have reached.
     """
 
     def __init__(
@@ -83,25 +85,25 @@ class StackedUpdater:
             self._names.append(list(bucket.names))
 
     def note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
-        """Keep the scale for those ranks that have none yet; for the others return what makes up the difference."""
+        """Set the scale of ranks that have none yet; return the factors that make up the difference for the others."""
         scales = self.scales[ranks.start : ranks.stop]
         scales[scales == 0] = scale
         return None if bool((scales == scale).all()) else scale / scales
 
     def note_reached(self, name: str, rank: int) -> None:
-        """Note that a backward pass has reached a parameter of one replica that was run by itself."""
+        """Note that a backward pass has reached a parameter of a replica that ran by itself."""
         if name not in self.reached:
             has_gradient = any(shard.parameters[name].grad is not None for shard in self._shards)
             self.reached[name] = (self.scales != 0) if has_gradient else torch.zeros_like(self.scales, dtype=torch.bool)
         self.reached[name][rank] = True
 
     def note_all_reached(self, name: str, ranks: range) -> None:
-        """Note that a backward pass has reached a parameter of several replicas that were run at once."""
+        """Note that a backward pass has reached a parameter of several replicas that ran at once."""
         if name in self.reached:
             self.reached[name][ranks.start : ranks.stop] = True
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for shard in self._shards:
             for parameter in shard.parameters.values():
                 parameter.grad = None
@@ -109,7 +111,7 @@ class StackedUpdater:
         self.reached = {}
 
     def stack_new_groups(self) -> None:
-        """Let groups that were added to the optimizers in mid-training hold stacks too."""
+        """Put stacks into groups that were added to the optimizers during training."""
         if num_held(self._optimizers) != self._num_held:
             for optimizer in self._optimizers:
                 stack_groups(optimizer, self._stacks)
@@ -117,14 +119,15 @@ class StackedUpdater:
             self._num_held = num_held(self._optimizers)
 
     def apply(self, step: int, direct: Callable[[SkippedRows], None] | None = None) -> torch.Tensor:
-        """Clip, and step the optimizers, but for rows that have no gradient or one that is not finite: those, [n].
+        """Clip and step, except for rows without gradients or with ones that are not finite; return the latter, [n].
 
         Parameters
         ----------
         step : int
+            The step.
         direct : callable, optional
-            Called right before the optimizers step, with which rows of a bucket they leave alone: what puts other
-            gradients in all gradients' place.
+            Called right before the optimizers step, with a function that returns which rows of a bucket are left
+            unchanged; it replaces the gradients.
         """
         skipped, left = self.prepare(step)
         if direct is not None:
@@ -141,12 +144,12 @@ class StackedUpdater:
         return skipped
 
     def prepare(self, step: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-        """Make the gradients each replica's own, and clip them.
+        """Rescale the gradients to each replica's own, and clip them.
 
         Returns
         -------
         Tensor, [n], bool
-            Whose gradients are not finite.
+            The ranks whose gradients are not finite.
         list of list of Tensor
             By group of parameters and shard, the rows that are not to be updated.
         """
@@ -170,7 +173,7 @@ class StackedUpdater:
         return skipped, left
 
     def _group(self, index: int) -> int:
-        """Which of the groups of parameters that are clipped together a bucket belongs to."""
+        """Return the group of parameters, clipped together, to which a bucket belongs."""
         return 0 if self._clips_all else self._group_of_bucket[index]
 
     def _rows_left_alone(self, left: Sequence[Sequence[torch.Tensor]]) -> dict[nn.Parameter, torch.Tensor]:
@@ -185,7 +188,7 @@ class StackedUpdater:
         return alone
 
     def _complete_gradients(self) -> None:
-        """Give a parameter that has a gradient on some device one on all, as if it were one stack."""
+        """Give a parameter that has a gradient on some device one on all devices, as if it were a single stack."""
         for name in self._shards[0].parameters if len(self._shards) > 1 else ():
             stacks = [shard.parameters[name] for shard in self._shards]
             if any(stack.grad is not None for stack in stacks):
@@ -203,7 +206,7 @@ class StackedUpdater:
                 gradient.mul_(along_rows(scales, gradient))
 
     def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-        """Rows whose gradients are not finite, [k]; None if all are."""
+        """Return the rows whose gradients are not finite, [k]; None if all are finite."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._clip_grad_norm is None and all(map(all_finite, gradients)):
             return None
@@ -218,16 +221,16 @@ class StackedUpdater:
         return spoilt if bool(spoilt.any()) else None
 
     def count_bad_steps(self, is_bad: torch.Tensor, step: int) -> None:
-        """Raise if a rank had gradients or messages that were not finite in too many steps in a row."""
+        """Raise if a rank had gradients or messages that were not finite in too many consecutive steps."""
         self.num_bad_steps = torch.where(is_bad, self.num_bad_steps + 1, 0)
         if int(self.num_bad_steps.max()) >= MAX_NON_FINITE_STEPS:
             raise GossipError(
                 f"rank {int(self.num_bad_steps.argmax())}: step {step}: gradients or messages were not finite in "
-                f"{MAX_NON_FINITE_STEPS} steps in a row; start again with a smaller learning rate"
+                f"{MAX_NON_FINITE_STEPS} consecutive steps; start again with a smaller learning rate"
             )
 
 
 def along_rows(factors: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """One factor for each row, [k, 1 ...], in the dtype of accumulation."""
+    """Return one factor per row, [k, 1 ...], in the accumulation dtype."""
     wide = factors.to(gradient.device, accumulation_dtype(gradient.dtype))
     return wide.view(-1, *[1] * (gradient.dim() - 1))

@@ -1,4 +1,4 @@
-"""The virtual workers' own arguments, checked before anything is built."""
+"""The arguments specific to virtual workers, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gossip.parameters.parameter_slots import check_not_wrapped
 
 
 def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """The module itself, or the one that a function makes, if replicas of it can be stacked.
+    """Return the module itself, or the one that a function makes, if its replicas can be stacked.
 
     Raises
     ------
     ValueError, TypeError
-        It is none, has no parameters, or some that cannot be used.
+        It is not a module, has no parameters, or has some that cannot be used.
     """
     found = module if isinstance(module, nn.Module) or not callable(module) else module()
     if not isinstance(found, nn.Module):
@@ -31,7 +31,7 @@ def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 
 
 def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: int) -> list[torch.device]:
-    """The devices that are named; by default the first GPU if there is one, else the CPU."""
+    """Return the devices that are named; by default the first GPU if there is one, otherwise the CPU."""
     if devices is None:
         return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
@@ -39,7 +39,9 @@ def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: in
             f'devices must be a sequence of at least one device, such as ["cuda:0", "cuda:1"], got {devices!r}'
         )
     if len(devices) > world_size:
-        raise ValueError(f"devices names {len(devices)} devices for {world_size} replicas; give at most one for each")
+        raise ValueError(
+            f"devices names {len(devices)} devices for {world_size} replicas; give at most one per replica"
+        )
     try:
         return [torch.device(device) for device in devices]
     except (RuntimeError, TypeError) as error:
@@ -56,7 +58,7 @@ def _refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Refuse what is no integer, or out of range."""
+    """Refuse a value that is not an integer, or is out of range."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < minimum or (maximum is not None and value > maximum):

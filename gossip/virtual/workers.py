@@ -1,4 +1,4 @@
-"""Many replicas trained in one process, as a cluster of so many ranks would train them."""
+"""Many replicas trained in one process, as a cluster with one rank per replica would train them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from topologies import Topology
 
 
 class VirtualWorkers(OwnAttributes):
-    r"""Train ``world_size`` replicas in one process; mix them after every step, as :class:`gossip.GossipDataParallel`.
+    r"""Train ``world_size`` replicas in one process and mix them after every step, as in a distributed run.
 
     All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
-    optimizer, and one product W X per bucket. Topology, algorithm and compression are those of a distributed run, and
-    so are the results, up to rounding: replica i here is rank i there.
+    optimizer, and one product W X per bucket. Topology, algorithm and compression are those of
+    :class:`gossip.GossipDataParallel`, and so are the results, up to rounding: replica i here is rank i there.
 
     Parameters
     ----------
@@ -50,66 +50,78 @@ class VirtualWorkers(OwnAttributes):
         One replica, or a function without arguments that makes it. All replicas start from it. It becomes
         ``workers.module``.
     world_size : int
-        Number of replicas, n.
+        The number of replicas, n.
     optimizer : callable, Optimizer, sequence of Optimizer, or None
-        As for :class:`gossip.GossipDataParallel`: over ``module``'s parameters; it then gets the stacked ones. It must
-        update element by element (SGD, Adam, AdamW ...).
+        As for :class:`gossip.GossipDataParallel`, over ``module``'s parameters, which are then replaced by the stacked
+        ones. It must update element by element (SGD, Adam, AdamW ...).
     topology : str or Topology
+        As for :class:`gossip.GossipDataParallel`.
     algorithm : str or Algorithm
+        As for :class:`gossip.GossipDataParallel`.
     compression : str or Compression, optional
+        As for :class:`gossip.GossipDataParallel`.
     clip_grad_norm : float, optional
         Each replica's gradients are scaled down to this Euclidean norm before the update.
     clip : str
-        "global": the norm of all gradients of a replica; "bucket": of those in each bucket.
+        "global": the norm of all gradients of a replica; "bucket": the norm of those in each bucket.
     buffers : str
-        "local": float buffers stay each replica's own; "average": they are mixed like parameters.
+        "local": float buffers stay local to each replica; "average": they are mixed like parameters.
     bucket_cap_mb : float
-        Size of a replica's bucket in MiB; as in the distributed run that is to be reproduced, where it matters
+        The size of a replica's bucket in MiB. To reproduce a distributed run, use its value where it matters
         (``clip="bucket"``, compression).
     dim : int
         The dimension along which a batch is split over the replicas.
     loss_reduction : str
-        "mean": the loss that ``backward()`` is called on is a mean over the samples of the whole batch; each replica
-        then gets the gradient of the mean over its own samples. "sum": it is a sum over samples, or over replicas'
-        own losses; gradients are taken as they are.
+        "mean": the loss on which ``backward()`` is called is a mean over the samples of the whole batch; each replica
+        then gets the gradient of the mean over its own samples. "sum": it is a sum over samples, or over the replicas'
+        own losses; gradients are used unchanged.
     devices : sequence of torch.device or str, optional
-        The replicas are dealt to them evenly, in order. By default the first GPU if there is one, else the CPU.
-
-    Attributes
-    ----------
-    module : Module
-        One bare model. It holds the initial values, and after :meth:`averaged` and :meth:`global_avg` the mean.
-    optimizer : Optimizer, tuple of Optimizer, or None
-        Over the stacked parameters: for schedulers.
-    algorithm : Algorithm
-    compression : Compression
-    topology : Topology
-    world_size : int
-    step : int
-        Number of steps made; also the index of the next round. With a recording (:class:`gossip.Asynchronous`) each
-        replica has a number of its own, see :attr:`next_steps`.
-    is_vectorised : bool
-        Whether the replicas run at once. A module that ``torch.func.vmap`` cannot take is run replica by replica, which
-        a warning says: each by a copy of ``module``, so that what its forward passes keep in attributes is its own, and
-        attributes that are set on ``module`` later are not seen, but for ``training``.
+        The devices over which the replicas are distributed evenly, in order. By default the first GPU if there is one,
+        otherwise the CPU.
 
     Raises
     ------
     ValueError, TypeError
         An argument, or a parameter of the module, cannot be used; the text says why.
 
+    Attributes
+    ----------
+    module : Module
+        A bare model. It holds the initial values, and after :meth:`averaged` and :meth:`global_avg` the mean.
+    optimizer : Optimizer, tuple of Optimizer, or None
+        The optimizer over the stacked parameters, for schedulers.
+    algorithm : Algorithm
+        The algorithm in use.
+    compression : Compression
+        The compression in use.
+    topology : Topology
+        The topology in use.
+    world_size : int
+        The number of replicas.
+    step : int
+        The number of steps made, which is also the index of the next round. With a recording
+        (:class:`gossip.Asynchronous`) each replica has its own number, see :attr:`next_steps`.
+    is_vectorised : bool
+        Whether the replicas run at once. A module that ``torch.func.vmap`` does not support is run replica by replica,
+        and a warning says so. Each replica then uses a copy of ``module``: what its forward passes keep in attributes
+        is its own, and attributes set later on ``module`` have no effect, except ``training``.
+
     Notes
     -----
-    The step is made at the end of the outermost ``backward()`` outside :meth:`no_sync`. A replica that got no sample
-    since the last step, or whose gradients are not finite, is not updated, but mixed. Counters of an optimizer (Adam's
-    ``step``) are common to all replicas. Gradients of stacked parameters are scaled to each replica's own mean when the
-    step is made; those of inputs are the loss's.
+    The step is made at the end of the outermost ``backward()`` outside :meth:`no_sync`. A replica that has had no
+    sample since the last step, or whose gradients are not finite, is not updated, but still mixed. All replicas share
+    the counters of an optimizer (Adam's ``step``). Gradients of stacked parameters are scaled to each replica's own
+    mean when the step is made; those of inputs are the loss's.
 
-    :func:`gossip.save`, :func:`gossip.load` and :func:`gossip.export` take virtual workers too; a run that began with
-    them goes on in processes, and back.
+    :func:`gossip.save`, :func:`gossip.load` and :func:`gossip.export` accept virtual workers too; a run that started
+    with them can continue in processes, and vice versa.
 
     Memory besides activations: parameters, gradients, the optimizer's state, and one message, each n times the model.
-    Fused optimizer kernels, which do not see the gaps between stacked parameters, are replaced, which a warning says.
+    Fused optimizer kernels, which do not support the gaps between stacked parameters, are replaced, with a warning.
+
+    References
+    ----------
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
 
     Examples
     --------
@@ -119,10 +131,6 @@ class VirtualWorkers(OwnAttributes):
     >>> nn.functional.mse_loss(workers(inputs), targets).backward()
     >>> workers.step
     1
-
-    References
-    ----------
-    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
     """
 
     @torch.inference_mode(False)
@@ -187,14 +195,14 @@ class VirtualWorkers(OwnAttributes):
         self._replay: Replay | None = None
         if isinstance(self.algorithm, Asynchronous) and self.algorithm.replay is not None:
             if buffer_buckets:
-                raise ValueError('replay: a recording knows of parameters alone; choose buffers="local"')
+                raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
             self._replay = Replay(self.algorithm.replay, self._shards, buckets, self._optimizers)
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None
-        self.module = module  # last: from here on only these attributes can be set
+        self.module = module  # set last: from here on only existing attributes can be set
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ identity
 
     @property
     def is_vectorised(self) -> bool:
@@ -202,23 +210,23 @@ class VirtualWorkers(OwnAttributes):
         return self._calls.is_vectorised
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The stacked parameters, ``[n, *shape]``; with several devices one stack of ``[k, *shape]`` for each."""
+        """Yield the stacked parameters, ``[n, *shape]``; with several devices, one stack ``[k, *shape]`` for each."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As :meth:`parameters`, with the bare module's names; with several devices a name comes once for each."""
+        """Yield :meth:`parameters` with the bare module's names; with several devices, a name occurs once for each."""
         for name in self._shards[0].parameters:
             for shard in self._shards:
                 yield name, shard.parameters[name]
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stacked buffers, as :meth:`named_parameters`."""
+        """Yield the stacked buffers, as :meth:`named_parameters` does the parameters."""
         for name in self._shards[0].buffers:
             for shard in self._shards:
                 yield name, shard.buffers[name]
 
     def replica(self, rank: int) -> nn.Module:
-        """A copy of the bare module with the values of one rank's replica."""
+        """Return a copy of the bare module with the values of one rank's replica."""
         check_integer("rank", rank, 0, self.world_size - 1)
         ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
         copied = copy.deepcopy(self.module)
@@ -226,7 +234,7 @@ class VirtualWorkers(OwnAttributes):
         return copied
 
     def stats(self) -> VirtualStats | None:
-        """What the newest step did; None before the first."""
+        """Return what the newest step did; None before the first."""
         return self._newest
 
     def train(self, mode: bool = True) -> Self:
@@ -241,12 +249,12 @@ class VirtualWorkers(OwnAttributes):
     # ------------------------------------------------------------------ training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Split a batch over the replicas, and put together what they make of it, in order.
+        """Split a batch over the replicas, and join their outputs in order.
 
-        All tensors within the arguments that have the dimension ``dim`` are split along it: as many samples to each
-        replica, the remainder one each to the first ones; with fewer samples than replicas the last ones get none. What
-        else there is goes to all. Tensors in the output are joined along ``dim``, those without it to one entry per
-        replica that had samples. Within :meth:`averaged` the averaged model gets the whole batch.
+        All tensors within the arguments that have the dimension ``dim`` are split along it equally, with one extra
+        sample for each of the first replicas if needed; with fewer samples than replicas the last ones get none.
+        Everything else is passed to all replicas. Tensors in the output are joined along ``dim``, those without it to
+        one entry per replica that had samples. Within :meth:`averaged` the averaged model gets the whole batch.
 
         Raises
         ------
@@ -258,7 +266,8 @@ class VirtualWorkers(OwnAttributes):
         refuse_compiled_autograd()
         if not is_in_backward():
             self._recover()
-        else:  # the whole model is checkpointed: the backward pass about to run is an inner one, this is the outermost
+        # The whole model is checkpointed: the backward pass about to start is an inner one; this one is the outermost.
+        else:
             self._on_backward()
         inputs = (args, kwargs)
         num_samples = count_samples(inputs, self._dim)
@@ -274,9 +283,9 @@ class VirtualWorkers(OwnAttributes):
         return gather(outputs, self._dim, device)
 
     def every(self, *args: Any, **kwargs: Any) -> Any:
-        """What each replica makes of the same inputs: the output's tensors, [n, ...]. Without gradients.
+        """Return the output of each replica for the same inputs, with tensors [n, ...], without gradients.
 
-        For evaluating the local replicas.
+        It serves to evaluate the local replicas.
         """
         outputs = []
         with torch.no_grad():
@@ -293,7 +302,7 @@ class VirtualWorkers(OwnAttributes):
         ranks = shard.ranks[rows]
         whole = rows == slice(0, len(shard.ranks))
         parameters = {
-            name: stack.view_as(stack) if whole else stack[rows]  # a view: its hooks see no other call's gradients
+            name: stack.view_as(stack) if whole else stack[rows]  # a view, whose hooks see no other call's gradients
             for name, stack in shard.parameters.items()
         }
         buffers = {name: stack[rows] for name, stack in shard.buffers.items()}
@@ -306,16 +315,16 @@ class VirtualWorkers(OwnAttributes):
         return output
 
     def _recover(self) -> None:
-        """Notice a backward pass that an exception ended."""
+        """Handle a backward pass that an exception ended."""
         if self._callback_is_queued:
             self._callback_is_queued = self._has_gradients = False
             self._updater.drop_gradients()
             logger.warning("step {}: the backward pass was ended by an exception; its gradients are dropped", self.step)
 
     def _watch(self, rows: Mapping[str, torch.Tensor], ranks: range, scale: float) -> None:
-        """Note that there are gradients in rows of parameters, and what makes them those of each replica's own mean.
+        """Note which rows of parameters get gradients, and the factor that makes them those of each replica's own mean.
 
-        They are scaled when the step is made, in place: here each would take memory for another one.
+        They are scaled in place when the step is made: scaling them here would take memory for a copy of each.
         """
         noted: torch.Tensor | None = None
         ratios: torch.Tensor | None = None
@@ -343,14 +352,14 @@ class VirtualWorkers(OwnAttributes):
         self._callback_is_queued = False
         found, self._has_gradients = self._has_gradients, False
         if not found or all(parameter.grad is None for parameter in self.parameters()):
-            return  # the inputs' gradients only, or not ours to step
+            return  # only the inputs' gradients, or not a step of these replicas
         if self._is_averaged:
             self._updater.drop_gradients()
         self._make_step()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block, backward passes only accumulate gradients; the first one outside makes one step of all."""
+        """Let backward passes within the block only accumulate gradients; the first one outside makes one step."""
         outer, self._synchronise = self._synchronise, False
         try:
             yield
@@ -365,7 +374,7 @@ class VirtualWorkers(OwnAttributes):
     def idle_step(self) -> None:
         """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange.
 
-        What :meth:`no_sync` accumulated is applied.
+        Gradients that :meth:`no_sync` accumulated are applied.
         """
         self._recover()
         self._make_step()
@@ -410,7 +419,7 @@ class VirtualWorkers(OwnAttributes):
     def next_steps(self) -> list[int | None]:
         """The step that each replica makes next; with a recording each has its own, and None after its last one.
 
-        What the others are given samples for meanwhile does not count.
+        Samples that a replica receives while it has no step to make do not count.
         """
         return [self.step] * self.world_size if self._replay is None else list(self._replay.next_steps)
 
@@ -418,12 +427,12 @@ class VirtualWorkers(OwnAttributes):
 
     @torch.no_grad()
     def consensus_distance(self) -> tuple[float, float]:
-        """Root mean square distance of the replicas from their mean, and relative to the norm of the mean."""
+        """Return the root mean square distance of the replicas from their mean, and relative to the mean's norm."""
         return distance_from_mean(self._shards, self._exchanges.weights())
 
     @torch.no_grad()
     def global_avg(self) -> None:
-        """Replace every replica by the mean; integer buffers by rank 0's. What is in flight is dropped."""
+        """Replace every replica by the mean, integer buffers by rank 0's. Messages in flight are dropped."""
         self._exchanges.drop()
         self._load_mean()
         values = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -434,12 +443,12 @@ class VirtualWorkers(OwnAttributes):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Within the block ``module`` holds the mean of the replicas, and calls go to it; training is not touched.
+        """Hold the mean of the replicas in ``module`` within the block, and direct calls to it; training is unaffected.
 
         Yields
         ------
         Module
-            ``workers.module``.
+            The bare module, ``workers.module``.
         """
         self._load_mean()
         outer, self._is_averaged = self._is_averaged, True

@@ -119,7 +119,9 @@ def wrap_on_the_cpu() -> str:
 @needs_nccl
 def test_module_on_the_cpu_is_refused_by_nccl() -> None:
     for rank, text in enumerate(launch(wrap_on_the_cpu, world_size=WORLD_SIZE, backend="nccl")):
-        assert text.startswith(f"rank {rank}: step 0, bucket 0: its parameters are on cpu, but the process group has a")
+        assert text.startswith(
+            f"rank {rank}: step 0, bucket 0: its parameters are on cpu, but the process group only has a"
+        )
 
 
 # ---------------------------------------------------------------------- compression, streams, synchronisation

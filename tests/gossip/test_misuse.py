@@ -335,7 +335,7 @@ def average_at_bad_moments() -> tuple[str, str]:
 
 def test_averages_wait_for_the_end_of_a_step_and_of_join() -> None:
     for half, joined in run_ranks(average_at_bad_moments, world_size=2):
-        assert "step 0 is half made: 1 of 2 optimizers were stepped" in half
+        assert "step 0 is in progress: 1 of 2 optimizers have been stepped" in half
         assert "inside join() the ranks are at different steps" in joined
 
 

@@ -19,6 +19,10 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 _KEYS = {"Enter": (13, "\r"), " ": (32, " "), "Tab": (9, ""), "ArrowRight": (39, ""), "ArrowLeft": (37, "")}
 
 
+#: The charts of a report, if it has any, are drawn.
+CHARTS_ARE_DRAWN = "(document.getElementById('figures')?.getAttribute('aria-busy') ?? 'false') === 'false'"
+
+
 def executable() -> str | None:
     """Where a browser is, None if there is none."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
@@ -110,6 +114,11 @@ class Browser:
         while not self._loaded:
             self._receive()
 
+    def open_report(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
+        """Load the page of a report, and wait for its charts."""
+        self.open(path, width=width, dark=dark)
+        self.wait_for(CHARTS_ARE_DRAWN)
+
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page, as plain data; a promise is awaited."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -140,6 +149,35 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
+    def wait_for(self, condition: str) -> None:
+        """Wait until an expression in the page is true."""
+        waited = f"new Promise((go) => {{ const look = () => {condition} ? go(true) : setTimeout(look, 5); look(); }})"
+        assert self.evaluate(waited), condition
+
+    def point(self, x: float, y: float) -> None:
+        """Move the pointer, with no button pressed."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def drag(self, x: float, y: float, *, by: tuple[float, float]) -> None:
+        """Press the left button, move the pointer and release it."""
+        self.point(x, y)
+        self.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, button="left", clickCount=1)
+        for share in (0.5, 1.0):
+            place = {"x": x + share * by[0], "y": y + share * by[1]}
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **place)
+        self.call("Input.dispatchMouseEvent", type="mouseReleased", button="left", clickCount=1, **place)
+
+    def double_click(self, x: float, y: float) -> None:
+        """Click twice in one place."""
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
+
+    def wheel(self, x: float, y: float, delta: float, *, ctrl: bool = False) -> None:
+        """Turn the wheel over a place: what is below scrolls up if ``delta`` is positive."""
+        modifiers = 2 if ctrl else 0
+        self.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=delta, modifiers=modifiers)
+
     def screenshot(self, path: Path) -> None:
         """Save a picture of the whole page."""
         height = self.evaluate("document.documentElement.scrollHeight")
@@ -168,6 +206,6 @@ class Browser:
                 self.complaints.append(str(about["args"]))
             case "Log.entryAdded" if about["entry"]["level"] in ("error", "warning"):
                 self.complaints.append(about["entry"]["text"])
-            case "Network.requestWillBeSent" if not about["request"]["url"].startswith("data:"):
+            case "Network.requestWillBeSent" if not about["request"]["url"].startswith(("data:", "blob:")):
                 self.requests.append(about["request"]["url"])
         return message

@@ -313,7 +313,7 @@ def test_two_models_are_saved_beside_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"kwargs_handlers": [DistributedDataParallelKwargs()]}, "DistributedDataParallelKwargs, which nothing would"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs()]}, "DistributedDataParallelKwargs, which have no effect"),
         (
             {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)},
             "sync_each_batch=True, with which every backward pass would be a step",
@@ -338,14 +338,14 @@ def test_other_kinds_of_parallelism_are_refused(kind: str) -> None:
 def test_what_cannot_be_prepared_is_refused() -> None:
     accelerator = accelerator_of()
     module = make_module()
-    with pytest.raises(ValueError, match="optimizer has been prepared already"):
+    with pytest.raises(ValueError, match="optimizer has already been prepared"):
         prepare(accelerator, module, accelerator.prepare(SGD(module.parameters())))
-    with pytest.raises(TypeError, match=r"got a Linear: call prepare\(\.\.\.\) once for each model"):
+    with pytest.raises(TypeError, match=r"got a Linear; call prepare\(\.\.\.\) once for each model"):
         prepare(accelerator, module, SGD, nn.Linear(1, 1))
     with pytest.raises(TypeError, match="scaler is the accelerator's"):
         prepare(accelerator, module, SGD, scaler=None)
     model, _ = prepare(accelerator, module, SGD, topology="ring")
-    with pytest.raises(ValueError, match="prepared or wrapped already"):
+    with pytest.raises(ValueError, match="already been prepared or wrapped"):
         prepare(accelerator, model, SGD)
     model.close()
 
@@ -355,7 +355,7 @@ def test_clipping_that_finds_no_gradients_is_refused() -> None:
     model, optimizer = prepare(accelerator, make_module(), SGD, topology="ring", clip_grad_norm=1.0)
     accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
     assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == model.grad_norm
-    with pytest.raises(GossipError, match=r"clip_grad_norm=1.0. Give prepare\(...\) clip_grad_norm=2.0"):
+    with pytest.raises(GossipError, match=r"clip_grad_norm=1.0; pass clip_grad_norm=2.0 to prepare"):
         accelerator.clip_grad_norm_(model.parameters(), 2.0)
     with pytest.raises(GossipError, match="step_in_backward=False"):
         accelerator.clip_grad_value_(model.parameters(), 0.1)

@@ -160,7 +160,7 @@ def everything(folder: str) -> dict[str, Any]:
 def refused() -> str:
     class Saves(Net):
         def on_train_start(self) -> None:
-            with pytest.raises(ValueError, match="beside the checkpoint") as caught:
+            with pytest.raises(ValueError, match="next to the checkpoint") as caught:
                 self.trainer.save_checkpoint("memory://folder/x.ckpt")
             self.text = str(caught.value)
 

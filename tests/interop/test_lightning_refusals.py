@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "lbfgs": (
         lambda: fit(Net(optimizer=torch.optim.LBFGS)),
         ValueError,
-        "LBFGS evaluates a closure several times a step.*step_in_backward=False",
+        "LBFGS evaluates a closure several times per step.*step_in_backward=False",
     ),
     "on exception": (
         lambda: fit(callbacks=[ModelCheckpoint(save_on_exception=True)], enable_checkpointing=True),

@@ -76,7 +76,7 @@ def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
     assert run.status == 0, run.stderr
     assert (tmp_path / "run" / "training.svg").exists()
     (warning,) = [line for line in run.stderr.splitlines() if " WARNING " in line]
-    assert "checkpoint step_0000000010 is left out: rank 1: " in warning
+    assert "checkpoint step_0000000010 is skipped: rank 1: " in warning
     assert "SHA-256" in warning
     assert "step 5 is restored from" in run.stderr
     assert str(tmp_path / "run") in run.stdout

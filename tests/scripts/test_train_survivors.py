@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
     options = ("+model.rank=1", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=4000")
     run = train(tmp_path, *MORTAL, *options, "launch.restart=1", "training.evaluate_every_epochs=0")
     assert run.status == 0, run.stderr
-    assert "it is started again, 1 of 1 times" in run.stderr
+    assert "it is restarted (1 of 1 restarts)" in run.stderr
     summary = summary_of(tmp_path)
     assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 2], [0, 2, 3]]
     (folder,) = run_folders(tmp_path)

@@ -1,10 +1,11 @@
-"""Who trains, agreed on in the key-value store: only when somebody is lost, leaves or joins, by nobody in particular.
+"""Agreement on who trains, in the key-value store: only when a rank is lost, leaves or joins, and without a leader.
 
-Attempts are numbered. Whoever notices a loss, leaves or joins writes a proposal: the members without those that it has
-lost, without itself, or with itself; the first one counts. Everybody in it, and who leaves, notes its step, which it
-will not leave before there is a decision. With all notes there the decision is that they form an epoch from the step
-after the newest of these; if one of them is lost meanwhile, that the attempt is void, and the next one begins. What is
-decided is written once, by compare-and-set, and reads alike for everybody, also for those who learn of it late.
+Attempts are numbered. A rank that notices a loss, leaves or joins writes a proposal: the members without those that it
+has lost, without itself, or with itself; the first proposal counts. Every rank in it, and every rank that leaves, notes
+its step, and does not go beyond this step before there is a decision. When all notes are there, the decision is that
+these ranks form an epoch from the step after the newest of these steps. If one of them is lost meanwhile, the decision
+is that the attempt is void, and the next one begins. A decision is written once, by compare-and-set, and reads the same
+for every rank, including those that learn of it late.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from gossip.errors import ExchangeError, GossipError
 _PAUSE_S = 0.002
 _TICK_S = 0.5
 _REMINDER_S = 0.1
-_GRACE_S = 1.0  # for the ranks on the other side of a cut, if these are more, to say so
+_GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
 
 
 Decision = tuple[Position, list[Yes]]
-"""The newest position of those who train on, and what those had said yes to who are lost."""
+"""The newest position of the ranks that continue, and what the lost ranks had said yes to."""
 
 
 class Agreement:
@@ -42,26 +43,28 @@ class Agreement:
     Parameters
     ----------
     store : Store
-        Of keys that no other model uses, on a connection of its own. It must not die with a rank.
+        A store with keys that no other model uses, on a separate connection. It must not end with a rank.
     mesh : Mesh
+        The connections to the other ranks.
     members : sequence of int
-        Of the first epoch. Who is none of them joins: see :meth:`ask_in`.
+        The members of the first epoch. A rank that is not among them joins, see :meth:`ask_in`.
     min_ranks : int
-        With fewer the training ends.
+        Training ends when fewer ranks than this remain.
     timeout : timedelta
+        How long an agreement waits for a rank.
     is_in_step : bool
-        Whether the ranks make their steps together. Else all steps are step 0 here, and an epoch begins at once.
-
+        Whether the ranks make their steps together. If not, all steps are step 0 here, and an epoch begins at once.
     Attributes
     ----------
     position : tuple of int
-        Where this rank is.
+        The position of this rank.
     is_joint : bool
-        Whether it does something together with the others.
+        Whether this rank is in a collective operation.
     is_new : bool
-        Whether it has joined, and made no step yet.
+        Whether this rank has joined and made no step yet.
     board : FlagBoard
-        What those who are lost had said is known to all who are left, once they agree on who they are.
+        The flags of all members; what lost ranks had said is known to all remaining ranks once they agree on the
+        members.
     """
 
     def __init__(
@@ -83,9 +86,10 @@ class Agreement:
         self._initial = tuple(members)
         self._min_ranks = min_ranks
         self._entered = 0
-        self._first_steps: dict[int, int] = {}  # of those who have joined
-        self._loaded_step: int | None = None  # by what is being done together
-        self._asked_in: int | None = None  # the epoch whose members this rank is connected to, which it wants to join
+        self._first_steps: dict[int, int] = {}  # of the ranks that have joined
+        self._loaded_step: int | None = None  # by the current collective operation
+        # The epoch that this rank wants to join, and to whose members it is connected.
+        self._asked_in: int | None = None
         self._is_leaving = False
         self._leaves_at: int | None = None
         self._timeout = timeout
@@ -93,7 +97,7 @@ class Agreement:
         self._error: ExchangeError | None = None
         self._holds = False
         self._num_attempts = 0  # that have been decided
-        self._alarm = 0  # the newest attempt that somebody has told of
+        self._alarm = 0  # the newest attempt that another rank has reported
         self._changed = threading.Condition()
         self._stop = threading.Event()
         mesh.on_lost = self._on_lost
@@ -105,7 +109,7 @@ class Agreement:
             f"gossip-agreement-{mesh.member}", weak_run(self, Agreement._turn), end=self._stop.set
         )
 
-    # ------------------------------------------------------------------ for the training thread
+    # ------------------------------------------------------------------ used by the training thread
 
     @property
     def latest(self) -> Epoch:
@@ -114,25 +118,25 @@ class Agreement:
         Raises
         ------
         ExchangeError
-            This rank cannot go on: it was given up by the others, or too few are left.
+            This rank cannot continue: the others have dropped it, or too few ranks remain.
         """
         with self._changed:
             self._check()
             return self._epochs[-1]
 
     def enter_step(self, step: int) -> Epoch:
-        """Begin step ``step``, as soon as no agreement holds it up; the epoch that it belongs to.
+        """Begin step ``step`` as soon as no agreement prevents it, and return the epoch that the step belongs to.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on, or an agreement does not end.
+            This rank cannot continue, or an agreement does not end.
         """
         with self._changed:
             self._wait_until_free(f"step {step}")
             if self._is_in_step and step != self.position[1]:
                 self.position = self.position[0], step, 0
-            # A checkpoint may take it back to an earlier step, but nobody back who is lost.
+            # A checkpoint may return to an earlier step, but lost ranks do not return.
             found = (
                 epoch for epoch in reversed(self._epochs) if epoch.first_step <= step or epoch.number <= self._entered
             )
@@ -141,14 +145,14 @@ class Agreement:
             return epoch
 
     def begin_together(self) -> Epoch:
-        """Begin what all ranks do together: the latest epoch, of those among its members who have made a step in it.
+        """Begin a collective operation; return the latest epoch, with the members that have made a step in it.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         GossipError
-            It joins, and has made no step yet.
+            This rank joins, and has made no step yet.
         """
         with self._changed:
             self._check()
@@ -157,24 +161,24 @@ class Agreement:
             here = tuple(other for other in latest.members if self._first_steps.get(other, -1) < step)
             if member in latest.members and (member not in here or self.is_new):
                 raise GossipError(
-                    f"rank {member}: step {step}: a rank that joins takes part in what all ranks do together after its "
+                    f"rank {member}: step {step}: a rank that joins takes part in collective operations only after its "
                     "first step; begin the loop with a step, and average or save after it"
                 )
             return dataclasses.replace(latest, members=here)
 
     def note_loaded(self, step: int) -> None:
-        """What is being done together is that a checkpoint is loaded, of this step."""
+        """Note that the current collective operation loads a checkpoint of this step."""
         with self._changed:
             self._loaded_step = step
 
     def commit(self, epoch: Epoch) -> bool:
-        """End an operation of all ranks that was done in ``epoch``; False if it must be repeated in a later one.
+        """End a collective operation that was carried out in ``epoch``; False if it must be repeated in a later epoch.
 
-        To be called when all of its members are known to have its outcome.
+        To be called when all members are known to have its outcome.
         """
         with self._changed:
             num_loaded, step, num_ended = self.position
-            self._wait_until_free(f"step {step}: ending what all ranks do together")
+            self._wait_until_free(f"step {step}: ending a collective operation")
             latest = self._epochs[-1]
             if latest.number != epoch.number and latest.position <= self.position:
                 return False
@@ -182,16 +186,16 @@ class Agreement:
                 self.position = num_loaded, step, num_ended + 1
             else:
                 self.position = num_loaded + 1, self._loaded_step if self._is_in_step else 0, 0
-                self._first_steps.clear()  # all of them have taken part
+                self._first_steps.clear()  # all ranks have taken part
             return True
 
     def wait_for_epoch_after(self, number: int) -> Epoch:
-        """The epoch in which somebody who was lost in epoch ``number`` is no longer a member.
+        """Return the epoch without the member that was lost in epoch ``number``.
 
         Raises
         ------
         ExchangeError
-            There is none in time, or this rank is no member of it.
+            There is none in time, or this rank is not a member of it.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._error or self._epochs[-1].number > number, self._seconds()):
@@ -200,7 +204,7 @@ class Agreement:
             return self._epochs[-1]
 
     def give_up(self, reasons: Mapping[int, str]) -> None:
-        """Go on without members that have not been heard of for long, and why; without all of them, or none."""
+        """Continue without members that have been silent for long, for these reasons; without all of them, or none."""
         with self._changed:
             self._suspects = {**reasons, **self._suspects}
             self._changed.notify_all()
@@ -209,33 +213,33 @@ class Agreement:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank has asked to be let in, and there is no answer yet."""
+        """Whether this rank has asked to be admitted, and has had no reply yet."""
         return self._asked_in is not None
 
     def ask_in(self, number: int) -> None:
         """Propose that this rank, which is connected to all members of epoch ``number``, joins them. Local.
 
-        If the members are others by now nothing comes of it.
+        If the members have changed in the meantime, the proposal has no effect.
         """
         with self._changed:
             self._asked_in = number
             self._changed.notify_all()
 
     def look_up(self) -> None:
-        """Notice an attempt that nobody has told this rank of: it is no member yet."""
+        """Look for an attempt that no rank has reported to this rank, as it is not a member yet."""
         number = self._num_attempts + 1
         if self._is_there(f"proposal/{number}"):
             self._on_alarm(number)
 
     def leave(self) -> int:
-        """Tell the others that this rank leaves; the step before which it may. Until then it exchanges as ever.
+        """Tell the others that this rank leaves; return the step before which it may, exchanging normally until then.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on, or an agreement does not end.
+            This rank cannot continue, or an agreement does not end.
         GossipError
-            Too few would be left.
+            Too few ranks would remain.
         """
         with self._changed:
             self._check()
@@ -243,8 +247,8 @@ class Agreement:
             if len(latest.members) - 1 < self._min_ranks:
                 raise GossipError(
                     f"rank {self._mesh.member}: step {self.position[1]}: without this rank {len(latest.members) - 1} "
-                    f"would be left, fewer than min_ranks={self._min_ranks}; save a checkpoint on all ranks instead, "
-                    "or let the others go on with fewer by min_ranks=..."
+                    f"would remain, fewer than min_ranks={self._min_ranks}; save a checkpoint on all ranks instead, "
+                    "or pass a lower min_ranks to let the others continue"
                 )
             self._is_leaving = True
             self._changed.notify_all()
@@ -264,15 +268,15 @@ class Agreement:
             raise self._error
 
     def _seconds(self) -> float:
-        return 2 * self._timeout.total_seconds()  # who is frozen meanwhile is given up after the first half
+        return 2 * self._timeout.total_seconds()  # a rank that is frozen meanwhile is dropped after the first half
 
     def _stuck(self, where: str) -> ExchangeError:
         return ExchangeError(
-            f"rank {self._mesh.member}: {where}: no agreement on who is left within {self._seconds():g} s: the "
-            "key-value store does not answer, or this rank is cut off from it"
+            f"rank {self._mesh.member}: {where}: no agreement on the remaining ranks within {self._seconds():g} s: the "
+            "key-value store does not reply, or this rank is cut off from it"
         )
 
-    # ------------------------------------------------------------------ what starts an attempt
+    # ------------------------------------------------------------------ triggers of an attempt
 
     def _on_lost(self, member: int, reason: str) -> None:
         with self._changed:
@@ -285,7 +289,7 @@ class Agreement:
             self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        """Whether there is something to agree on."""
+        """Return whether there is something to agree on."""
         if self._error is not None:
             return False
         if self._alarm > self._num_attempts:
@@ -297,7 +301,7 @@ class Agreement:
         return self._is_leaving or bool(lost - self._mesh.left)
 
     def miss(self, members: Sequence[int]) -> None:
-        """Somebody is waited for who said goodbye: he is lost like one who did not."""
+        """Treat members that said goodbye, but are waited for, like lost ones that did not."""
         with self._mesh.changed:
             self._mesh.left.difference_update(members)
         with self._changed:
@@ -306,30 +310,31 @@ class Agreement:
     # ------------------------------------------------------------------ the thread
 
     def _turn(self) -> bool:
-        """Wait for a while for something to agree on, and agree; whether there may be more."""
+        """Wait for a while for something to agree on, and agree; return whether there may be more."""
         with self._changed:
             is_due = self._changed.wait_for(lambda: self._stop.is_set() or self._is_due(), _TICK_S)
             is_due = is_due and not self._stop.is_set()
         if is_due:
             try:
                 self._attempt(self._num_attempts + 1)
-            except Exception as error:  # of a store, whose errors have no type of their own
+            except Exception as error:  # from a store, whose errors have no specific type
                 self._fail(
-                    f"the key-value store does not answer ({str(error).partition(chr(10))[0]}): without it the ranks "
-                    "that are left cannot agree on who they are"
+                    f"the key-value store does not reply ({str(error).partition(chr(10))[0]}): without it the "
+                    "remaining ranks "
+                    "cannot agree on who trains"
                 )
         return not self._stop.is_set()
 
     def _attempt(self, number: int) -> None:
         member, latest = self._mesh.member, self._epochs[-1]
         with self._changed:
-            self._holds = True  # from here on: who cannot reach the store must not train on by himself
+            self._holds = True  # from here on: a rank that cannot reach the store must not continue alone
             proposed = self._proposed(latest)
         if not self._is_there(f"proposal/{number}"):
             if proposed is None:
                 return
             if len(proposed[0]) < self._min_ranks:
-                self._fail_as_too_few(proposed[0])  # and leave it to others, who may be more
+                self._fail_as_too_few(proposed[0])  # and leave it to the others, which may be more
                 return
         members, leaving = self._set_once(f"proposal/{number}", proposed)
         asked = {*members, *leaving}
@@ -339,7 +344,7 @@ class Agreement:
         if member in asked:
             self._meet(asked - set(latest.members) - {member})
             for other in gone:
-                self._mesh.cut(other, "the others go on without it")
+                self._mesh.cut(other, "the others continue without it")
             with self._changed:
                 position = self.position
             note = json.dumps([position, self.board.yeses_of(gone), self.is_joint])
@@ -359,7 +364,7 @@ class Agreement:
             self._mesh.changed.notify_all()
 
     def _proposed(self, latest: Epoch) -> tuple[list[int], list[int]] | None:
-        """Who should train and who leaves, as this rank sees it; None if it cannot tell: it is no member yet."""
+        """Return who should train and who leaves, as far as this rank knows; None if it is not a member yet."""
         member = self._mesh.member
         if member not in latest.members:
             is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
@@ -368,7 +373,7 @@ class Agreement:
         return [other for other in latest.members if other not in self._suspects and other not in leaving], leaving
 
     def _meet(self, newcomers: Iterable[int]) -> None:
-        """Wait until those who join are connected, as they have tried before they asked; or lose them."""
+        """Wait until joining ranks are connected, which they tried before they asked; otherwise drop them."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         while missing := [other for other in newcomers if not self._mesh.has_met(other)]:
             if time.monotonic() > deadline or self._stop.is_set():
@@ -381,10 +386,10 @@ class Agreement:
             self._mesh.send(other, Key(Kind.ALARM, number))
 
     def _decide(self, number: int, asked: Sequence[int], told: Iterable[int], *, are_joining: bool) -> Decision | None:
-        """None if the attempt is void.
+        """Return the decision, or None if the attempt is void.
 
-        Where ranks do not make their steps together, others join them only while nobody does anything together with
-        the others, and with a state of the same time, so that they all do the same things together from then on.
+        If ranks do not make their steps together, a rank can join only while no other is in a collective operation, and
+        with a state of the same time, so that all take part in the same collective operations from then on.
         """
         member, key = self._mesh.member, f"decision/{number}"
         notes = {other: f"note/{number}/{other}" for other in asked}
@@ -393,7 +398,7 @@ class Agreement:
         decision: Decision | None
         while not self._is_there(key):
             if time.monotonic() - told_at > _REMINDER_S:
-                self._tell(told, number)  # a rank that joins may not have been connected
+                self._tell(told, number)  # a rank that joins may have been unconnected before
                 told_at = time.monotonic()
             missing = [other for other, note in notes.items() if not self._is_there(note)]
             if not missing:
@@ -405,7 +410,7 @@ class Agreement:
                 decision = self._set_once(key, None if is_void else [max(positions), yeses])
                 return decision
             if time.monotonic() > deadline:
-                self.give_up(dict.fromkeys(missing, "it did not answer when the others agreed on who is left"))
+                self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
             if member in asked and not self._suspects.keys().isdisjoint(missing):
                 decision = self._set_once(key, None)
                 return decision
@@ -419,11 +424,11 @@ class Agreement:
         return bool(self._store.check([key]))
 
     def _set_once(self, key: str, value: Any) -> Any:
-        """What is under ``key``: ``value``, unless another rank was the first."""
+        """Return the value of ``key``: ``value``, unless another rank was first."""
         return json.loads(self._store.compare_set(key, "", json.dumps(value)))
 
     def _follow(self) -> None:
-        """Take over all that was decided before this rank came."""
+        """Adopt everything that was decided before this rank came."""
         while self._is_there(f"decision/{(number := self._num_attempts + 1)}"):
             members, leaving = json.loads(self._store.get(f"proposal/{number}"))
             decision = json.loads(self._store.get(f"decision/{number}"))
@@ -432,7 +437,7 @@ class Agreement:
                 self._adopt(number, members, leaving, decision)
 
     def _adopt(self, number: int, members: Sequence[int], leaving: Sequence[int], decision: Decision) -> None:
-        """Take over what has been decided."""
+        """Adopt a decision."""
         before, member = self._epochs[-1], self._mesh.member
         (num_loaded, step, num_ended), _ = decision
         first_step = step + 1 if self._is_in_step else 0
@@ -451,8 +456,8 @@ class Agreement:
             self._is_leaving, self._leaves_at = False, first_step
         elif member in before.members and member not in members:
             self._error = ExchangeError(
-                f"rank {member}: the others went on without this rank from step {first_step} on: it was cut off, "
-                "or had not answered for long; what it has is older than what they have, and is not mixed in"
+                f"rank {member}: the others continued without this rank from step {first_step} on: it was cut off, "
+                "or had not replied for long; its state is older than theirs, and is not mixed in"
             )
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
@@ -469,11 +474,11 @@ class Agreement:
 
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
         gone = [other for other in self._initial if other not in members]
-        reasons = "; ".join(f"rank {other}: {self._suspects.get(other, 'given up by others')}" for other in gone)
+        reasons = "; ".join(f"rank {other}: {self._suspects.get(other, 'dropped by others')}" for other in gone)
         return ExchangeError(
-            f"rank {self._mesh.member}: {len(members)} of {len(self._initial)} ranks are left ({in_words(members)}), "
+            f"rank {self._mesh.member}: {len(members)} of {len(self._initial)} ranks remain ({in_words(members)}), "
             f"fewer than min_ranks={self._min_ranks}; missing: {reasons}. Start again from the newest checkpoint, or "
-            "go on with fewer by min_ranks=...",
+            "pass a lower min_ranks",
             culprits=gone,
         )
 
@@ -482,7 +487,7 @@ class Agreement:
             self._error = ExchangeError(f"rank {self._mesh.member}: {text}")
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """End the thread. Local."""

@@ -1,15 +1,15 @@
-"""Averages of two ranks, made whenever one of them asks for one, beside what both compute.
+"""Averages of two ranks, made whenever one of them asks for one, concurrently with their computation.
 
 A rank *shows* a bucket: a copy of its values after their newest update, with all averages since. It asks another rank
-with what it shows, m; the other one takes half of the way from what it shows itself, z, to m, and answers with that
-difference d = (m - z) / 2, which the first one subtracts. Both show their mean then. What is shown is changed with the
-bucket locked, for as long as one pass over it takes; parameters and optimizer are never locked. The differences also
-add up beside it, in ``pending``, until the training thread takes them into the parameters, right before it updates
-them: what one rank adds is what the other subtracts, bit for bit, so that the mean over ranks is exact.
+by sending what it shows, m. The other rank moves what it shows itself, z, half of the way to m, and replies with this
+difference d = (m - z) / 2, which the first rank subtracts. After that both show their mean. What is shown is changed
+with the bucket locked, for the duration of one pass over it; parameters and optimizer are never locked. The differences
+are also accumulated separately, in ``pending``, until the training thread adds them to the parameters right before it
+updates these: what one rank adds the other subtracts, bit for bit, so the mean over ranks is exact.
 
-While a rank waits for an answer, what it shows stays as it is. Who asks it meanwhile waits for its turn if its own
-number is the higher one, and is refused otherwise; so no circle of ranks waits for each other, on any graph. Two that
-have asked each other find that out as each gets the other's question, which serves as the answer.
+While a rank waits for a reply, what it shows does not change. A rank that asks it meanwhile has to wait if its own
+number is the higher one, and is refused otherwise; so ranks never wait for each other in a circle, on any graph. Two
+ranks that have asked each other notice this as each gets the other's question, which serves as the reply.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from gossip.compression.conversation import chunks, finite_on_host
 
 @dataclass
 class Asked:
-    """What a rank has asked another one, and has no answer to.
+    """An unanswered question to another rank.
 
     Attributes
     ----------
     member : int
-        Who was asked.
+        The rank that was asked.
     step : int
-        The step of this rank's after which it asked.
+        The step of this rank after which it asked.
     frame : Outgoing or None
         The question.
     """
@@ -52,31 +52,34 @@ class Asked:
 
 @dataclass
 class Shown:
-    """One bucket as other ranks see it. All but ``lock`` is changed with the lock held alone.
+    """One bucket as other ranks see it. Everything except ``lock`` is only changed with the lock held.
 
     Attributes
     ----------
     lock : Lock
+        The lock of the bucket.
     values : Tensor, [numel]
-        In the memory of the host.
+        The values that are shown, in host memory.
     following : Tensor, [numel]
         Memory for the values that are shown next.
     step : int
-        The step after which the values were these, but for averages; -1: nothing is shown.
+        The step after which the values were shown, apart from averages since; -1 if nothing is shown.
     pending : Tensor, [numel]
-        What averages have added and the parameters have not got yet; in the dtype of accumulation.
+        What averages have added and the parameters have not received yet, in the accumulation dtype.
     has_pending : bool
+        Whether ``pending`` holds anything.
     asked : Asked or None
+        The question of this rank that has no reply yet.
     waiting : list of (int, Frame)
-        Who has asked, and has to wait until this rank has its own answer.
+        The questions of ranks that wait until this rank has its own reply.
     made : list of Average
-        Those in ``pending``.
+        The averages in ``pending``.
     have_asked : set of int
-        Who has averaged with these values on its own account.
+        The ranks that have averaged with these values at their own request.
     answered : Counter of int
-        By member, how many bytes of answers it was sent since that was asked for.
+        By member, the bytes of the replies sent to it since the counter was last read.
     device : torch.device
-        Of the parameters.
+        The device of the parameters.
     """
 
     values: torch.Tensor
@@ -95,20 +98,22 @@ class Shown:
 
 
 class Averager:
-    """The averages of one rank; it lives as long as its model, from epoch to epoch.
+    """The averages of one rank; it lives as long as its model, across epochs.
 
-    What goes wrong in the thread that answers is raised in the one that trains, wherever that waits for other ranks.
+    An error in the thread that replies is raised in the training thread, wherever that waits for other ranks.
 
     Parameters
     ----------
     world : LivingWorld
+        The ranks.
     history : list of Average, optional
-        Every average is added when it enters the parameters; those of a bucket in the order in which they were made.
+        A list to which every average is added when it enters the parameters; those of a bucket in the order in which
+        they were made.
 
     Attributes
     ----------
     num_steps : int
-        That have been shown.
+        The number of steps that have been shown.
     """
 
     def __init__(self, world: LivingWorld, history: list[Average] | None = None) -> None:
@@ -116,24 +121,24 @@ class Averager:
         self._history = history
         self._world = world
         self._shown: dict[int, Shown] = {}
-        self._making = threading.Lock()  # of a bucket that is shown for the first time
+        self._making = threading.Lock()  # held while a bucket is shown for the first time
         run = partial(_answer_all, world.questions, weakref.ref(self))
         end = weakref.finalize(self, world.questions.put, None)
         daemon_threads.start(f"gossip-averages-{world.member}", run, end=end, patience=world.timeout)
 
-    # ------------------------------------------------------------------ for the training thread
+    # ------------------------------------------------------------------ used by the training thread
 
     def memory(self, bucket: int, like: torch.Tensor) -> torch.Tensor:
-        """Where the values that are shown next are to be written: in the host's memory, or else ``like`` itself."""
+        """Return where the values that are shown next are to be written: in host memory, or ``like`` itself."""
         shown = self._shown_of(bucket, like)
         return shown.following if like.is_cpu else like
 
     def show(self, bucket: int, values: torch.Tensor, step: int, partner: int | None) -> int:
-        """Show the values after step ``step``, and ask ``partner`` for an average; how many bytes it is sent.
+        """Show the values after step ``step``, and ask ``partner`` for an average; return how many bytes it is sent.
 
-        While an answer is still to come neither is done: the partner averages with what was shown before. A partner
-        that has itself asked for an average with what was shown before is not asked. ``values`` are in :meth:`memory`,
-        and must not be used any longer.
+        While a reply is outstanding neither is done: the partner averages with what was shown before. A partner that
+        has itself asked for an average with what was shown before is not asked. ``values`` are in :meth:`memory`, and
+        must not be used after this.
         """
         self._world.check_threads()
         shown = self._shown_of(bucket, values)
@@ -155,12 +160,12 @@ class Averager:
             return shown.values.nbytes
 
     def wait(self, bucket: int, latest_step: int) -> None:
-        """Wait for the answer to a question that was asked after step ``latest_step``, or before.
+        """Wait for the reply to a question that was asked after step ``latest_step``, or before.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         shown = self._shown.get(bucket)
         asked = None if shown is None else shown.asked
@@ -177,15 +182,16 @@ class Averager:
             self._end_if_lost(shown)
 
     def take(self, bucket: int, step: int, *, is_read: bool = False) -> torch.Tensor | None:
-        """What averages have added since the last call, on the parameters' device; None: nothing. Valid until the next.
+        """Return the sum of averages since the last call on the parameters' device, or None; valid until the next call.
 
         Parameters
         ----------
         bucket : int
+            The bucket.
         step : int
-            Before whose update it enters the parameters.
+            The step before whose update it enters the parameters.
         is_read : bool
-            Whether that step's gradient is still to be taken.
+            Whether the gradient of that step is still to be computed.
         """
         shown = self._shown.get(bucket)
         if shown is None:
@@ -200,14 +206,14 @@ class Averager:
             return shown.taken.to(shown.device)
 
     def answered(self, bucket: int) -> Counter[int]:
-        """By member, how many bytes of answers it was sent since the last call."""
+        """Return by member the bytes of replies that it was sent since the last call."""
         shown = self._shown[bucket]
         with shown.lock:
             found, shown.answered = shown.answered, Counter()
         return found
 
     def hide(self, bucket: int) -> None:
-        """Refuse averages until values are shown again; forget what has not been taken."""
+        """Refuse averages until values are shown again, and drop what has not been taken."""
         shown = self._shown.get(bucket)
         if shown is not None:
             with shown.lock:
@@ -222,12 +228,12 @@ class Averager:
                 self._shown[bucket] = Shown(shown[0], shown[1], pending[0], pending[1], values.device)
             return self._shown[bucket]
 
-    # ------------------------------------------------------------------ what the others ask and answer
+    # ------------------------------------------------------------------ questions and replies
 
     def answer(self, member: int, frame: Frame) -> None:
-        """Make the average that a frame asks for, or end the one that it answers."""
+        """Make the average that a frame asks for, or complete the one to which it replies."""
         _, asked_at, bucket, shown_at = frame.key
-        with self._making:  # what this rank asks itself must not overtake its refusal
+        with self._making:  # a question of this rank must not overtake its refusal
             shown = self._shown.get(bucket)
             if shown is None:
                 self._refuse(member, frame)
@@ -248,9 +254,9 @@ class Averager:
 
     def _on_question(self, shown: Shown, member: int, frame: Frame) -> None:
         asked = shown.asked
-        if asked is not None and asked.member == member:  # it gets this rank's question as this rank gets its own
+        if asked is not None and asked.member == member:  # each of the two ranks gets the other's question
             assert asked.frame is not None
-            asked.frame.copy()  # the rest of it may still be on its way
+            asked.frame.copy()  # the rest of it may still be unsent
             self._average(shown, member, frame)
             self._world.mesh.give_back([frame.payload])
             self._end(shown)
@@ -272,7 +278,7 @@ class Averager:
         self._world.mesh.send(member, key, difference)
 
     def _average(self, shown: Shown, member: int, frame: Frame) -> torch.Tensor | None:
-        """Go half of the way to what another rank shows; how far that is, in its memory, or None if not finite."""
+        """Move half of the way to what another rank shows; return the difference, or None if it is not finite."""
         difference = frame.payload.view(shown.values.dtype)
         is_finite = True
         for part in chunks(difference.numel(), difference.device):
@@ -283,7 +289,7 @@ class Averager:
         _, step, bucket, _ = frame.key
         if not is_finite:
             logger.warning(
-                "rank {}: step {}, bucket {}: what rank {} and this one have differs by what is not finite; they do "
+                "rank {}: step {}, bucket {}: the difference between rank {} and this rank is not finite; they do "
                 "not average",
                 self._world.member,
                 shown.step,
@@ -314,7 +320,7 @@ class Averager:
         self._world.mesh.give_back([frame.payload])
 
     def _end(self, shown: Shown) -> None:
-        """This rank has its answer: those who have waited for it get theirs."""
+        """Note that this rank has its reply, and answer the ranks that have waited for it."""
         shown.asked = None
         waiting, shown.waiting = shown.waiting, []
         for member, frame in waiting:
@@ -328,18 +334,18 @@ class Averager:
             self._end(shown)
 
     def fail(self, error: Exception) -> None:
-        """Make the training thread end, which would wait in vain."""
+        """End the training thread, which would otherwise wait until its time-out."""
         self._world.failure = error
         with self._world.mesh.changed:
             self._world.mesh.changed.notify_all()
 
 
 def _answer_all(frames: Questions, reference: weakref.ReferenceType[Averager]) -> None:
-    """The life of the thread that answers; in the order in which the frames came."""
+    """Run the thread that replies, in the order in which the frames arrived."""
     with torch.no_grad():
         while (came := frames.get()) is not None and (averager := reference()) is not None:
             try:
                 averager.answer(*came)
-            except Exception as error:  # it is raised in the training thread
+            except Exception as error:  # raised in the training thread
                 averager.fail(error)
             del averager, came

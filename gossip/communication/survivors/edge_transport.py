@@ -1,4 +1,4 @@
-"""Messages over connections of their own for every edge: what is lost is left out, and holds nobody else up."""
+"""Messages over a separate connection for every edge: what is lost is left out, and delays no other rank."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from gossip.communication.transport import LateDifference, Transport
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from topologies import Round, Topology
 
-_MIN_SHARED_BYTES = 2**16  # below, a frame is as fast
+_MIN_SHARED_BYTES = 2**16  # below this size a frame is as fast
 
 
 class EdgeTransport(Transport):
-    """Messages between the members of one epoch, each edge by itself.
+    """Messages between the members of one epoch, each edge independent of the others.
 
-    A message of a member that is lost is left out of the exchange, as if that rank had not been in the round: what the
-    others send each other is mixed as ever, so that where a round is undirected their mean is kept exactly.
+    A message of a lost member is left out of the exchange, as if that rank had not been in the round. What the others
+    send each other is mixed as usual, so if a round is undirected their mean is kept exactly.
 
     Parameters
     ----------
     world : LivingWorld
+        The ranks.
     topology : Topology
-        Its ranks are places among the members.
+        The topology; its ranks are positions among the members.
     members : sequence of int, optional
-        Of the epoch; by default of the first one.
+        The members of the epoch; by default of the first one.
     follows_up : bool
-        Whether exchanges have turns after their opening, which are made beside the training.
+        Whether exchanges have turns after their opening, which run concurrently with training.
     soft_deadline_s : float, optional
-        So long at most a step waits for a message that it mixes; what comes later is mixed in then. For messages that
-        are plain values.
+        How long a step waits at most for a message that it mixes; a later message is mixed in when it arrives. Only for
+        messages that are plain values.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EdgeTransport(Transport):
         self._late = LateMessages(world)
 
     def describe(self) -> str:
-        return f"connections of their own between {len(self._members)} ranks, which may be lost"
+        return f"separate connections between {len(self._members)} ranks, which may be lost"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EdgeExchange:
         patience = None if self._soft_deadline_s is None else Patience(self._soft_deadline_s, self._late)
@@ -81,7 +82,7 @@ class EdgeTransport(Transport):
 
     @property
     def _shared(self) -> SharedPayloads | None:
-        """Not where a step waits for nobody for long: it must not wait until others have read, either."""
+        """Shared memory; None with a soft deadline, where steps must not wait for its readers either."""
         return self._world.shared if self._soft_deadline_s is None else None
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
@@ -89,21 +90,21 @@ class EdgeTransport(Transport):
 
 
 class Patience(NamedTuple):
-    """How long an exchange waits, once it is waited for, and where what comes later is kept."""
+    """How long an exchange waits once it is awaited, and where later messages are kept."""
 
     seconds: float
     late: LateMessages
 
 
 class EdgeExchange:
-    """Messages under way between members of an epoch; see :class:`gossip.Exchange`.
+    """Messages in flight between members of an epoch, see :class:`gossip.Exchange`.
 
     Attributes
     ----------
     dropped : set of int
-        Places in the epoch whose messages were left out, complete after :meth:`wait`.
+        Positions in the epoch whose messages were left out; complete after :meth:`wait`.
     delayed : set of int
-        Of these, those whose messages are mixed in later.
+        Those of them whose messages are mixed in later.
     """
 
     def __init__(
@@ -142,16 +143,16 @@ class EdgeExchange:
             world.mesh.expect(members[place], self._key(), alike)
 
     def hand_over(self) -> None:
-        """Let another thread finish it."""
+        """Prepare for another thread to finish the exchange."""
         self._finished = queue.SimpleQueue()
 
     def finish(self) -> None:
-        """Wait for the messages, and proceed to the end.
+        """Wait for the messages, and carry the exchange to its end.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         ends_at = None if self._patience is None else time.monotonic() + self._patience.seconds
         received = self._receive(self._opening, tuple(self._sources), ends_at)
@@ -165,7 +166,7 @@ class EdgeExchange:
         self._await_sent(ends_at)
 
     def run(self) -> None:
-        """The same in the thread to which it was handed over; how it went is for :meth:`wait`."""
+        """Finish in the thread to which it was handed over, and report the outcome to :meth:`wait`."""
         assert self._finished is not None
         try:
             self.finish()
@@ -208,7 +209,7 @@ class EdgeExchange:
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
 
     def _receive(self, turn: Turn, sources: Sequence[int], ends_at: float | None = None) -> Messages:
-        """The messages of a turn, in the memory in which they came, without those of members that are lost."""
+        """Return the messages of a turn, in the memory in which they arrived, without those of lost members."""
         mesh, key = self._world.mesh, self._key()
         self._num_turns += 1
         found: dict[int, torch.Tensor] = {}
@@ -234,7 +235,7 @@ class EdgeExchange:
         return {place: self._kept(payload, turn, place) for place, payload in found.items()}
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
-        """Whether a message is mixed in later, when it comes."""
+        """Return whether a message is mixed in later, when it arrives."""
         assert self._patience is not None
         late = self._patience.late
         if not late.may_be_late(self._bucket, member):
@@ -246,9 +247,10 @@ class EdgeExchange:
         return True
 
     def _kept(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
-        """A message where it came, if that is this rank's own memory or it is only read; else a copy."""
+        """Return a message in place, if that is this rank's own memory or it is only read; otherwise a copy."""
         message, shared = self._as_expected(payload, turn, place), self._shared
-        reads_only = shared is None or any(map(shared.holds, turn.sent.values()))  # the codec's are plain values
+        # The codec's messages are plain values.
+        reads_only = shared is None or any(map(shared.holds, turn.sent.values()))
         if not reads_only and shared is not None and shared.is_lent(payload):
             message = turn.receive_buffers[place].copy_(message)
             self._world.mesh.give_back([payload])
@@ -263,7 +265,7 @@ class EdgeExchange:
         return payload.view(like.dtype).view(like.shape).to(like.device)
 
     def _await_sent(self, ends_at: float | None) -> None:
-        """Until nothing of it is read any more: what it has sent from is written again for the next one."""
+        """Wait until the sent messages are no longer read, because their memory is reused for the next exchange."""
         if ends_at is not None:
             with self._world.mesh.changed:
                 self._world.mesh.changed.wait_for(
@@ -282,7 +284,7 @@ class EdgeExchange:
 
 
 class Finisher:
-    """A thread in which exchanges proceed, in the order in which they were started; it ends after the last of them."""
+    """A thread in which exchanges proceed in the order in which they were started; it ends after the last of them."""
 
     def __init__(self, member: int, patience: timedelta) -> None:
         self._exchanges: queue.SimpleQueue[EdgeExchange | None] = queue.SimpleQueue()
@@ -291,7 +293,7 @@ class Finisher:
         daemon_threads.start(name, partial(_finish, self._exchanges), end=end, patience=patience)
 
     def submit(self, exchange: EdgeExchange) -> None:
-        """Finish it after those before."""
+        """Finish the exchange after the previous ones."""
         exchange.hand_over()
         self._exchanges.put(exchange)
 

@@ -1,4 +1,4 @@
-"""Who trains, and from which step on."""
+"""Which ranks train, and from which step on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Epoch:
     Attributes
     ----------
     number : int
-        0 at the beginning; later ones grow, not always by 1.
+        The number of the epoch: 0 at the beginning, later ones increasing, not always by 1.
     members : tuple of int
-        Who trains, by their ranks at the beginning; their places here are their ranks in the topology.
+        The ranks that train, numbered as at the beginning; their positions here are their ranks in the topology.
     first_step : int
-        Steps from this one on belong to it, unless a later epoch has them.
+        The step from which on steps belong to it, unless a later epoch has them.
     position : tuple of int
-        That of the member who was the farthest then.
+        The position of the member that was furthest ahead at the time.
     has_first_steps : bool
-        Whether members join or leave with its first step: nobody may enter it before.
+        Whether members join or leave with its first step, so that no rank may enter it before.
     left : tuple of int
-        Who left with its first step, and had said so.
+        The ranks that left with its first step, and had announced it.
     """
 
     number: int

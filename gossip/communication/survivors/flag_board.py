@@ -8,24 +8,23 @@ from collections.abc import Iterable, Sequence
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 
-_MOST_WORDS = 1024  # of a member; ranks that exchange are never so many steps apart
+_MOST_WORDS = 1024  # of a member; ranks that exchange are never that many steps apart
 _STEPS = 2**40
 
 Position = tuple[int, int, int]
-"""How far a rank is: how many checkpoints it has loaded, its step, and how much of what all ranks do together has ended
-since the step before."""
+"""The progress of a rank: the number of checkpoints loaded, its step, and of collective operations since that step."""
 
 Yes = tuple[int, int, Position]
 """Member, question and position."""
 
 
 class FlagBoard:
-    """The words of all members: each tells all others, and nobody waits but who wants to know.
+    """The words of all members: each tells all others, and only a rank that needs to know waits.
 
     Parameters
     ----------
     mesh : Mesh
-        Its :attr:`~gossip.communication.survivors.mesh.Mesh.changed` holds what is noted here.
+        The connections; its :attr:`~gossip.communication.survivors.mesh.Mesh.changed` guards what is noted here.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -34,30 +33,30 @@ class FlagBoard:
         mesh.handlers[Kind.WORD] = self._note
 
     def tell(self, members: Iterable[int], question: int, position: Position, yes: bool) -> None:
-        """Say yes or no to other members. Waits for nothing."""
+        """Say yes or no to other members. Does not block."""
         num_loaded, step, num_ended = position
         for member in members:
             self._mesh.send(member, Key(Kind.WORD, question, num_loaded * _STEPS + step, 2 * num_ended + yes))
 
     def word_of(self, member: int, question: int, position: Position) -> bool | None:
-        """What a member has said, if it has; to be asked with the mesh's ``changed`` held."""
+        """Return what a member has said, or None; the mesh's ``changed`` must be held."""
         words = self._words.get(member)
         return None if words is None else words.get((question, position))
 
     def yeses_of(self, members: Iterable[int]) -> list[Yes]:
-        """What is known here of members that are lost: nothing is added to it any more."""
+        """Return what is known here of lost members; nothing is added to it any more."""
         with self._mesh.changed:
             known = ((member, self._words.get(member, OrderedDict())) for member in members)
             return [(member, *word) for member, words in known for word, yes in words.items() if yes]
 
     def take_over(self, yeses: Sequence[Yes]) -> None:
-        """Know what others know of lost members."""
+        """Adopt what others know of lost members."""
         with self._mesh.changed:
             for member, question, (num_loaded, step, num_ended) in yeses:
                 self._put(member, question, (num_loaded, step, num_ended), True)
 
     def _note(self, member: int, frame: Frame) -> None:
-        """In the mesh's thread."""
+        """Note a word, in the mesh's thread."""
         _, question, second, third = frame.key
         num_loaded, step = divmod(second, _STEPS)
         num_ended, yes = divmod(third, 2)

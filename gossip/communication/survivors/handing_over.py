@@ -1,4 +1,4 @@
-"""The state of a rank for one that joins: taken between two steps, and sent in pieces while the training goes on."""
+"""The state of a rank for one that joins: taken between two steps, and sent in pieces while training continues."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.errors import ExchangeError
 
-_PIECE_BYTES = 2**20  # what training has to send waits behind one of them
-_NUM_ASKED = 4  # at a time
+_PIECE_BYTES = 2**20  # a message of training waits behind at most one of them
+_NUM_ASKED = 4  # number of pieces requested at a time
 _TICK_S = 1.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class StateGiver:
-    """Gives newcomers this rank's state.
+    """Gives this rank's state to newcomers.
 
     Parameters
     ----------
     mesh : Mesh
+        The connections to the other ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._lock = threading.Lock()
-        self._waiting: dict[int, bool] = {}  # newcomers, and whether each of them has ended a step
+        self._waiting: dict[int, bool] = {}  # newcomers, and whether each has ended a step
         self._taken: dict[int, torch.Tensor] = {}  # by newcomer, the values of a state
         mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key.first, bool(frame.key.second))
 
     def asked_by(self, *, at_step_end: bool) -> list[int]:
-        """Who waits for a state as it is at the end of a step, or at the beginning of one."""
+        """Return the newcomers that wait for a state as at the end of a step, or as at the beginning of one."""
         with self._lock:
             return [member for member, has_ended_step in self._waiting.items() if has_ended_step == at_step_end]
 
@@ -47,9 +48,11 @@ class StateGiver:
         Parameters
         ----------
         newcomers : sequence of int
+            The newcomers.
         text : str
+            The structure of the state.
         values : Tensor, [nbytes], uint8
-            Must stay as it is.
+            The values of its tensors, which must not be changed.
         """
         with self._lock:
             for member in newcomers:
@@ -61,7 +64,7 @@ class StateGiver:
             self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
     def _on_ask(self, member: int, piece: int, at_step_end: bool) -> None:
-        """Piece 0 is what the others are, and makes this rank take its state; in the mesh's thread."""
+        """Handle a request, in the mesh's thread. Piece 0 describes the others, and makes this rank take its state."""
         with self._lock:
             if piece == 0:
                 self._waiting[member] = at_step_end
@@ -71,7 +74,7 @@ class StateGiver:
                 return
             begin = (piece - 1) * _PIECE_BYTES
             if begin >= values.nbytes:
-                del self._taken[member]  # it has everything
+                del self._taken[member]  # the newcomer has everything
                 return
         self._send(member, piece, values[begin : begin + _PIECE_BYTES])
 
@@ -82,19 +85,22 @@ class StateGiver:
 
 
 def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool) -> tuple[int, str, torch.Tensor]:
-    """The state of the first of ``givers`` that gives it: who it was, text and values.
+    """Return the state of the first of ``givers`` that gives it: its rank, text and values.
 
     Parameters
     ----------
     mesh : Mesh
+        The connections to the other ranks.
     givers : sequence of int
+        The ranks to ask, in order.
     at_step_end : bool
-        The state that it has at the end of a step, or else at the beginning of one, with all done that comes between.
+        Whether to take the state at the end of a step; otherwise at the beginning of one, after everything that happens
+        between two steps.
 
     Raises
     ------
     ExchangeError
-        Nobody did; says why.
+        No rank gave its state; the text says why.
     """
     reasons = []
     for giver in givers:
@@ -102,7 +108,7 @@ def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool) -> tuple
             return giver, *_take_from(mesh, giver, at_step_end)
         except ExchangeError as error:
             reasons.append(str(error))
-    raise ExchangeError(f"rank {mesh.member}: joining: nobody gave this rank its state: {'; '.join(reasons)}")
+    raise ExchangeError(f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}")
 
 
 def _take_from(mesh: Mesh, giver: int, at_step_end: bool) -> tuple[str, torch.Tensor]:
@@ -114,17 +120,17 @@ def _take_from(mesh: Mesh, giver: int, at_step_end: bool) -> tuple[str, torch.Te
         numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
         for number, content in zip(numbers, _pieces(mesh, giver, numbers), strict=True):
             places[number - 1].copy_(content)
-    mesh.send(giver, Key(Kind.ASK, len(places) + 1))  # thanks: it need not keep it
+    mesh.send(giver, Key(Kind.ASK, len(places) + 1))  # the giver need not keep the state any longer
     return described["text"], values
 
 
 def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool = False) -> list[torch.Tensor]:
-    """Ask for pieces, and wait for them.
+    """Request pieces, and wait for them.
 
     Raises
     ------
     ExchangeError
-        The giver was lost, did not answer in time, or what came is not what was sent.
+        The giver was lost or did not reply in time, or what arrived is not what was sent.
     """
     for number in numbers:
         mesh.send(giver, Key(Kind.ASK, number, at_step_end))
@@ -142,7 +148,9 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool
             if giver in mesh.lost:
                 raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
             if time.monotonic() > deadline:
-                raise ExchangeError(f"rank {giver}, which gives its state between two steps, sent {timeout_s:g} s none")
+                raise ExchangeError(
+                    f"rank {giver}, which gives its state between two steps, sent none for {timeout_s:g} s"
+                )
             mesh.changed.wait(min(_TICK_S, timeout_s / 10))
     contents = []
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Messages that a step did not wait for any longer: they are mixed in when they come, so that the mean stays exact."""
+"""Messages that a step stopped waiting for: they are mixed in when they arrive, so that the mean stays exact."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gossip.communication.survivors.peer_connection import Key
 from gossip.communication.transport import LateDifference
 
 MOST_LATE = 4
-"""Of a bucket's messages from one rank; with so many outstanding the next one is waited for."""
+"""The limit of late messages per bucket and rank; with this many outstanding the next one is waited for."""
 
 
 @dataclass(frozen=True)
 class _Awaited:
-    """A message that is still to come, and what it will be compared with: this rank's own of that round."""
+    """A message that is still to arrive, and what it will be compared with: this rank's own message of that round."""
 
     member: int
     key: Key
@@ -27,14 +27,15 @@ class _Awaited:
 
 
 class LateMessages:
-    """Those of one transport.
+    """The late messages of one transport.
 
-    The other end has mixed this rank's message of the same round in time, or will as late as this one: what one adds
-    the other takes away, at whatever step.
+    The peer has mixed this rank's message of the same round in time, or will do so as late as this rank: what one adds
+    the other subtracts, at whatever step.
 
     Parameters
     ----------
     world : LivingWorld
+        The ranks.
     """
 
     def __init__(self, world: LivingWorld) -> None:
@@ -42,20 +43,20 @@ class LateMessages:
         self._awaited: defaultdict[int, list[_Awaited]] = defaultdict(list)
 
     def may_be_late(self, bucket: int, member: int) -> bool:
-        """Whether one more message of a member may be."""
+        """Return whether one more message of a member may be late."""
         return sum(late.member == member for late in self._awaited[bucket]) < MOST_LATE
 
     def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor) -> None:
-        """Mix a message in when it comes, against ``own``, which is to stay as it is."""
+        """Mix in a message when it arrives, relative to ``own``, which must not be changed."""
         self._awaited[bucket].append(_Awaited(member, key, weight, own))
 
     def arrived(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        """Those of a bucket that have come, each once; with ``waits`` all that will.
+        """Yield the late messages of a bucket that have arrived, each once; with ``waits``, all that will arrive.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         awaited = self._awaited[bucket]
         if not awaited:
@@ -77,10 +78,10 @@ class LateMessages:
 
         step = awaited[0].key.first
         num_loaded, _, _ = self._world.agreement.position
-        where = f"step {step}, bucket {bucket}: a message that is late"
+        where = f"step {step}, bucket {bucket}: a late message"
         self._world.wait_until(look, missing, where, is_sent_at=(num_loaded, step + 1, 0))
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)
             yield LateDifference(late.key.first, difference)
-            mesh.give_back([payload])  # of float64 the difference has been made in it
+            mesh.give_back([payload])  # for float64 the difference was computed in its memory

@@ -1,4 +1,4 @@
-"""A yes or no that the ranks that are left agree on while they train."""
+"""A boolean on which the remaining ranks agree while they train."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from gossip.communication.survivors.living_world import LivingWorld
 
 
 class LivingFlag:
-    """See :class:`gossip.communication.flags.Flag`; of ranks some of which may be lost.
+    """A :class:`gossip.communication.flags.Flag` for ranks some of which may be lost.
 
-    What a rank had said before it was lost counts on all others alike, even if it had told only one of them: they agree
-    on it when they agree on who is left.
+    What a rank had said before it was lost counts equally on all others, even if it had told only one of them: they
+    agree on it when they agree on the remaining ranks.
 
     Parameters
     ----------
     world : LivingWorld
+        The ranks.
     what : str
-        For the error: what is agreed on; the same text on all ranks.
+        What is agreed on, for error texts; the same on all ranks.
     """
 
     def __init__(self, world: LivingWorld, what: str) -> None:
@@ -29,7 +30,7 @@ class LivingFlag:
         self._answer: bool | None = None
 
     def say(self, yes: bool) -> None:
-        """Take part in the next agreement, that of those who make this step. Local."""
+        """Take part in the next agreement, that of the ranks that make this step. Local."""
         agreement = self._world.agreement
         members = self._world.members
         self._pending = agreement.position, yes, members
@@ -37,12 +38,12 @@ class LivingFlag:
         agreement.board.tell(others, self._question, agreement.position, yes)
 
     def wait(self) -> bool | None:
-        """Whether any rank said yes in the agreement that this rank took part in last; None if there was none yet.
+        """Return whether any rank said yes in the latest agreement of this rank; None if there has been none.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         if self._pending is None:
             return self._answer
@@ -55,7 +56,7 @@ class LivingFlag:
             left = agreement.latest.members
             for member in list(missing):
                 word = agreement.board.word_of(member, self._question, position)
-                # One that leaves says goodbye after its last word.
+                # A rank that leaves says goodbye after its last word.
                 if word is not None or (member in mesh.lost and member not in left):
                     answer |= bool(word)
                     missing.discard(member)
@@ -72,4 +73,4 @@ class LivingFlag:
         self._pending, self._answer = None, answer
 
     def close(self) -> None:
-        """Nothing is left to be ended."""
+        """Do nothing, as there is nothing to release."""

@@ -1,4 +1,4 @@
-"""The world of the ranks that are left: what all of them do together goes on, or is done again, without the others."""
+"""The world of the remaining ranks, in which collective operations complete or are repeated without lost ranks."""
 
 from __future__ import annotations
 
@@ -35,51 +35,54 @@ from gossip.communication.survivors.store_host import is_kept_here
 from gossip.errors import EpochEndedError, ExchangeError
 
 _TOKEN_BYTES = 32
-_PRIMITIVES = 2**24  # of one operation
+_PRIMITIVES = 2**24  # per operation
 _STEPS = 2**40
 _ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
 _OWN_HOST = "127.0.0.1"
 
 Questions = queue.SimpleQueue[tuple[int, Frame] | None]
-"""Frames about averages of two ranks, and the members that they come from; None at the end."""
+"""Frames about averages of two ranks, with the members that sent them; None at the end."""
 
 _Result = TypeVar("_Result")
 _num_trainings = itertools.count()  # of this process
 
 
 class LivingWorld(PatientWorld):
-    """All ranks of one wrapped model that are left.
+    """All remaining ranks of one wrapped model.
 
-    ``rank`` and ``world_size`` are those among the ranks that are left: they change when somebody is lost. What all
-    ranks do together ends at all of them or at none: it is done again by those who are left.
+    ``rank`` and ``world_size`` refer to the remaining ranks: they change when a rank is lost. A collective operation
+    completes on all ranks or on none: the remaining ranks repeat it.
 
     Parameters
     ----------
     timeout : timedelta
-        Who is waited for so long, and waits for nobody himself, is given up.
+        The time after which a rank that others wait for, and that waits for nobody itself, is dropped.
     process_group : ProcessGroup, optional
+        The ranks at the beginning.
     min_ranks : int, optional
-        With fewer the training ends with an error; by default more than half of those at the beginning.
+        Training ends with an error when fewer ranks remain; by default a majority of those at the beginning.
     is_in_step : bool
         Whether the ranks make their steps together.
 
     Attributes
     ----------
     mesh : Mesh
+        The connections to the other ranks.
     giver : StateGiver
-        Gives this rank's state to those who join.
+        Gives this rank's state to joining ranks.
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
     agreement : Agreement
+        Determines who trains.
     questions : SimpleQueue
-        What ranks ask each other that do not make their steps together: whoever answers may come later.
+        What ranks ask each other if they do not make their steps together; the thread that replies may start later.
     is_joint : bool
-        Whether something is being done together.
+        Whether a collective operation is in progress.
 
     Notes
     -----
-    Collective: every rank of the process group must construct it.
+    Construction is collective: every rank of the process group must construct it.
     """
 
     mesh: Mesh
@@ -109,7 +112,9 @@ class LivingWorld(PatientWorld):
         training = training_store.joined()
         if training is not None:
             if process_group is not None:
-                raise ValueError("process_group was given, but a rank that joins a training joins all of its ranks")
+                raise ValueError(
+                    "process_group was passed, but a rank that joins a training joins all of its ranks; leave it out"
+                )
             forks.watch(self)
             try:
                 self._come(training)
@@ -121,7 +126,7 @@ class LivingWorld(PatientWorld):
         assert self.membership is not None
         if not self.membership.is_gloo:
             raise ValueError(
-                'on_peer_loss="continue" carries messages from the memory of the host: initialise the process group '
+                'on_peer_loss="continue" carries messages in host memory; initialise the process group '
                 f'with backend="gloo", got {self.membership.backend_name}'
             )
         assert self._store is not None
@@ -138,9 +143,9 @@ class LivingWorld(PatientWorld):
             self.mesh.connect(self._addresses(range(self.world_size)), self._is_gone)
         if store.check(["kept_by_a_rank"]):
             raise ValueError(
-                'on_peer_loss="continue" needs a key-value store that does not die with a rank, but it is kept by the '
-                f"process of rank {store.get('kept_by_a_rank').decode()}; start the ranks with gossip.launch or "
-                "torchrun, which keep it in a process of their own, or, on one machine, pass init_process_group "
+                'on_peer_loss="continue" needs a key-value store that does not end with a rank, but it is served by '
+                f"the process of rank {store.get('kept_by_a_rank').decode()}; start the ranks with gossip.launch or "
+                "torchrun, which serve it from a separate process, or, on one machine, pass init_process_group "
                 "store=torch.distributed.FileStore(...)"
             )
         if not self.membership.is_given:
@@ -158,7 +163,7 @@ class LivingWorld(PatientWorld):
         self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, _network()]))
 
     def agree(self) -> None:
-        """Begin to agree with the others on who trains. Local."""
+        """Start to agree with the others on who trains. Local."""
         self._epoch = Epoch(0, tuple(range(self._num_initial)))
         least = _least(self._min_ranks, self._num_initial)
         self.agreement = Agreement(
@@ -181,8 +186,8 @@ class LivingWorld(PatientWorld):
         while not store.check([where]):
             if time.monotonic() > deadline:
                 raise ExchangeError(
-                    "joining: the key-value store knows of no training that can be joined within "
-                    f'{self.timeout.total_seconds():g} s: its ranks must wrap their model with on_peer_loss="continue"'
+                    "joining: the key-value store announced no training that can be joined within "
+                    f'{self.timeout.total_seconds():g} s; its ranks must wrap their model with on_peer_loss="continue"'
                 )
             time.sleep(_PAUSE_S)
         announced = json.loads(store.get(where))
@@ -192,7 +197,7 @@ class LivingWorld(PatientWorld):
         self._take_number()
 
     def come_back(self) -> None:
-        """Let go of all connections, and be a rank that is about to join, whose number nobody has had. Local.
+        """Close all connections, and become a rank that is about to join, with a new number. Local.
 
         Raises
         ------
@@ -202,7 +207,7 @@ class LivingWorld(PatientWorld):
         self.agreement.close()
         self.mesh.close()
         while not self.questions.empty():
-            self.questions.get()  # they were asked of the rank that this one was
+            self.questions.get()  # these were addressed to the rank that this process was before
         with resending_soon(self.timeout):
             self._keys = own_connection(self._keys)
         self._take_number()
@@ -218,24 +223,24 @@ class LivingWorld(PatientWorld):
             return own_connection(dist.PrefixStore(name, self._keys))
 
     def publish(self, manifest: Mapping[str, str]) -> None:
-        """Let those who join know what they must build. Local."""
+        """Publish what joining ranks must build. Local."""
         if not self._keys.check(["manifest"]):
             self._keys.set("manifest", json.dumps(manifest))
 
     def published(self) -> dict[str, str]:
-        """What a rank that joins must build. Local."""
+        """Return what a joining rank must build. Local."""
         found: dict[str, str] = json.loads(self._keys.get("manifest"))
         return found
 
     # ------------------------------------------------------------------ connecting
 
     def _addresses(self, members: Iterable[int]) -> dict[int, tuple[str, int]]:
-        """Where members listen; whose process ends before it says so is lost.
+        """Return where members listen; a member whose process ends before it says so is lost.
 
         Raises
         ------
         ExchangeError
-            Somebody did not say so in time.
+            A member did not say so in time.
         """
         found: dict[int, tuple[str, int]] = {}
         missing = set(members)
@@ -257,19 +262,20 @@ class LivingWorld(PatientWorld):
         return found
 
     def address_of(self, member: int) -> tuple[str, int]:
-        """Where a member listens. Local.
+        """Return where a member listens. Local.
 
         Raises
         ------
         ValueError
-            That is its machine alone, and this is another one.
+            It only listens on its own machine, and this is another one.
         """
         host, port, network = json.loads(self._keys.get(f"address{member}"))
         if host == _OWN_HOST and network != _network():
             raise ValueError(
-                f'on_peer_loss="continue": rank {member} is on another machine than rank {self.member}, but listens on '
-                f"{_OWN_HOST}, as its key-value store, {type(innermost(self._keys)).__name__}, has no host at which it "
-                "could be reached; pass init_process_group a torch.distributed.TCPStore"
+                f'on_peer_loss="continue": rank {member} is on a different machine than rank {self.member}, but '
+                f"listens on {_OWN_HOST}, because its key-value store, {type(innermost(self._keys)).__name__}, has no "
+                "host by "
+                "which it could be reached; pass init_process_group a torch.distributed.TCPStore"
             )
         return host, port
 
@@ -302,7 +308,7 @@ class LivingWorld(PatientWorld):
 
     @property
     def epoch(self) -> Epoch:
-        """That of what all ranks do together; training enters it at the next step."""
+        """The epoch of collective operations; training enters it at the next step."""
         return self._epoch
 
     @property
@@ -310,7 +316,7 @@ class LivingWorld(PatientWorld):
         return torch.device("cpu")
 
     def enter(self, epoch: Epoch) -> None:
-        """Be a member of ``epoch`` from now on. Local."""
+        """Become a member of ``epoch``. Local."""
         if epoch.number != self._epoch.number:
             self.mesh.forget(
                 lambda member, key: (
@@ -321,17 +327,17 @@ class LivingWorld(PatientWorld):
         self._epoch = epoch
         self.rank, self.world_size = epoch.members.index(self.member), len(epoch.members)
 
-    # ------------------------------------------------------------------ jointly
+    # ------------------------------------------------------------------ collective operations
 
     def jointly(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
-        """What all ranks do together: it ends at all of them; if somebody is lost meanwhile, those left do it again.
+        """Carry out a collective operation, which completes on all ranks; after a loss the remaining ranks repeat it.
 
         Parameters
         ----------
         operation : callable
-            Collectives of this world, and what is made of their results.
+            Collectives of this world, and what is computed from their results.
         undo : callable, optional
-            Called before it is done again: everything as it was before.
+            Called before a repetition, to restore the previous state.
         """
         if self.is_alone or self.is_joint:
             return operation()
@@ -354,7 +360,7 @@ class LivingWorld(PatientWorld):
             self.is_joint = self.agreement.is_joint = False
 
     def _is_committed(self) -> bool:
-        """Whether some rank has ended it: then all have what it gives, this one too."""
+        """Return whether some rank has completed the operation: then all ranks have its result, including this one."""
         epoch = self.agreement.wait_for_epoch_after(self._epoch.number)
         return epoch.position > self.agreement.position and self.agreement.commit(self._epoch)
 
@@ -421,7 +427,7 @@ class LivingWorld(PatientWorld):
     def _exchange(
         self, sent: Mapping[int, torch.Tensor | None], what: str, sources: Sequence[int] | None = None
     ) -> dict[int, torch.Tensor]:
-        """Send to some members, and wait for what some (by default all) others send; by member."""
+        """Send to some members, and return by member what some (by default all) others send."""
         self._num_primitives += 1
         num_loaded, step, num_ended = self.agreement.position
         number = num_ended * _PRIMITIVES + self._num_primitives
@@ -450,10 +456,10 @@ class LivingWorld(PatientWorld):
 
     @property
     def has_moved_on(self) -> bool:
-        """Whether there is a later epoch than that of what is done together."""
+        """Whether there is a later epoch than that of the current collective operation."""
         return self.agreement.latest.number != self._epoch.number
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
         if hasattr(self, "agreement"):
@@ -468,7 +474,7 @@ def _put(questions: Questions, member: int, frame: Frame) -> None:
 
 
 def _network() -> list[str | int]:
-    """Equal in two processes whose own host is the same one; empty where that is not known."""
+    """Return a value that is equal in processes with the same loopback interface; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return [boot, os.stat("/proc/self/ns/net").st_ino]
@@ -477,17 +483,17 @@ def _network() -> list[str | int]:
 
 
 def _keys_of(token: bytes) -> str:
-    """Where a training has its keys."""
+    """Return the prefix of a training's keys."""
     return f"gossip/training/{hashlib.sha256(token).hexdigest()[:16]}"
 
 
 def _least(min_ranks: int | None, num_ranks: int) -> int:
-    """With fewer ranks the training ends.
+    """Return the number of ranks below which training ends.
 
     Raises
     ------
     ValueError
-        It is out of range.
+        ``min_ranks`` is out of range.
     """
     least = num_ranks // 2 + 1 if min_ranks is None else min_ranks
     if not 1 <= least <= num_ranks:

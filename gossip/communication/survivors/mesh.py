@@ -1,4 +1,4 @@
-"""Connections from every rank to every other one, served by one thread that never waits for any of them."""
+"""Connections from every rank to every other one, served by one thread that never waits for a single rank."""
 
 from __future__ import annotations
 
@@ -22,60 +22,61 @@ from gossip.errors import ExchangeError, GossipError
 
 _MOST_BACKLOG_BYTES = 2**26
 _BACKLOG = 4096
-_KEPT_BUFFERS = 4  # of a size
+_KEPT_BUFFERS = 4  # per size
 _TICK_S = 0.05
 _BEAT_S = 0.5
 _PROMPT_S = 0.1
 _BEFORE_ALL = -1
 
 Lost = Callable[[int, str], None]
-"""Told of a member whose connection is lost, and how; in the thread that serves the connections."""
+"""Called with a member whose connection is lost, and the reason, in the thread that serves the connections."""
 
 Handler = Callable[[int, Frame], None]
-"""Told of a member's frame; in the same thread. Frames of kinds without one are kept until they are taken."""
+"""Called with a member's frame, in the same thread. Frames of kinds without a handler are kept until taken."""
 
 
 class Mesh:
-    """A connection to every other member, over which frames come and go; members may come and go too.
+    """A connection to every other member, over which frames are sent and received; members may join and leave.
 
-    One thread serves all of them: it waits for none, so that a member that is slow, frozen or dead holds nobody else
-    up. Frames of one connection keep the order of their numbers, and each is handed on as a whole or not at all: what a
-    member had sent in part when it died is never seen. The kernel of a member that dies closes its connections, which
-    is seen here within milliseconds.
+    One thread serves all connections and waits for none, so a member that is slow, frozen or dead delays no other.
+    Frames on one connection keep the order of their numbers, and each is delivered as a whole or not at all: a frame
+    that a member had sent in part when it died is never seen. The kernel of a member that dies closes its connections,
+    which is noticed here within milliseconds.
 
     Parameters
     ----------
     member : int
-        This process among those that it is to be connected to.
+        The number of this process among those that it is connected to.
     token : bytes
-        What a connection must begin with; the same for all members, and known to nobody else.
+        What a connection must begin with; the same for all members, and otherwise secret.
     host : str
-        Where to listen.
+        The address on which to listen.
     timeout : timedelta
+        How long to wait for connections.
 
     Attributes
     ----------
     address : tuple of (str, int)
         Where this member listens.
     lost : dict of int to str
-        Members that are connected no more, and why.
+        The members that are no longer connected, and why.
     left : set of int
-        Of these, those that said goodbye.
+        Those of them that said goodbye.
     ended : set of int
-        Of these, those whose hosts say that nobody listens there any more.
+        Those of them whose hosts report that nobody listens there any more.
     changed : Condition
-        Notified of every frame, of what has been sent and of losses; holds what is read here.
+        Notified of every frame, of what has been sent and of losses; guards what is read here.
     beat_s : float
-        So often every member hears something of this one, whatever it computes.
+        The interval at which every member hears from this one, whatever it computes.
     handlers : dict of Kind to callable
-        What becomes of frames that nobody takes.
+        The handlers of frames that are not taken.
     on_lost, on_met, on_given_back : callable
-        Told of members that are lost and connected, in the thread that serves the connections; and of memory that is
-        given back, which they may take care of.
+        Called with members that are lost and connected, in the thread that serves the connections, and with memory that
+        is returned, which they may handle.
     waiting : dict of int to (float, tuple of int)
-        When a member said last that it waits (``time.monotonic()``), and where it was.
+        When a member last reported that it waits (``time.monotonic()``), and its position then.
     stepped_at : dict of int to float
-        When a member said last that it has made a step; of ranks that do not make their steps together.
+        When a member last reported a step, for ranks that do not make their steps together.
     """
 
     def __init__(self, member: int, token: bytes, host: str, timeout: timedelta) -> None:
@@ -94,7 +95,7 @@ class Mesh:
         self._token = token
         self._connections: dict[int, PeerConnection] = {}
         self._inbox: dict[tuple[int, Key], tuple[torch.Tensor, int]] = {}
-        self._expected: dict[tuple[int, Key], tuple[int, int]] = {}  # their numbers and sizes
+        self._expected: dict[tuple[int, Key], tuple[int, int]] = {}  # numbers and sizes
         self._backlog: collections.Counter[int] = collections.Counter()
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
         self._to_add: collections.deque[PeerConnection] = collections.deque()
@@ -124,14 +125,14 @@ class Mesh:
     def connect(
         self, addresses: Mapping[int, tuple[str, int]], is_gone: Callable[[int], bool] = lambda _: False
     ) -> None:
-        """Connect to all members of these that come before this one, and wait until the others have connected.
+        """Connect to all of these members that precede this one, and wait until the others have connected.
 
-        Those of whom ``is_gone`` says that they never will are lost.
+        Members for which ``is_gone`` returns True, because they never will connect, are lost.
 
         Raises
         ------
         ExchangeError
-            Some could not be reached, or did not come in time; names them.
+            Members could not be reached, or did not connect in time; the text names them.
         """
         self.call({member: address for member, address in addresses.items() if member < self.member})
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -150,22 +151,22 @@ class Mesh:
             )
 
     def call(self, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Connect to those of these that are not connected; who cannot be reached is lost."""
+        """Connect to those of these members that are not connected; a member that cannot be reached is lost."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         for member, address in addresses.items():
             if not self.has_met(member):
                 self._call(member, address, deadline)
 
     def has_met(self, member: int) -> bool:
-        """Whether a member is connected, or was."""
+        """Return whether a member is connected, or was."""
         with self.changed:
             return member in self._connections or member in self.lost
 
     def silent_s(self, member: int) -> float:
-        """For how long nothing has come from a member that is connected."""
+        """Return for how long nothing has arrived from a connected member."""
         with self.changed:
             connection = self._connections.get(member)
-            if connection is None or self._backlog[member] > _MOST_BACKLOG_BYTES:  # what it sends is not read
+            if connection is None or self._backlog[member] > _MOST_BACKLOG_BYTES:  # what it sends is not being read
                 return 0.0
             return time.monotonic() - connection.heard_at
 
@@ -186,12 +187,13 @@ class Mesh:
         self._to_add.append(connection)
         self._ring()
 
-    # ------------------------------------------------------------------ sending, taking
+    # ------------------------------------------------------------------ sending and taking
 
     def send(self, member: int, key: Key, payload: torch.Tensor | None = None, number: int | None = None) -> Outgoing:
-        """Send a frame as soon as its turn comes; ``payload`` must stay as it is until it has ended. Waits for nothing.
+        """Send a frame when its turn comes; ``payload`` must not be changed until it has ended. Does not block.
 
-        To a member that is lost nothing is sent. What follows up an earlier frame has its ``number``, and its turn.
+        Nothing is sent to a lost member. A frame that follows up an earlier one has the earlier one's ``number``, and
+        its turn.
         """
         if self._is_parents:
             raise GossipError(forks.FORKED)
@@ -205,17 +207,17 @@ class Mesh:
         return frame
 
     def expect(self, member: int, key: Key, nbytes: int) -> None:
-        """Send what is sent from now on after a frame that is to come, once that member is ready to send it."""
+        """Give precedence to an expected frame over what is sent from now on, once its member is ready to send it."""
         with self.changed:
             if not self.has(member, key):
                 self._expected[member, key] = next_number(), nbytes
 
     def has(self, member: int, key: Key) -> bool:
-        """Whether a frame is there; to be asked with :attr:`changed` held."""
+        """Return whether a frame is there; :attr:`changed` must be held."""
         return (member, key) in self._inbox
 
     def take(self, member: int, key: Key) -> torch.Tensor | None:
-        """A frame's payload, if it is there, which is the caller's until :meth:`give_back`; with ``changed`` held."""
+        """Return a frame's payload, if it is there; the caller's until :meth:`give_back`. ``changed`` must be held."""
         payload, num_bytes = self._inbox.pop((member, key), (None, 0))
         if num_bytes:
             was_paused = self._backlog[member] > _MOST_BACKLOG_BYTES
@@ -225,7 +227,7 @@ class Mesh:
         return payload
 
     def put(self, member: int, key: Key, payload: torch.Tensor, num_bytes: int) -> None:
-        """Let it be taken, as if it had come in a frame; ``num_bytes`` of this process's memory are in it."""
+        """Store a payload as if it had arrived in a frame; it occupies ``num_bytes`` of this process's memory."""
         with self.changed:
             self._inbox[member, key] = payload, num_bytes
             self._expected.pop((member, key), None)
@@ -233,7 +235,7 @@ class Mesh:
             self.changed.notify_all()
 
     def give_back(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Memory of payloads that are needed no more, for others of their sizes."""
+        """Return memory of payloads that are no longer needed, for reuse by others of the same size."""
         with self.changed:
             for payload in payloads:
                 if self.on_given_back(payload):
@@ -250,7 +252,7 @@ class Mesh:
                 del self._expected[member, key]
 
     def cut(self, member: int, reason: str) -> None:
-        """End the connection with a member: it is lost from now on. Waits for nothing."""
+        """End the connection with a member, which is lost from now on. Does not block."""
         with self.changed:
             if member in self.lost:
                 return
@@ -260,7 +262,7 @@ class Mesh:
         self._ring()
 
     def cut_all(self, reason: str) -> None:
-        """End the connections with all members. Waits for nothing."""
+        """End the connections with all members. Does not block."""
         with self.changed:
             for member in list(self._connections):
                 self.cut(member, reason)
@@ -273,7 +275,7 @@ class Mesh:
     # ------------------------------------------------------------------ the thread
 
     def _serve(self) -> bool:
-        """One turn; whether there is a next one."""
+        """Serve once; return whether to continue."""
         self._take_up_changes()
         for selected, events in self._selector.select(_TICK_S):
             connection = selected.data
@@ -299,7 +301,7 @@ class Mesh:
             self._watch(connection, selectors.EVENT_READ * reads | selectors.EVENT_WRITE * (connection in sends))
 
     def _beat(self) -> None:
-        """Give signs of life; more of them to those for whom a message waits for its turn."""
+        """Give signs of life; more often to members for which a message waits for its turn."""
         now = time.monotonic()
         to_all = now >= self._beats_at
         if to_all or now >= self._prompts_at:
@@ -311,7 +313,7 @@ class Mesh:
                         connection.beat()
 
     def _that_send(self) -> list[PeerConnection]:
-        """The connections whose turn it is."""
+        """Return the connections whose turn it is."""
         now = time.monotonic()
         messages: list[UnderWay] = []
         with self.changed:
@@ -325,11 +327,11 @@ class Mesh:
             return [self._connections[member] for member in whose_turn(messages)]
 
     def _watch(self, connection: PeerConnection, events: int) -> None:
-        """Be told of these events, and of no others."""
+        """Register for exactly these events."""
         if events == connection.watched:
             return
         if events & ~connection.watched & selectors.EVENT_WRITE:
-            connection.sent_at = time.monotonic()  # it could not have taken anything before
+            connection.sent_at = time.monotonic()  # the connection could not have accepted anything before
         if not connection.watched:
             self._selector.register(connection.socket, events, connection)
         elif events:
@@ -355,7 +357,7 @@ class Mesh:
         kind, member = frame.key.kind, connection.member
         if member is None:
             if kind != Kind.HELLO or not hmac.compare_digest(frame.payload.numpy().tobytes(), self._token):
-                raise ConnectionError("a stranger called")
+                raise ConnectionError("an unknown process connected")
             connection.member = frame.key.first
             self._know(connection)
         elif kind in self.handlers:
@@ -369,14 +371,14 @@ class Mesh:
             self.waiting[member] = time.monotonic(), (num_loaded, step, num_ended)
         elif kind == Kind.STEPPED:
             self.stepped_at[member] = time.monotonic()
-        elif kind != Kind.BEAT:  # that one came is all
+        elif kind != Kind.BEAT:  # its arrival is all that counts
             self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 
     def _know(self, connection: PeerConnection) -> None:
         assert connection.member is not None
         with self.changed:
             if connection.member in self.lost or connection.member in self._connections:
-                raise ConnectionError("it is lost, or connected already")
+                raise ConnectionError("it is lost or already connected")
             self._connections[connection.member] = connection
             self.changed.notify_all()
         self.on_met(connection.member)
@@ -410,10 +412,10 @@ class Mesh:
             self._bell.recv(4096)
         self._is_awake = False
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ closing
 
     def leave(self, patience: timedelta) -> None:
-        """Say goodbye, send what is still to be sent, as long as somebody takes it, and end. Local."""
+        """Say goodbye, send what remains for as long as somebody receives it, and close. Local."""
         if self._is_parents:
             return
         with self.changed:
@@ -439,14 +441,14 @@ class Mesh:
                 end.close()
 
     def leave_to_parent(self) -> None:
-        """See :class:`gossip.communication.forks.Inherited`."""
+        """Implement :class:`gossip.communication.forks.Inherited`."""
         self._is_parents = True
-        self.changed = threading.Condition()  # another thread may have held it
+        self.changed = threading.Condition()  # another thread may have held the old one
         forks.keep(self)
 
 
 def weak_run(owner: object, turn: Callable[..., bool]) -> Callable[[], None]:
-    """The life of a thread that takes turns for as long as its owner lives and has more of them."""
+    """Return the function of a thread that takes turns for as long as its owner lives and has more of them."""
     reference = weakref.ref(owner)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""How a process becomes a rank of a training that is under way: it takes a state, asks to be let in, and is."""
+"""How a process becomes a rank of a running training: it takes a state, asks to be admitted, and is admitted."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PAUSE_S = 0.005
 
 
 class Newcomer:
-    """A rank that is about to join the others. They train on meanwhile.
+    """A rank that is about to join the others, which continue training.
 
     Parameters
     ----------
     world : LivingWorld
-        Of a process that joins.
+        The world of a joining process.
     at_step_end : bool
-        Whether this rank is at the end of a step, or else at the beginning of one.
+        Whether this rank is at the end of a step; otherwise at the beginning of one.
     """
 
     def __init__(self, world: LivingWorld, *, at_step_end: bool) -> None:
@@ -32,14 +32,14 @@ class Newcomer:
         self._world, self._agreement, self._mesh = world, world.agreement, world.mesh
 
     def take_state(self) -> tuple[int, str, torch.Tensor]:
-        """Connect to all who train, and take the state of one of them: whose, its text and values.
+        """Connect to all ranks that train, and return the state of one of them: its rank, text and values.
 
         Raises
         ------
         NothingToJoinError
             The training has ended.
         ExchangeError
-            Nobody can be reached, or gives it.
+            No rank can be reached, or gives its state.
         """
         self._agreement.look_up()
         members = self._reach(self._agreement.latest)
@@ -47,15 +47,15 @@ class Newcomer:
         return take_state(self._mesh, members[first:] + members[:first], at_step_end=self._at_step_end)
 
     def be_admitted(self) -> Epoch | None:
-        """Join; the epoch that this rank is a member of. It makes steps from the first one of it on.
+        """Join, and return the epoch of which this rank is a member; it makes steps from the epoch's first one on.
 
-        None where ranks do not make their steps together, and this rank's state was of another time than that at which
-        they could let it in: it needs a new one.
+        None if ranks do not make their steps together, and this rank's state is from a time other than that at which
+        they could admit it: it needs a new state.
 
         Raises
         ------
         ExchangeError
-            It was not admitted in time.
+            This rank was not admitted in time.
         """
         member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
         deadline = time.monotonic() + timeout_s
@@ -70,16 +70,16 @@ class Newcomer:
             if time.monotonic() > deadline:
                 missing = [f"rank {other}: {self._mesh.lost[other]}" for other in latest.members if other not in found]
                 raise ExchangeError(
-                    f"rank {member}: joining: {in_words(latest.members)} did not let this rank in within "
+                    f"rank {member}: joining: {in_words(latest.members)} did not admit this rank within "
                     f"{timeout_s:g} s; not connected: {'; '.join(missing) or 'none'}"
                 )
             time.sleep(_PAUSE_S)
         return latest
 
     def _reach(self, epoch: Epoch) -> list[int]:
-        """Connect to all members of an epoch that this rank is not in; those that are connected.
+        """Connect to all members of an epoch that this rank is not in, and return those that are connected.
 
-        Who cannot be reached is lost for the others too, soon, or this rank cannot join.
+        A member that cannot be reached will soon be lost for the others too; otherwise this rank cannot join.
         """
         mesh, members = self._mesh, epoch.members
         mesh.call({other: self._world.address_of(other) for other in members if not mesh.has_met(other)})
@@ -91,5 +91,5 @@ class Newcomer:
             whom = f"rank {self._world.member}: joining: {in_words(members)} cannot be reached"
             if have_ended:
                 raise NothingToJoinError(f"{whom}: the training has ended ({mesh.lost[members[0]]})")
-            raise ExchangeError(f"{whom}: this machine has no way to where they are ({mesh.lost[members[0]]})")
+            raise ExchangeError(f"{whom}: this machine has no route to them ({mesh.lost[members[0]]})")
         return found

@@ -1,4 +1,4 @@
-"""What carries the averages of pairs of ranks that do not make their steps together."""
+"""The transport for averages of pairs of ranks that do not make their steps together."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from topologies import Round, Topology
 class PairTransport(Transport):
     """Averages between the members of an epoch, see ``gossip.communication.survivors.averager``.
 
-    An exchange asks for an average with the peer of a round; what it has in the end is what all averages have added to
-    the bucket since the one before, whoever asked for them.
+    An exchange asks for an average with the peer of a round; its result is what all averages have added to the bucket
+    since the previous exchange, whoever asked for them.
 
     Parameters
     ----------
     world : LivingWorld
+        The ranks.
     topology : Topology
-        Of rounds in which every rank has one peer at most; its ranks are places among the members.
+        A topology with rounds in which every rank has at most one peer; its ranks are positions among the members.
     members : sequence of int, optional
-        Of the epoch; by default of the first one.
+        The members of the epoch; by default of the first one.
     averager : Averager
-        The same in all epochs.
+        The averager, the same in all epochs.
     max_staleness : int
-        An average is waited for so many steps after the one in which it was asked for.
+        The number of steps after which an average that was asked for is awaited.
     """
 
     publishes: ClassVar[bool] = True
@@ -52,7 +53,7 @@ class PairTransport(Transport):
         self._messages: dict[int, torch.Tensor] = {}
 
     def describe(self) -> str:
-        return f"averages of two of {len(self._members)} ranks at a time, none of which waits for another one's step"
+        return f"averages of two of {len(self._members)} ranks at a time, none of which waits for another's step"
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         del step
@@ -72,7 +73,7 @@ class PairTransport(Transport):
         return exchange
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        """With ``waits``: what averages have added, once this rank has the answer to its own question."""
+        """Yield, with ``waits``, what averages have added, once this rank has the reply to its own question."""
         if waits:
             self.averager.wait(bucket, latest_step=2**62)
             added = self.averager.take(bucket, self.averager.num_steps, is_read=True)
@@ -85,7 +86,7 @@ class PairTransport(Transport):
 
 
 class PairExchange:
-    """What averages add to a bucket in a step; see :class:`gossip.Exchange`."""
+    """What averages add to a bucket in a step, see :class:`gossip.Exchange`."""
 
     def __init__(self, averager: Averager, bucket: int, step: int, max_staleness: int, members: Sequence[int]) -> None:
         self.bytes_by_peer: dict[int, int] = {}
@@ -94,7 +95,7 @@ class PairExchange:
         self._averager, self._bucket, self._step, self._max_staleness = averager, bucket, step, max_staleness
 
     def count(self, member: int, num_bytes: int) -> None:
-        """Note what was sent to a member; it may be one no more."""
+        """Count what was sent to a member, if it still is one."""
         if member in self._members:
             place = self._members.index(member)
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + num_bytes

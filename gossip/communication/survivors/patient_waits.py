@@ -1,4 +1,4 @@
-"""Waits for other ranks: who is silent is suspected first, and given up at the time-out; a rank that waits is not."""
+"""Waits for other ranks: a silent rank is suspected, then dropped at the time-out; a rank that itself waits is not."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _MOST_TIMEOUTS = 5
 
 
 class PatientWorld(World):
-    """How a rank of :class:`gossip.communication.survivors.living_world.LivingWorld` waits for others.
+    """The part of :class:`gossip.communication.survivors.living_world.LivingWorld` that waits for other ranks.
 
     Attributes
     ----------
     mesh : Mesh
+        The connections to the other ranks.
     agreement : Agreement
+        Determines who trains.
     failure : Exception or None
-        What has gone wrong in a thread that serves the others: this rank cannot go on.
+        An error in a thread that serves the others, after which this rank cannot continue.
     """
 
     mesh: Mesh
@@ -53,20 +55,20 @@ class PatientWorld(World):
         looks_every_s: float | None = None,
         lets_train: bool = False,
     ) -> None:
-        """Wait until ``look()``, which is called with what the mesh has locked. Ctrl-C gets through.
+        """Wait until ``look()`` returns True; it is called with the mesh's lock held. Can be interrupted by Ctrl-C.
 
         It is called whenever the mesh has something new, at ``looks_again_at`` (``time.monotonic()``), and every
-        ``looks_every_s``. A member that is waited for longer than the time-out, and does not wait for anybody himself,
-        is given up. So is one, after twice the time-out, that is at ``is_sent_at`` by its own account, or later: what
-        is waited for was sent before that, and is lost. After five times the time-out everybody is. With ``lets_train``
-        who has made a step within the time-out is waited for.
+        ``looks_every_s``. A member that is waited for longer than the time-out, and does not itself wait for any rank,
+        is dropped. So is a member, after twice the time-out, that reports a position of at least ``is_sent_at``: what
+        is awaited was sent before that, and is lost. After five times the time-out every awaited member is dropped.
+        With ``lets_train``, members that have made a step within the time-out are waited for.
 
         Raises
         ------
         EpochEndedError
-            ``look`` has found that it never will be.
+            ``look`` has found that it never will be true.
         GossipError
-            A thread that serves the others has failed.
+            A thread that serves the other ranks has failed.
         """
         began = told_at = time.monotonic()
         timeout_s, beat_s = self.timeout.total_seconds(), self.mesh.beat_s
@@ -99,14 +101,14 @@ class PatientWorld(World):
                         self._give_up(suspects, where, waited_s)
 
     def check_threads(self) -> None:
-        """Raise what has gone wrong in a thread that serves the others."""
+        """Raise an error of a thread that serves the other ranks."""
         if self.failure is not None:
             raise GossipError(
-                f"rank {self.member}: a thread that answers other ranks has failed: {self.failure!r}"
+                f"rank {self.member}: a thread that replies to other ranks has failed: {self.failure!r}"
             ) from self.failure
 
     def tell_of_step(self) -> None:
-        """Tell the others now and then that this rank makes steps, which they do not make together. Local."""
+        """Tell the others now and then that this rank makes steps, if ranks do not make them together. Local."""
         now = time.monotonic()
         if now >= self._told_of_step_at + self.mesh.beat_s:
             self._told_of_step_at = now
@@ -114,9 +116,9 @@ class PatientWorld(World):
                 self.mesh.send(member, Key(Kind.STEPPED))
 
     def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
-        heard = (f"rank {member} (last heard of {self.mesh.silent_s(member):.3g} s ago)" for member in members)
+        heard = (f"rank {member} (last heard from {self.mesh.silent_s(member):.3g} s ago)" for member in members)
         logger.warning(
-            "rank {}: {}: has waited {:.3g} s for {}; gives up after {:g} s",
+            "rank {}: {}: has waited {:.3g} s for {}; continuing without after {:g} s",
             self.member,
             where,
             waited_s,
@@ -125,22 +127,22 @@ class PatientWorld(World):
         )
 
     def _give_up(self, members: Sequence[int], where: str, waited_s: float) -> None:
-        """Together with whoever else has been silent for long: if these are most, it is this rank that is cut off."""
+        """Drop members, and all that have been silent for long: if these are most, it is this rank that is cut off."""
         silence_s = self.timeout.total_seconds() * _SILENT
         silent = [member for member in self._others if self.mesh.silent_s(member) > silence_s]
         self.agreement.give_up(
-            dict.fromkeys(silent, f"{where}: rank {self.member} has heard nothing of it for {silence_s:.3g} s")
+            dict.fromkeys(silent, f"{where}: rank {self.member} has heard nothing from it for {silence_s:.3g} s")
             | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
         )
 
     def _tell(self) -> None:
-        """Tell the others that this rank waits, and where, so that nobody gives it up for another one's sake."""
+        """Tell the others that this rank waits, and where, so that none drops it because of another rank."""
         place = torch.tensor(self.agreement.position, dtype=torch.int64)
         for member in self._others:
             self.mesh.send(member, Key(Kind.WAITING), place.clone())
 
     def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
-        """Whether it is a member's own fault that it is waited for: it does not say that it waits itself."""
+        """Return whether a member itself is responsible for the wait, because it does not report that it waits."""
         told_at, position = self.mesh.waiting.get(member, (0.0, (0, 0, 0)))
         if told_at < time.monotonic() - _NUM_BEATS_MISSED * self.mesh.beat_s:
             return True

@@ -1,4 +1,4 @@
-"""One connection to one other rank: frames out and in, without ever waiting."""
+"""One connection to another rank, over which frames are sent and received without blocking."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ import torch
 _HEADER = struct.Struct("<4sBQQQQ")
 _MAGIC = b"gsp1"
 _MOST_HELLO_BYTES = 64
-_MOST_READS = 16  # from one connection before the others are looked at
-_TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; older versions of Python do not know it
-_MOST_UNSENT_BYTES = 2**17  # in the kernel, of a connection: what else has to go elsewhere does not wait behind more
-_MOST_BYTES_AT_ONCE = 2**10  # in the thread that wants them sent: it need not wake another one
+_MOST_READS = 16  # from one connection before the others are served
+_TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; older versions of Python do not define it
+# In the kernel, for a connection; messages to other members do not wait behind more than this.
+_MOST_UNSENT_BYTES = 2**17
+_MOST_BYTES_AT_ONCE = 2**10  # sent by the calling thread itself, which then need not wake another one
 _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     MESSAGE = 2
@@ -49,7 +50,7 @@ class Kind(IntEnum):
 
 
 class Key(NamedTuple):
-    """What a frame is about; the meaning of the numbers is the kind's."""
+    """The subject of a frame; the meaning of the numbers depends on the kind."""
 
     kind: Kind
     first: int = 0
@@ -61,17 +62,19 @@ _numbers = itertools.count()
 
 
 def next_number() -> int:
-    """Return the number of a message of this process, which counts those of both ways."""
+    """Return the number of a message of this process, counting those in both directions."""
     return next(_numbers)
 
 
 class Frame(NamedTuple):
-    """What has come as a whole.
+    """A frame that has arrived as a whole.
 
     Attributes
     ----------
     key : Key
+        What it is about.
     payload : Tensor, [nbytes], uint8
+        Its content.
     """
 
     key: Key
@@ -79,16 +82,17 @@ class Frame(NamedTuple):
 
 
 class Outgoing:
-    """A frame that is to be sent; its payload must stay as it is until :attr:`has_ended`.
+    """A frame that is to be sent; its payload must not be changed until :attr:`has_ended`.
 
     Attributes
     ----------
     key : Key
+        What it is about.
     number : int
-        Counts all frames of this process, and those that it expects. What goes to and fro within one exchange has the
-        number that its first message has.
+        Counts all frames of this process, and those that it expects. All messages of one exchange have the number of
+        its first message.
     num_bytes : int
-        Of the whole frame.
+        The size of the whole frame.
     has_begun : bool
         Whether a part of it has been sent.
     """
@@ -106,11 +110,11 @@ class Outgoing:
 
     @property
     def num_bytes_left(self) -> int:
-        """What has not been sent."""
+        """The number of bytes that have not been sent."""
         return sum(map(len, self._left))
 
     def send(self, connection: socket.socket) -> bool:
-        """Send what the socket takes; whether that was all."""
+        """Send what the socket accepts, and return whether that was all."""
         with self._lock:
             while self._left:
                 num_bytes = connection.sendmsg(self._left)
@@ -122,43 +126,45 @@ class Outgoing:
         return True
 
     def copy(self) -> None:
-        """Send the rest from a copy: the payload need not stay as it is any longer."""
+        """Send the rest from a copy, so that the payload may be changed."""
         with self._lock:
             self._left = [memoryview(bytes(part)) for part in self._left]
 
     def end(self) -> None:
-        """It has been sent, or never will be: let go of the payload."""
+        """Release the payload, because the frame has been sent or never will be."""
         with self._lock:
             self._left = []
         self.has_ended = True
 
 
 class ConnectionLost(OSError):
-    """The other end has gone."""
+    """The peer has closed the connection, or violated the protocol."""
 
 
 class PeerConnection:
-    """Frames over one TCP connection. Used by one thread, but for :meth:`enqueue`.
+    """Frames over one TCP connection. Used by one thread, except for :meth:`enqueue`.
 
     Parameters
     ----------
     connection : socket
+        The connection.
     timeout : timedelta
-        After so long without an acknowledgement the kernel takes the other host for cut off.
+        The time without an acknowledgement after which the kernel considers the other host cut off.
     make_buffer : callable
-        Memory for a payload of so many bytes.
+        Returns memory for a payload of the given size.
 
     Attributes
     ----------
     member : int or None
-        Who is at the other end, once that is known.
+        The peer, once it is known.
     outgoing : deque of Outgoing
+        The frames to send.
     watched : int
-        The events of its socket that somebody is told of.
+        The events of its socket that are watched.
     sent_at : float
-        When it took something last: ``time.monotonic()``.
+        When it last accepted data, by ``time.monotonic()``.
     heard_at : float
-        When something came last.
+        When data last arrived.
     """
 
     def __init__(
@@ -188,14 +194,14 @@ class PeerConnection:
         self._memory = memoryview(b"")
 
     def enqueue(self, frame: Outgoing) -> bool:
-        """Send a frame at once, if it is small and none goes before it; whether it is left to :meth:`send`.
+        """Send a frame at once, if it is small and none precedes it; return whether it is left to :meth:`send`.
 
-        It goes before those of later exchanges that have not begun: they could not be made use of before it.
+        It precedes those of later exchanges that have not begun, because these cannot be used before it.
         """
         with self._sending:
             before = sum(waiting.has_begun or waiting.number <= frame.number for waiting in self.outgoing)
             if before == 0 and frame.num_bytes_left <= _MOST_BYTES_AT_ONCE:
-                with contextlib.suppress(OSError):  # of a lost connection whoever serves it is told
+                with contextlib.suppress(OSError):  # the thread that serves the connection notices its loss
                     self.sent_at = time.monotonic()
                     frame.send(self.socket)
                     frame.end()
@@ -206,32 +212,32 @@ class PeerConnection:
             return True
 
     def beat(self) -> None:
-        """Send a sign of life, before all that waits for its turn, unless a frame is on its way, which is one."""
+        """Send a sign of life before all waiting frames, unless a frame is being sent, which is one."""
         with self._sending:
             first = self.outgoing[0] if self.outgoing else None
             if first is None or not (first.has_begun or first.key.kind == Kind.HELLO):
                 self._send_first(Kind.BEAT)
 
     def _send_first(self, kind: Kind) -> None:
-        """Send a frame without a payload before all others, if the socket takes it."""
+        """Send a frame without a payload before all others, if the socket accepts it."""
         frame = Outgoing(Key(kind))
-        with contextlib.suppress(OSError):  # of a lost connection whoever serves it is told
+        with contextlib.suppress(OSError):  # the thread that serves the connection notices its loss
             frame.send(self.socket)
         if frame.has_begun and frame.num_bytes_left:
             self.outgoing.appendleft(frame)
 
     def unsent(self) -> list[tuple[int, int]]:
-        """Numbers of the frames that wait or are on their way, and how many bytes each of them has."""
+        """Return the number and the size of each frame that waits or is being sent."""
         with self._sending:
             return [(frame.number, frame.num_bytes) for frame in self.outgoing]
 
     @property
     def is_sending(self) -> bool:
-        """Whether a frame with a payload is on its way from there, or waits for its turn there."""
+        """Whether the peer is sending a frame with a payload, or has one waiting."""
         return self._is_ready or self._key is not None
 
     def send(self) -> bool:
-        """Send what the socket takes; whether all has been sent.
+        """Send what the socket accepts, and return whether everything has been sent.
 
         Raises
         ------
@@ -251,12 +257,12 @@ class PeerConnection:
             return True
 
     def receive(self, take: Callable[[Frame], None]) -> None:
-        """Read what is there, and hand every frame on that is complete.
+        """Read what has arrived, and pass on every complete frame.
 
         Raises
         ------
         OSError
-            The connection is lost; what had come before has been handed on.
+            The connection is lost; complete frames that arrived before have been passed on.
         """
         for _ in range(_MOST_READS):
             target = self._memory if self._key is not None else memoryview(self._header)
@@ -276,7 +282,7 @@ class PeerConnection:
         if self._key is None:
             magic, kind, first, second, third, nbytes = _HEADER.unpack(self._header)
             if magic != _MAGIC or (self.member is None and nbytes > _MOST_HELLO_BYTES):
-                raise ConnectionLost("what came over the connection is no frame of this program's")
+                raise ConnectionLost("data that arrived over the connection are not a frame of this program")
             key = Key(Kind(kind), first, second, third)
             if nbytes:
                 self._key, self._payload = key, self._make_buffer(nbytes)
@@ -293,7 +299,7 @@ class PeerConnection:
         take(frame)
 
     def close(self) -> None:
-        """Let go of the socket, and of what was to be sent."""
+        """Close the socket, and release the frames that were to be sent."""
         self.socket.close()
         while self.outgoing:
             self.outgoing.popleft().end()

@@ -1,4 +1,4 @@
-"""Which messages are sent now, of those that could be: what belongs to older exchanges goes first, both ways."""
+"""Which of the pending messages are sent now: those of older exchanges go first, in both directions."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import NamedTuple
 
 from gossip.communication.worker_threads import WINDOW_BYTES
 
-#: Who has taken, or sent, nothing for so long is left out of the account: it must hold nobody else up.
+#: A member that has accepted or sent nothing for this long is not counted, so that it delays no other.
 PATIENCE_S = 0.3
 
 
 class UnderWay(NamedTuple):
-    """A message to a member or from it that has not ended.
+    """A message to or from a member that has not ended.
 
     Attributes
     ----------
     number : int
-        Counts the messages of this rank, both ways, in the order of their exchanges.
+        Counts the messages of this rank, in both directions, in the order of their exchanges.
     member : int
+        The other rank.
     num_bytes : int
-        Of the whole message: one that has nearly ended counts like one that has not begun.
+        The size of the whole message: one that has nearly ended counts like one that has not begun.
     is_sent : bool
-        By this rank, and not to it.
+        Whether this rank sends it; otherwise it receives it.
     quiet_s : float
-        For how long the member has taken nothing, or sent no sign of life.
+        For how long the member has accepted nothing, or given no sign of life.
     """
 
     number: int
@@ -35,17 +36,18 @@ class UnderWay(NamedTuple):
 
 
 def whose_turn(messages: Iterable[UnderWay]) -> list[int]:
-    """Return the members to whom something is sent now: all before whose messages only so much is under way.
+    """Return the members to which something is sent now: those whose messages are preceded by few enough bytes.
 
-    A rank that went on to send messages of the next exchange, while it still receives those of this one, would share
-    the link of their receiver with a rank that is behind, and so delay it further: steps would be long and short in
-    turns, and the links idle for a fifth of the time. So the order of the exchanges counts both ways, and large
-    messages follow each other.
+    A rank that goes on to send messages of the next exchange, while it still receives those of this one, would share
+    the link of their receiver with a rank that is behind, and so delay it further: steps would be alternately long and
+    short, and the links idle for a fifth of the time. Therefore the order of exchanges applies in both directions, and
+    large messages follow each other.
 
     Parameters
     ----------
     messages : iterable of UnderWay
-        Those from a member are the ones that it is ready to send. What a rank has still to compute is not waited for.
+        The messages; those from a member are the ones that it is ready to send. Messages that a rank has yet to compute
+        are not waited for.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Messages to ranks on the same machine: frames say where they lie in memory that both can read."""
+"""Messages to ranks on the same machine: frames state where they are in memory that both can read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 
 _PLACE = struct.Struct("<qqqqq")  # the piece of the file, its size, where the slot is, its message's size, the reader
-_MOST_READERS = 64  # of a message; others get it in frames
+_MOST_READERS = 64  # per message; further readers get it in frames
 _HEADER_BYTES = 8 * _MOST_READERS
 _ALIGNMENT_BYTES = 64
 _PAUSE_S = 0.0005
 
 
 class Wait(Protocol):
-    """:meth:`gossip.communication.survivors.patient_waits.PatientWorld.wait_until`."""
+    """The signature of :meth:`gossip.communication.survivors.patient_waits.PatientWorld.wait_until`."""
 
     def __call__(
         self, look: Callable[[], bool], awaited: Callable[[], Sequence[int]], where: str, *, looks_every_s: float
@@ -31,7 +31,7 @@ class Wait(Protocol):
 
 
 class _Slot:
-    """Memory for one message, and who has not read it yet: marks of the readers come before the message."""
+    """Memory for one message; the marks of ranks that have read it precede the message."""
 
     def __init__(self, memory: torch.Tensor, place: tuple[int, int, int, int]) -> None:
         self.marks = memory[:_HEADER_BYTES].view(torch.int64)
@@ -41,20 +41,20 @@ class _Slot:
 
     @property
     def unread(self) -> list[int]:
-        """Who reads it still."""
+        """The ranks that are still reading it."""
         return [member for member, mark in zip(self._readers, self.marks.tolist(), strict=False) if not mark]
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody else can be let read it."""
+        """Whether no further rank can be allowed to read it."""
         return len(self._readers) == _MOST_READERS
 
     def clear(self) -> None:
-        """Use it for another message."""
+        """Prepare it for another message."""
         self._readers = []
 
     def lend(self, member: int) -> bytes:
-        """Let a member read it; where it finds it."""
+        """Allow a member to read it, and return where the member finds it."""
         number = len(self._readers)
         self.marks[number] = 0
         self._readers.append(member)
@@ -62,15 +62,17 @@ class _Slot:
 
 
 class SharedPayloads:
-    """What this rank and others of its machine have of each other's memory.
+    """The memory that this rank and others on its machine share.
 
-    Whoever is connected is told where this rank's memory is, and says so if he can read it: from then on a message in
-    it is sent as a frame that says where it lies, and is his to read until he gives it back. The frame comes after the
-    message has been written as a whole, so that what a rank had written in part when it died is never read.
+    Every connected member is told where this rank's memory is, and replies if it can read it. From then on a message in
+    this memory is sent as a frame that states its place, and the receiver may read it until it gives it back. The frame
+    is sent after the message has been written as a whole, so a message that a rank had written in part when it died is
+    never read.
 
     Parameters
     ----------
     mesh : Mesh
+        The connections to the other ranks.
     wait : callable
         Waits for other ranks.
     """
@@ -85,7 +87,7 @@ class SharedPayloads:
         self._by_memory: dict[int, _Slot] = {}
         self._files: dict[int, SharedFile] = {}
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self._lent: dict[int, torch.Tensor] = {}  # by where a message lies: the mark of this reader
+        self._lent: dict[int, torch.Tensor] = {}  # by the address of a message: the mark of this reader
         mesh.handlers |= {
             Kind.MEMORY: self._on_memory,
             Kind.READER: self._on_reader,
@@ -94,35 +96,36 @@ class SharedPayloads:
         mesh.on_given_back = self._give_back
         mesh.on_met = self._introduce
 
-    # ------------------------------------------------------------------ the one who sends
+    # ------------------------------------------------------------------ the sender
 
     def reaches(self, member: int) -> bool:
-        """Whether a member reads this rank's memory."""
+        """Return whether a member reads this rank's memory."""
         return member in self._readers
 
     def take(self, place: object, like: torch.Tensor, where: str) -> torch.Tensor:
-        """Memory like a tensor that nobody reads any more.
+        """Return memory like a tensor that no rank reads any more.
 
-        A rank that is ahead need not wait for one that still reads: it takes another piece then, up to three.
+        A rank that is ahead need not wait for one that is still reading: it takes another piece, of up to three.
 
         Parameters
         ----------
         place : hashable
-            What it is for.
+            Identifies the purpose of the memory.
         like : Tensor
+            A tensor of the required shape and dtype.
         where : str
-            For errors.
+            Where this rank is, for error texts.
 
         Raises
         ------
         ExchangeError
-            This rank cannot go on.
+            This rank cannot continue.
         """
         slots = self._slots[place, like.nbytes]
         found: list[_Slot] = []
 
         def look() -> bool:
-            # Who is lost may live and read all the same: what lies before him stays as it is, for good.
+            # A lost rank may be alive and still reading: memory that it was lent is never changed again.
             left_to_lost = [slot for slot in slots if slot.unread and not self._awaited(slot)]
             if len(slots) - len(left_to_lost) < BUFFERS_PER_ROW:
                 self._add_slots(slots, like.nbytes)
@@ -140,17 +143,17 @@ class SharedPayloads:
         return found[0].message.view(like.dtype).view(like.shape)
 
     def can_send(self, member: int, message: torch.Tensor) -> bool:
-        """Whether a message lies in memory that was taken, and a member can read it there."""
+        """Return whether a message is in memory that was taken, and a member can read it there."""
         slot = self._by_memory.get(message.data_ptr())
         return self.reaches(member) and slot is not None and not slot.is_full
 
     def send(self, member: int, key: Key, message: torch.Tensor) -> None:
-        """Let a member that can read it have a message in memory that was taken."""
+        """Send a message in memory that was taken to a member that can read it."""
         place = self._by_memory[message.data_ptr()].lend(member)
         self._mesh.send(member, Key(Kind.LENT, *key[1:]), torch.frombuffer(bytearray(place), dtype=torch.uint8))
 
     def holds(self, message: torch.Tensor) -> bool:
-        """Whether a message lies in memory that was taken."""
+        """Return whether a message is in memory that was taken."""
         return message.data_ptr() in self._by_memory
 
     def _awaited(self, slot: _Slot) -> list[int]:
@@ -192,11 +195,11 @@ class SharedPayloads:
         self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), slot.message, num_bytes=0)
 
     def is_lent(self, payload: torch.Tensor) -> bool:
-        """Whether it is another rank's memory."""
+        """Return whether a payload is another rank's memory."""
         return payload.data_ptr() in self._lent
 
     def _give_back(self, payload: torch.Tensor) -> bool:
-        """Whether it was another rank's memory; in whatever thread."""
+        """Give memory back if it is another rank's, and return whether it was; called in any thread."""
         if not self.is_lent(payload):
             return False
         keep_order()
@@ -205,5 +208,5 @@ class SharedPayloads:
 
 
 def can_share() -> bool:
-    """Whether this machine has memory of that kind."""
+    """Return whether this machine supports such memory."""
     return hasattr(os, "memfd_create")

@@ -1,4 +1,4 @@
-"""Whether the key-value store lives in this process, and would die with it."""
+"""Whether this process serves the key-value store, which would then end with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LISTENING = "0A"
 
 
 def is_kept_here(store: dist.Store) -> bool:
-    """Whether this process listens on the store's port; False where /proc does not tell. Local."""
+    """Return whether this process listens on the store's port; False if /proc does not show it. Local."""
     server = innermost(store)
     if not isinstance(server, dist.TCPStore):
         return False
@@ -24,7 +24,7 @@ def is_kept_here(store: dist.Store) -> bool:
 
 
 def _listening(port: int) -> Iterator[str]:
-    """The inodes of the sockets that listen on a port, in this network namespace."""
+    """Yield the inodes of the sockets that listen on a port, in this network namespace."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with contextlib.suppress(OSError):
             for line in table.read_text().splitlines()[1:]:

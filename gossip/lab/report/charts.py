@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
-from gossip.lab.report.report_document import METHODS, Document, Metric, Row
-from gossip.lab.report.scales import Scale
-from gossip.lab.report.series import Panel
+from gossip.lab.report.report_document import Document, Metric, Row, Value
+from gossip.lab.report.scales import Extent, Scale
 
-Point = tuple[float | None, float | None]
+#: Where a row ends: x, y and the spread of y.
+End = tuple[float, float, float | None]
 
 #: The share of a run that is left out when the lower end of the accuracy is looked for: all start near chance.
 _START = 0.5
@@ -47,14 +47,8 @@ class Chart:
     target: float | None = None
     higher_is_better: bool = False
 
-    def line(self, row: Row) -> list[Point]:
-        """The curve of a row."""
-        if row.curves is None:
-            return []
-        return list(zip(getattr(row.curves, self.x_curve), getattr(row.curves, self.y_curve), strict=True))
-
-    def end(self, row: Row) -> tuple[float, float, float | None] | None:
-        """Where a row ends: x, y and the spread of y; None where it is not known."""
+    def end(self, row: Row) -> End | None:
+        """Where a row ends; None where it is not known."""
         known = self._known(row)
         if self.y_value is None or row.values.get(self.y_value) is None:
             return (*known[-1], None) if known else None
@@ -63,57 +57,64 @@ class Chart:
         return None if x is None or value is None else (x, value.mean, value.spread)
 
     def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
-        """The axes that all rows share; None if there is nothing to draw."""
-        y = self._y_scale(rows)
-        if y is None:
+        """The axes that all rows share; None if there is nothing to draw.
+
+        See :meth:`Scale.without_outliers` for what may lie beyond them. The rows of gossip are those for which they are
+        made: replicas that never communicate may be useless, and with all-reduce they differ by rounding alone.
+        """
+        ends = [(row, end) for row in rows if (end := self.end(row)) is not None]
+        if not ends:
             return None
-        across: list[float] = []
-        for row in rows:
-            end = self.end(row)
-            if end is not None and y.reaches(end[1]) and not self.is_level(row):
-                across += [end[0], *(x for x, height in self._known(row) if height >= y.low)]
+        up = [
+            Extent(y, self._heights(row), row.method == "gossip", (y - spread, y + spread) if spread else ())
+            for row, (_, y, spread) in ends
+        ]
+        target = () if self.target is None else (self.target,)
+        y = Scale.without_outliers(up, self.y, may_be_log=self.y is not FRACTION, others=target)
+        across = [
+            Extent(x, tuple(x for x, height in self._known(row) if height >= y.low), row.method == "gossip")
+            for row, (x, height, _) in ends
+            if y.reaches(height) and not self.is_level(row)
+        ]
         # Levels alone have no place along the axis: any will do.
-        return Scale.over(across or [0.0, 1.0], self.x, may_be_log=self.x is not NUMBER), y
+        across = across or [Extent(1.0, (0.0, 1.0), is_compared=True)]
+        return Scale.without_outliers(across, self.x, may_be_log=self.x is not NUMBER), y
+
+    def whole(self, rows: Sequence[Row], x: Scale, y: Scale) -> tuple[Scale, Scale]:
+        """The axes on which nothing lies beyond."""
+        points = [point for row in rows if not self.is_level(row) for point in self._known(row)]
+        ends = [end for row in rows if (end := self.end(row)) is not None]
+        heights = [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
+        across = [end[0] for end in ends]
+        return x.widened([*across, *(x for x, _ in points)]), y.widened([*heights, *(y for _, y in points)])
+
+    def height_text(self, row: Row) -> str:
+        """How high a row ends, with its spread; a dash where it does not."""
+        end = self.end(row)
+        return "-" if end is None else self.y.value_text(Value(end[1], end[2], len(row.seeds)))
+
+    def width_text(self, row: Row) -> str:
+        """Where along the x-axis a row ends."""
+        end = self.end(row)
+        if end is None:
+            return "-"
+        return f"{end[0]:g} steps" if self.x_curve == "step" else self.x.text(end[0])
 
     def is_level(self, row: Row) -> bool:
         """Whether a row stays at the beginning of the x-axis: it sends nothing, however long it runs."""
         end = self.end(row)
         return row.method == "local" and end is not None and end[0] == 0
 
-    def _y_scale(self, rows: Sequence[Row]) -> Scale | None:
-        """Where the rows of gossip have their place, and the baselines if they do not squeeze these.
-
-        Replicas that never communicate may be useless, and with all-reduce they differ by rounding alone: a baseline
-        that is farther away than the axis is long is left out.
-        """
-        values: dict[str, list[float]] = {method: [] for method in METHODS}
-        for row in rows:
-            values[row.method] += self._heights(row)
-        compared = values.pop("gossip") or [value for of_method in values.values() for value in of_method]
-        if not compared:
-            return None
-        if self.target is not None:
-            compared.append(self.target)
-        may_be_log = self.y is not FRACTION
-        scale = Scale.over(compared, self.y, may_be_log=may_be_log)
-        for of_method in values.values():
-            shares = [share for value in of_method if (share := scale.share(value)) is not None]
-            if shares and min(shares) >= -1.0 and max(shares) <= 2.0:
-                compared += of_method
-        return Scale.over(compared, self.y, may_be_log=may_be_log)
-
     def _known(self, row: Row) -> list[tuple[float, float]]:
-        return [(x, y) for x, y in self.line(row) if x is not None and y is not None]
+        if row.curves is None:
+            return []
+        line = zip(getattr(row.curves, self.x_curve), getattr(row.curves, self.y_curve), strict=True)
+        return [(x, y) for x, y in line if x is not None and y is not None]
 
-    def _heights(self, row: Row) -> list[float]:
-        """What the axis should show of a row; of an accuracy not the beginning."""
-        line, end = self._known(row), self.end(row)
-        start = math.floor(_START * len(line)) if self.higher_is_better else 0
-        heights = [y for _, y in line[start:]]
-        if end is not None:
-            _, y, spread = end
-            heights += [y - (spread or 0.0), y + (spread or 0.0)]
-        return heights
+    def _heights(self, row: Row) -> tuple[float, ...]:
+        """What the axis should show of a curve; of an accuracy not the beginning."""
+        line = self._known(row)
+        return tuple(y for _, y in line[math.floor(_START * len(line)) if self.higher_is_better else 0 :])
 
 
 def charts(document: Document) -> list[Chart]:
@@ -134,23 +135,10 @@ def quantity_of(metric: Metric) -> Quantity:
     return FRACTION if metric.name == "accuracy" else NUMBER
 
 
-def drawable(chart: Chart, panels: Sequence[Panel]) -> tuple[Scale, Scale] | None:
-    """The scales that all panels of a chart share."""
-    return chart.scales([series.row for panel in panels for series in panel.series])
-
-
-def segments(line: Sequence[Point], x: Scale, y: Scale) -> Iterator[list[tuple[float, float]]]:
-    """The drawable parts of a curve, in shares of both axes: it is interrupted where a value is missing."""
-    segment: list[tuple[float, float]] = []
-    for across, up in line:
-        place = (x.share(across) if across is not None else None, y.share(up) if up is not None else None)
-        if place[0] is not None and place[1] is not None:
-            segment.append((place[0], place[1]))
-        elif segment:
-            yield segment
-            segment = []
-    if segment:
-        yield segment
+def beyond(chart: Chart, row: Row, x: Scale, y: Scale) -> bool:
+    """Whether a row ends where the axes do not reach, such as at zero on a logarithmic one."""
+    end = chart.end(row)
+    return end is not None and not (y.reaches(end[1]) and (chart.is_level(row) or x.reaches(end[0])))
 
 
 def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Quantity) -> Chart:

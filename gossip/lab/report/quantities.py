@@ -1,14 +1,12 @@
-"""What is measured in which units: how a value is written in a table, and where an axis has its ticks."""
+"""What is measured in which units, and how a value is written."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gossip.lab.report.report_document import Value
 
-_MOST_TICKS = 6
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -28,14 +26,11 @@ class Quantity:
     ----------
     units
         From the smallest to the largest.
-    log_ticks
-        Where ticks may stand on a logarithmic axis, from the densest choice to the sparsest, given a range.
     decimals
         Of a mean, in its unit; None: four significant digits.
     """
 
     units: tuple[Unit, ...]
-    log_ticks: Callable[[float, float], Sequence[Sequence[float]]]
     decimals: int | None = None
 
     def unit(self, value: float) -> Unit:
@@ -67,8 +62,8 @@ class Quantity:
         scaled = _with_spread(mean / 10.0**exponent, spread / 10.0**exponent)
         return f"({scaled})·{_power_of_ten(exponent)}{unit.suffix}"
 
-    def tick_text(self, value: float) -> str:
-        """A value where a tick is: round numbers."""
+    def round_text(self, value: float) -> str:
+        """A value that somebody chose: 93 %, without decimals that say nothing."""
         unit = self.unit(value)
         return _significant(value / unit.size, 4) + unit.suffix
 
@@ -101,62 +96,16 @@ def _power_of_ten(exponent: int) -> str:
     return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
-def _decimal_ticks(low: float, high: float) -> list[list[float]]:
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    dense = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
-    return [dense, *([10.0**e for e in exponents if e % stride == 0] for stride in (1, 2, 3, 5, 10))]
-
-
-def _binary_ticks(low: float, high: float) -> list[list[float]]:
-    exponents = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
-    return [[2.0**e for e in exponents if e % stride == 0] for stride in (1, 2, 5, 10)]
-
-
-def _time_ticks(low: float, high: float) -> list[list[float]]:
-    """Below a minute decimal, above it such as clocks have."""
-    clock = [60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)] + [3600.0 * hours for hours in (1, 2, 5, 10)]
-    days = [86400.0 * many for exponent in range(6) for many in (10**exponent, 3 * 10**exponent)]
-    dense, decades, *sparse = _decimal_ticks(low, min(high, 60.0)) if low < 60.0 else [[], []]
-    below = [tick for tick in dense if tick < 60.0]
-    tens = [tick for tick in decades if tick < 60.0]
-    return [
-        below + clock + days,
-        [*tens, 60.0, 600.0, 3600.0, 36000.0, *days[::2]],
-        [*(tick for tick in (sparse[1] if sparse else []) if tick < 60.0), 60.0, 3600.0, 86400.0],
-    ]
-
-
-FRACTION = Quantity((Unit(" %", 0.01),), _decimal_ticks, decimals=2)
+FRACTION = Quantity((Unit(" %", 0.01),), decimals=2)
 BYTES = Quantity(
     (Unit(" B", 1.0), Unit(" KiB", 2.0**10), Unit(" MiB", 2.0**20), Unit(" GiB", 2.0**30), Unit(" TiB", 2.0**40)),
-    _binary_ticks,
 )
 SECONDS = Quantity(
     (
         Unit(" µs", 1e-6), Unit(" ms", 1e-3), Unit(" s", 1.0), Unit(" min", 60.0), Unit(" h", 3600.0),
         Unit(" d", 86400.0),
     ),
-    _time_ticks,
 )  # fmt: skip
-NUMBER = Quantity((Unit("", 1.0),), _decimal_ticks)
-POINTS = Quantity((Unit("", 1.0),), _decimal_ticks, decimals=2)
-RATIO = Quantity((Unit("", 1.0),), _decimal_ticks, decimals=3)
-
-
-def linear_ticks(quantity: Quantity, low: float, high: float) -> list[float]:
-    """Round values in one unit between two limits."""
-    unit = quantity.unit(max(abs(low), abs(high))).size
-    span = (high - low) / unit
-    power = 10.0 ** math.floor(math.log10(span / _MOST_TICKS))
-    step = next(factor * power for factor in (1, 2, 5, 10, 20) if span / (factor * power) <= _MOST_TICKS)
-    first, last = math.ceil(low / unit / step - 1e-9), math.floor(high / unit / step + 1e-9)
-    return [round(index * step, 12) * unit for index in range(first, last + 1)]
-
-
-def log_ticks(quantity: Quantity, low: float, high: float) -> list[float]:
-    """The densest choice that is not too dense."""
-    choices = [
-        [tick for tick in choice if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
-        for choice in quantity.log_ticks(low, high)
-    ]
-    return next((choice for choice in choices if len(choice) <= _MOST_TICKS), choices[-1])
+NUMBER = Quantity((Unit("", 1.0),))
+POINTS = Quantity((Unit("", 1.0),), decimals=2)
+RATIO = Quantity((Unit("", 1.0),), decimals=3)

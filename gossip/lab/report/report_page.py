@@ -8,8 +8,9 @@ from importlib.resources import files
 from gossip.lab.report.charts import quantity_of
 from gossip.lab.report.columns import same_steps
 from gossip.lab.report.markup import Element, element, extend, html
+from gossip.lab.report.report_charts import DATA, make_charts
 from gossip.lab.report.report_document import DESCRIPTION, Document
-from gossip.lab.report.report_figures import make_figures
+from gossip.lab.report.report_packing import pack
 from gossip.lab.report.report_pictures import make_gallery
 from gossip.lab.report.report_table import SETTINGS, make_filters, make_table, setting_text
 from gossip.lab.report.series import varying
@@ -24,8 +25,10 @@ _CLUSTER = {
     "local_bandwidth_gbps": "bandwidth within a node, Gbit/s",
     "compute_us_per_sample": "computation per sample, µs",
 }
+#: What charts.js draws with, in the order in which they need each other.
+_LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 #: Nothing is loaded, whatever a document brings along; form targets are none.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; form-action 'none'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; form-action 'none'"
 
 
 def render_page(document: Document) -> str:
@@ -40,18 +43,29 @@ def render_page(document: Document) -> str:
         element("style", _asset("report.css")),
     )
     main = element("main", *_sections(document), id="content")
+    has_charts = main.find(f".//*[@id='{DATA}']") is not None
     body = element(
         "body",
         element("a", "Skip to the results", href="#results-title", class_="skip"),
         _header(document),
         main,
+        element("script", _asset("unpack.js")),
         element("script", _asset("report.js")),
+        *(_drawing() if has_charts else ()),
     )
     return "<!DOCTYPE html>\n" + html(element("html", head, body, lang="en")) + "\n"
 
 
-def _asset(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _asset(*place: str) -> str:
+    return files(__package__).joinpath(*place).read_text(encoding="utf-8")
+
+
+def _drawing() -> Iterator[Element]:
+    """What draws the charts: the libraries packed, with their licences."""
+    libraries = ";\n".join(_asset("vendored", name) for name in _LIBRARIES)
+    yield element("script", _asset("vendored", "LICENSES.txt"), type="text/plain")
+    yield element("script", pack(libraries), type="text/plain", id="libraries")
+    yield element("script", _asset("charts.js"))
 
 
 def _header(document: Document) -> Element:
@@ -74,7 +88,7 @@ def _counted(number: int, what: str) -> str:
 def _sections(document: Document) -> Iterator[Element]:
     if document.rows:
         yield _results(document)
-        yield _section("charts", "Charts", *make_figures(document))
+        yield _section("charts", "Charts", *make_charts(document))
     else:
         text = "The sweep has no rows: nothing was run, or no run left anything."
         yield _section("results", "Results", element("p", text, class_="nothing"))
@@ -122,7 +136,7 @@ def _settings(document: Document) -> Iterator[Element]:
     metric = document.metric
     common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better")
     if metric.target is not None:
-        common.setdefault("target", quantity_of(metric).tick_text(metric.target))
+        common.setdefault("target", quantity_of(metric).round_text(metric.target))
     yield from _described("Common to all rows", common)
     cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items() if name != DESCRIPTION}
     yield from _described("Cluster for which times are predicted", cluster, document.cluster.get(DESCRIPTION))

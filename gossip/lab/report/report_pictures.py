@@ -1,26 +1,27 @@
-"""Drawings as pictures of their own within the page: their styles, names and scripts reach nothing outside of them."""
+"""Drawings as pictures of their own within the page: their styles, names and scripts reach nothing outside of them.
+
+A drawing stands packed in an attribute of its image, and report.js gives it to the image as a file.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from urllib.parse import quote
 
 from gossip.lab.report.markup import Element, element
+from gossip.lab.report.report_packing import pack
 
 _MOST_DRAWINGS = 6
 _NOT_DRAWN = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL)
 _PATH = re.compile(r'(\s(?:d|points)=")([^"]*)(")')
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
-#: What may stand in a data URL within an attribute in double quotes.
-_SAFE = " <>/=.,;:!'()*+-_~@$[]{}|^`"
 
 
 def make_gallery(drawings: Mapping[str, str]) -> Iterator[Element]:
     """A gallery; of many one for each number of ranks, or whatever else stands last in the titles."""
     groups: dict[str, list[Element]] = {}
     for title, svg in drawings.items():
-        picture = element("img", src=picture_url(svg), alt=f"Drawing of {title}")
+        picture = element("img", data_packed=pack(plain_picture(svg)), alt=f"Drawing of {title}")
         figure = element("figure", picture, element("figcaption", title))
         groups.setdefault(title.rpartition(", ")[2], []).append(figure)
     if len(drawings) <= _MOST_DRAWINGS or len(groups) == 1:
@@ -31,12 +32,11 @@ def make_gallery(drawings: Mapping[str, str]) -> Iterator[Element]:
         yield element("details", element("summary", group), gallery, open=number == 0)
 
 
-def picture_url(svg: str) -> str:
-    """Return an SVG as a data URL, without what does not show: metadata and more than four digits of a place."""
+def plain_picture(svg: str) -> str:
+    """Return an SVG without what does not show: metadata and more than four digits of a place."""
     svg = _NOT_DRAWN.sub("", svg)
     svg = _PATH.sub(lambda match: match[1] + _short_path(match[2]) + match[3], svg)
-    svg = re.sub(r"\s*\n\s*", " ", svg).strip()
-    return "data:image/svg+xml," + quote(svg, safe=_SAFE)
+    return re.sub(r"\s*\n\s*", " ", svg).strip()
 
 
 def _short_path(path: str) -> str:

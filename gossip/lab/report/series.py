@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from gossip.lab.report.report_document import Row
 
 NUM_COLOURS = 8
-SHAPES = ("circle", "square", "triangle", "diamond", "cross")
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 #: More lines than these in one panel are divided further, where the rows differ in something to divide them by.
 _MOST_LINES = 12
 _ALWAYS_DIVIDE = ("world_size", "partition")
@@ -20,20 +20,29 @@ Key = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Style:
-    """Colour, dashes and shape together differ for 160 series; baselines are in the colour of text."""
+    """How a series looks. Colour, dashes and shape together differ for 160 series; baselines are in the colour of text.
 
-    css_class: str
-    dash: str
+    Attributes
+    ----------
+    colour
+        A variable of the page's style sheet.
+    dash
+        Lengths of strokes and gaps; none for a whole line.
+    shape
+        Of marks, as Vega names it.
+    """
+
+    colour: str
+    dash: tuple[int, ...]
     shape: str
 
     @classmethod
     def numbered(cls, number: int) -> Style:
-        return cls(
-            f"colour{number % NUM_COLOURS}", DASHES[number // NUM_COLOURS % len(DASHES)], SHAPES[number % len(SHAPES)]
-        )
+        dash = DASHES[number // NUM_COLOURS % len(DASHES)]
+        return cls(f"var(--c{number % NUM_COLOURS})", dash, SHAPES[number % len(SHAPES)])
 
 
-_BASELINES = {"ddp": Style("baseline", "", "square"), "local": Style("baseline", "5 4", "ring")}
+_BASELINES = {"ddp": Style("var(--ink)", (), "square"), "local": Style("var(--ink)", (5, 4), "circle")}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def name(parts: Sequence[str]) -> str:
     >>> name(["topology", "launch.world_size=8"]) == name(["launch.world_size=8", "topology"])
     True
     >>> name(["topology", "launch.world_size=8"])
-    'world_size-8_topology_1c65def6'
+    'world_size-8_topology_4b9e824c'
     """
     parts = sorted(parts)
     short = [

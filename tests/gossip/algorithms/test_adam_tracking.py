@@ -21,12 +21,16 @@ from gossip import GossipDataParallel, VirtualWorkers
             torch.float32,
             r"of torch.optim.Adam and AdamW, but the optimizer is torch.optim.sgd.SGD; choose",
         ),
-        (partial(torch.optim.AdamW, amsgrad=True), torch.float32, "amsgrad=True would keep the largest; leave amsgrad"),
+        (
+            partial(torch.optim.AdamW, amsgrad=True),
+            torch.float32,
+            "amsgrad=True would keep the maximum; pass amsgrad=False",
+        ),
         (partial(torch.optim.Adam, betas=(0.9, 0.0)), torch.float32, r"betas\[1\] must be above 0"),
         (
             torch.optim.Adam,
             torch.bfloat16,
-            "in the parameters' torch.bfloat16: too coarse for that; keep them in float32",
+            "in the parameters' torch.bfloat16, which is too coarse; keep the parameters in float32",
         ),
     ],
 )

@@ -473,7 +473,7 @@ def test_algorithm_whose_messages_are_not_what_it_says_is_refused() -> None:
     class Forgetful(Algorithm):
         sends = (VALUES, "more")
 
-    with pytest.raises(ValueError, match=r"algorithm Forgetful has sends=.*'more'.*, and its message\(\) gives"):
+    with pytest.raises(ValueError, match=r"algorithm Forgetful has sends=.*'more'.*, but its message\(\) returns"):
         GossipDataParallel(nn.Linear(2, 1), SGD, algorithm=Forgetful())
-    with pytest.raises(ValueError, match=r"algorithm Forgetful has sends=.*'more'.*, and its message\(\) gives"):
+    with pytest.raises(ValueError, match=r"algorithm Forgetful has sends=.*'more'.*, but its message\(\) returns"):
         VirtualWorkers(nn.Linear(2, 1), 3, SGD, "ring", algorithm=Forgetful(), devices=["cpu"])

@@ -149,7 +149,7 @@ def test_run_that_began_virtually_goes_on_as_processes(name: str, of_processes: 
         parameters, lines = found[name]
         for key, values in uninterrupted(name).items():
             np.testing.assert_allclose(parameters[key], values[rank], rtol=0, atol=CASES[name].tolerance, err_msg=key)
-        assert ["5 ranks were trained in 1 process and are in 5 now" in line for line in lines] == [True] * (rank == 0)
+        assert ["5 ranks were trained in 1 process and are now in 5" in line for line in lines] == [True] * (rank == 0)
         assert not any("in flight" in line for line in lines)
 
 
@@ -163,5 +163,5 @@ def test_run_that_began_as_processes_goes_on_virtually(name: str, of_processes: 
     for key, stack in workers.named_parameters():
         wanted = uninterrupted(name)[key]
         np.testing.assert_allclose(stack.detach().numpy(), wanted, rtol=0, atol=CASES[name].tolerance, err_msg=key)
-    assert ["5 ranks were trained in 5 processes and are in 1 now" in line for line in lines] == [True]
+    assert ["5 ranks were trained in 5 processes and are now in 1" in line for line in lines] == [True]
     assert not any("in flight" in line for line in lines)

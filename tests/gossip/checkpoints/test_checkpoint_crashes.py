@@ -185,7 +185,7 @@ def refuse_folders(folder: str) -> None:
         (Path(folder) / "step_0000000001").mkdir()
         (Path(folder) / "step_0000000001" / "precious.txt").touch()
     with pytest.raises(
-        CheckpointError, match="step_0000000001 exists and holds files that are no checkpoint's; move it"
+        CheckpointError, match="step_0000000001 exists and holds files that do not belong to a checkpoint; move it"
     ):
         gossip.save(model, folder)
     with pytest.raises(CheckpointError, match=r"the ranks do not save the same thing: parts is .* on rank 0, but .*'b"):
@@ -208,7 +208,7 @@ def refuse_folders(folder: str) -> None:
             torch.distributed.barrier()
     else:
         torch.distributed.barrier()
-        with pytest.raises(CheckpointError, match="another run is saving into"), layout.locked(Path(folder)):
+        with pytest.raises(CheckpointError, match="another run is currently saving into"), layout.locked(Path(folder)):
             pass
         torch.distributed.barrier()
     one_step(model)
@@ -294,7 +294,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated manifest": (lambda c: os.truncate(c / "manifest.json", 99), r"manifest\.json is damaged: "),
     "flipped manifest": (
         lambda c: (c / "manifest.json").write_text((c / "manifest.json").read_text().replace("float32", "float33")),
-        r"manifest\.json is damaged: its own hash differs",
+        r"manifest\.json is damaged: its hash does not match its contents",
     ),
     "foreign manifest": (
         lambda c: (c / "manifest.json").write_text("[1]"),
@@ -305,13 +305,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda c: reseal(c, lambda manifest: manifest.update(format_version=1)),
         "has format version 1, but this gossip reads 2; load it with gossip 0",
     ),
-    "odd field": (lambda c: reseal(c, lambda m: m.update(step="3")), "damaged: 'step' is no int"),
+    "odd field": (lambda c: reseal(c, lambda m: m.update(step="3")), "damaged: 'step' is not of type int"),
     "odd file": (lambda c: reseal(c, lambda m: m.update(files={"rank0.pt": 3})), r"does not describe rank0\.pt"),
     "no ranks": (lambda c: reseal(c, lambda m: m.update(world_size=0)), "world_size is 0"),
-    "hostile": (hostile, r"rank0\.pt holds something else than tensors.*: unsupported GLOBAL posix.system"),
+    "hostile": (hostile, r"rank0\.pt holds something other than tensors.*: unsupported GLOBAL posix.system"),
     "hostile pickle": (
         hostile_pickle,
-        r"rank0\.pt holds something else than tensors.*: unsupported GLOBAL posix.system",
+        r"rank0\.pt holds something other than tensors.*: unsupported GLOBAL posix.system",
     ),
     "foreign tensors": (other_content, r"rank0\.pt has no 'parameters'"),
     "other tensors": (other_tensors, r"parameter 'first.bias' is float32 \[7\], but float32 \[6\] in the manifest"),
@@ -343,7 +343,7 @@ def test_damaged_checkpoint_is_an_error_or_an_older_one_is_taken(
     with log_of() as lines:
         assert gossip.load(model, folder).data == {"at": 1}
     assert len(lines) == 1
-    assert lines[0].startswith("checkpoint step_0000000002 is left out: ")
+    assert lines[0].startswith("checkpoint step_0000000002 is skipped: ")
     one_step(model)
     assert model.step == 2
     gossip.save(model, folder)
@@ -361,7 +361,7 @@ def test_load_says_what_is_not_there(tmp_path: Path) -> None:
         gossip.load(model, tmp_path)
     gossip.save(model, tmp_path)
     (tmp_path / "step_0000000000").rename(tmp_path / "step_0000000007")
-    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*: .*was renamed: it is of step 0"):
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*: .*was renamed: it was saved at step 0"):
         gossip.load(model, tmp_path)
     (tmp_path / "step_0000000007").rename(tmp_path / "best")
     assert gossip.load(model, tmp_path / "best").step == 0
@@ -386,7 +386,7 @@ def test_only_checkpoints_beyond_keep_are_removed(tmp_path: Path) -> None:
     with log_of() as lines:
         gossip.save(model, tmp_path, keep=1)
     assert (
-        "holds checkpoints of later steps, of another run perhaps: load takes step_0000000004 before step 2" in lines[0]
+        "holds checkpoints of later steps, perhaps of another run: load prefers step_0000000004 to step 2" in lines[0]
     )
     assert set(names_in(tmp_path)) == left
 

@@ -70,7 +70,7 @@ def test_another_world_size_starts_from_the_mean(old: int, new: int, tmp_path: P
                 assert torch.equal(tensor, rows[0]), name
         assert_same(state, loaded[0][0])
     line = loaded[0][1][0]
-    assert f"they were {old} and are {new} now, and all start from the mean" in line
+    assert f"there were {old} and are now {new}, which all start from the mean" in line
     assert "random number generators" in line
 
 
@@ -106,7 +106,7 @@ def test_mean_goes_through_nested_state_and_state_that_some_ranks_lack() -> None
         assert (entry["nested"][1][0].item(), entry["nested"][1][1]) == (momentum * 1j, "text")
     wrong = half_a_state(2, 3.0, (0,))
     wrong["parameters"]["step"] = torch.ones(3)
-    with pytest.raises(CheckpointError, match=r"rank 1 does not fit rank 0's: shape \[3\] instead of \[\]"):
+    with pytest.raises(CheckpointError, match=r"rank 1 does not match rank 0's: shape \[3\] differs from \[\]"):
         mean_state([half_a_state(1, 1.0, (0,)), wrong])
 
 
@@ -117,8 +117,8 @@ def load_other_arrangement(folder: str) -> None:
     gossip.save(model, folder)
     wanted = everything(model)
     for options, reason in (
-        ({"bucket_cap_mb": 25.0}, "what was in flight: the buckets are others"),
-        ({"topology": "complete"}, "what was in flight: the topology is another"),
+        ({"bucket_cap_mb": 25.0}, "the messages in flight: the buckets differ"),
+        ({"topology": "complete"}, "the messages in flight: the topology differs"),
     ):
         other = make_model(seed=2, **({"topology": "ring"} | options))
         one_step(other)
@@ -208,7 +208,7 @@ def test_cache_of_another_length_is_left_as_it_is(tmp_path: Path) -> None:
     model = make_model(module=lambda: Caching(5))
     with log_of() as lines:
         gossip.load(model, tmp_path)
-    assert "buffer 'cache', which is not persistent and has another form here" in lines[0]
+    assert "buffer 'cache', which is not persistent and has another shape or dtype here" in lines[0]
 
 
 def test_two_optimizers_come_back_each_to_its_own(tmp_path: Path) -> None:

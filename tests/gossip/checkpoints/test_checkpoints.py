@@ -209,7 +209,7 @@ def test_parts_keep_their_states_and_data(tmp_path: Path) -> None:
     assert (loaded["epoch"], loaded["names"], loaded["loss"]) == (3, ["a", ("b", None)], 0.1)
     with log_of() as lines:
         gossip.load(model, tmp_path)
-    assert "the state of 'scaler': it was not asked for" in lines[0]
+    assert "the state of 'scaler': it was not requested" in lines[0]
 
 
 class Sampler:
@@ -253,7 +253,7 @@ def test_load_refuses_parts_that_cannot_take_a_state(tmp_path: Path) -> None:
     gossip.save(model, tmp_path, position=1)
     with pytest.raises(TypeError, match="position is a int, which has no load_state_dict"):
         gossip.load(model, tmp_path, position=1)
-    with pytest.raises(gossip.CheckpointError, match="holds no state of 'sampler', but of no part at all"):
+    with pytest.raises(gossip.CheckpointError, match="holds no state for 'sampler', only for no part at all"):
         gossip.load(model, tmp_path, sampler=Sampler())
 
 

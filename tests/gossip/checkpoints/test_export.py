@@ -99,7 +99,7 @@ def export_and_fail(folder: str) -> None:
     gossip.export(model, path)
     before = path.read_bytes()
     one_step(model)
-    with pytest.raises(CheckpointError, match=r"rank 0: .*/nowhere is not a folder; make it first"):
+    with pytest.raises(CheckpointError, match=r"rank 0: .*/nowhere is not a folder; create it first"):
         gossip.export(model, f"{folder}/nowhere/model.safetensors")
     fsync = os.fsync
 

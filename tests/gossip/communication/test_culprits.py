@@ -52,7 +52,7 @@ HOPS = "(rank 1 waits for rank 2 in step 5, bucket 0, rank 2 waits for rank 3 in
         ),
         (busy(state=GONE), f"rank 3 is gone: its process 4711 has ended {HOPS}", True),
         (waits(0, is_fresh=False), f"rank 3 {ABSENT} {HOPS}", False),
-        (busy(SEQUENCE + 1), f"rank 3 {ABSENT}; it is meanwhile in 'starting' {HOPS}", False),
+        (busy(SEQUENCE + 1), f"rank 3 {ABSENT}; it is now in 'starting' {HOPS}", False),
         (Sighting(None), f"rank 3 {ABSENT}; it was never seen {HOPS}", False),
     ],
 )
@@ -92,5 +92,5 @@ def test_what_was_sent_before_a_process_ended_may_still_come(sequence: int, ends
 
 def test_cycle_is_said_to_be_one() -> None:
     found = verdict(waits(2), waits(0, where="the sum"))
-    assert found == Verdict((), "they wait for each other: rank 2 is meanwhile in the sum")
-    assert verdict(waits(2), waits(0)).text == "all others wait too: a connection between two of them is cut"
+    assert found == Verdict((), "they wait for each other: rank 2 is now in the sum")
+    assert verdict(waits(2), waits(0)).text == "all others are waiting too; a connection between two of them is cut"

@@ -89,7 +89,7 @@ def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(found: dict[str, 
     by_rank[VICTIM] = None
     assert_only_the_victim_is_blamed(by_rank, "absent (dead, frozen, cut off or busy)")
     assert culprits == ()
-    assert "the key-value store does not answer: this rank is cut off from it, or the process that holds it" in text
+    assert "the key-value store does not reply: this rank is cut off from it, or the process that holds it" in text
 
 
 @pytest.mark.root

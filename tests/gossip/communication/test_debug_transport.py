@@ -152,7 +152,7 @@ def told() -> Callable[..., list[str]]:
 @pytest.mark.parametrize(("topology", "rank"), [("complete", 0), ("directed_ring", 2)])
 def test_swapped_buckets_are_named(told: Callable[..., list[str]], topology: str, rank: int) -> None:
     assert told(topology, swap_buckets)[rank] == (
-        f"rank {rank}: step 2, bucket 1: rank 3 sent bucket 2 of step 2: one of the two is out of step"
+        f"rank {rank}: step 2, bucket 1: rank 3 sent bucket 2 of step 2; one of the two ranks is out of step"
     )
 
 
@@ -160,14 +160,14 @@ def test_skipped_step_is_named(told: Callable[..., list[str]]) -> None:
     by_rank = told("complete", skip_a_step)
     for rank in range(3):
         assert by_rank[rank] == (
-            f"rank {rank}: step 2, bucket 0: rank 3 sent bucket 0 of step 3: one of the two is out of step"
+            f"rank {rank}: step 2, bucket 0: rank 3 sent bucket 0 of step 3; one of the two ranks is out of step"
         )
-    assert by_rank[3] == "rank 3: step 3, bucket 0: rank 0 sent bucket 0 of step 2: one of the two is out of step"
+    assert by_rank[3] == "rank 3: step 3, bucket 0: rank 0 sent bucket 0 of step 2; one of the two ranks is out of step"
 
 
 def test_other_round_is_named(told: Callable[..., list[str]]) -> None:
     assert told("ring", use_other_weights)[0] == (
-        "rank 0: step 2, bucket 0: rank 3 mixes by another round: the topologies, their seeds or their versions differ"
+        "rank 0: step 2, bucket 0: rank 3 mixes by another round; the topologies, their seeds or their versions differ"
     )
 
 
@@ -177,19 +177,19 @@ def test_other_round_is_named(told: Callable[..., list[str]]) -> None:
 )
 def test_other_shape_or_dtype_is_named(told: Callable[..., list[str]], fault: Callable[..., Any], what: str) -> None:
     assert told("directed_ring", fault)[2] == (
-        f"rank 2: step 2, bucket 1: rank 3 sent {what}, expected 5 values of float32: the modules differ"
+        f"rank 2: step 2, bucket 1: rank 3 sent {what}, expected 5 values of float32; the modules differ"
     )
 
 
 def test_flipped_bit_is_corruption_on_the_way(told: Callable[..., list[str]]) -> None:
     for rank, text in enumerate(told("complete", "flip a bit")[:3]):
-        assert text.startswith(f"rank {rank}: step 0, bucket 0: the message of rank 3 was corrupted on the way")
+        assert text.startswith(f"rank {rank}: step 0, bucket 0: the message from rank 3 was corrupted in transit")
 
 
 def test_peer_that_went_on_to_others_is_named_before_the_time_out(told: Callable[..., list[str]]) -> None:
     assert told("one_peer_exponential", "go on to others")[0] == (
-        f"rank 0: step 0, bucket 0: rank {AWAITED} has gone on to bucket 2 of step 5 without a message for it: one of "
-        "the two is out of step"
+        f"rank 0: step 0, bucket 0: rank {AWAITED} has moved on to bucket 2 of step 5 without sending a message; one "
+        "of the two ranks is out of step"
     )
 
 

@@ -119,7 +119,7 @@ is_awaited = threading.Event()
 class Said:
     def write(self, text, write=sys.stderr.write):
         write(text)
-        if "waiting for them up to 60 s" in text:
+        if "waiting for them for up to 60 s" in text:
             is_awaited.set()
 
     def flush(self):
@@ -201,13 +201,18 @@ def test_exit_waits_for_what_is_under_way(ended: Ended) -> None:
 
 def test_exit_says_what_it_waits_for(ended: Ended) -> None:
     assert statuses_of(RELEASED_BY_WHAT_IS_SAID, ended) == {0: 0, 1: 0}, ended.output
-    said = "messages are under way that a peer has not sent or taken yet (gossip-test-finish, gossip-test-wait)"
+    said = "messages are in flight that a peer has not yet sent or received (gossip-test-finish, gossip-test-wait)"
     assert ended.output.count(said) == 2, ended.output
 
 
 def test_exchange_after_the_end_of_communication_is_refused_at_once(ended: Ended) -> None:
     assert statuses_of(EXCHANGES_AT_THE_VERY_END, ended) == {0: 0, 1: 0}, ended.output
-    assert ended.output.count("communication has ended with the program: in an exit handler") == 2, ended.output
+    assert (
+        ended.output.count(
+            "communication has ended with the program: nothing can be exchanged any more in an exit handler"
+        )
+        == 2
+    ), ended.output
 
 
 def test_messages_in_memory_outlive_the_rank_that_sent_them(ended: Ended) -> None:

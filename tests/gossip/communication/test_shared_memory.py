@@ -164,7 +164,7 @@ def test_a_peer_whose_message_does_not_come_is_named() -> None:
     (in_child, in_parent), _ = launch(wait_for_what_is_not_sent, world_size=2)
     assert "this process was forked from the one that trains" in in_child
     assert in_parent.startswith(
-        "rank 0: step 0, bucket 0: timed out after 0.5 s waiting for the message of rank 1: rank 1 is"
+        "rank 0: step 0, bucket 0: timed out after 0.5 s waiting for the message from rank 1: rank 1 is"
     )
 
 

@@ -223,4 +223,4 @@ def test_post_that_fails_names_its_peer(worker_threads: WorkerThreads, num_ahead
     ticket = worker_threads.submit(job())
     assert ticket.wait(TIMEOUT)
     assert str(ticket.error) == "the pair is closed"
-    assert ticket.awaited == "rank 2 to take ours"
+    assert ticket.awaited == "rank 2 to receive ours"

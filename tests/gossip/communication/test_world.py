@@ -102,7 +102,7 @@ def test_rank_outside_the_process_group_is_refused() -> None:
 
 
 def test_process_group_without_torch_distributed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"process_group was given, but torch\.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"process_group was passed, but torch\.distributed is not initialised"):
         World(SHORT, process_group=object())
 
 
@@ -289,9 +289,9 @@ def wait_for_a_rank_that_went_on() -> str:
 def test_wait_for_an_exchange_says_where_the_peer_is_instead() -> None:
     first, second = run_ranks(wait_for_a_rank_that_went_on, world_size=2)
     assert first.startswith("rank 0: step 4, bucket 1: timed out after 0.5 s waiting for ")
-    assert "rank 1 is meanwhile in the sum" in first or "rank 1 has given up waiting in 'the sum'" in first
+    assert "rank 1 is now in the sum" in first or "rank 1 has given up waiting in 'the sum'" in first
     assert second.startswith("rank 1: the sum: not all of the 2 ranks took part within 0.5 s: ")
-    assert "rank 0 is meanwhile in step 4, bucket 1" in second or "rank 0 has given up waiting in" in second
+    assert "rank 0 is now in step 4, bucket 1" in second or "rank 0 has given up waiting in" in second
 
 
 def die_before(what: str) -> None:
@@ -359,10 +359,10 @@ def test_store_that_is_gone_is_said_to_be() -> None:
     roll_call = RollCall(BrokenStore(), 0, 2)
     roll_call.note("averaging")
     gone = (
-        "the key-value store does not answer: this rank is cut off from it, or the process that holds it is gone (rank"
+        "the key-value store does not reply: this rank is cut off from it, or the process that holds it is gone (rank"
     )
     assert wait_in_vain(roll_call).startswith(gone)
-    with pytest.raises(ExchangeError, match=r"the key-value store does not answer: .* \(failed to recv, got 0 bytes\)"):
+    with pytest.raises(ExchangeError, match=r"the key-value store does not reply: .* \(failed to recv, got 0 bytes\)"):
         roll_call.wait_for_all(timedelta(seconds=5))
 
 
@@ -388,7 +388,7 @@ def test_store_that_answers_nothing_holds_nobody(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("gossip.communication.waiting.STORE_PATIENCE_S", 0.05)
     store = SilentStore()
     roll_call = RollCall(store, 0, 2)
-    assert "does not answer" in wait_in_vain(roll_call)
+    assert "does not reply" in wait_in_vain(roll_call)
     assert roll_call.is_silent
     store.released.set()
     for thread in threading.enumerate():

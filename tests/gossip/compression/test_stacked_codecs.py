@@ -175,7 +175,7 @@ def test_choco_refuses_ranks_of_which_some_have_not_begun() -> None:
     both = Both(COMPRESSIONS["choco"].make(0), UNDIRECTED, 300, torch.float32)
     both.mix(0)
     ring = topologies.build("ring", 7).round(1)
-    with pytest.raises(GossipError, match="rank 0 has exchanged with its peers before, and rank 4 has not"):
+    with pytest.raises(GossipError, match="rank 0 has exchanged with its peers before, but rank 4 has not"):
         both.codecs[1].exchange([both.values[1]], ring, 1)
 
 

@@ -72,7 +72,9 @@ def test_launch_leaves_no_process() -> None:
 def test_launch_on_a_taken_port_is_refused_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"^port {port} on 127.0.0.1 is taken; name another one, or none"):
+        with pytest.raises(
+            LaunchError, match=f"^port {port} on 127.0.0.1 is taken; choose another one, or leave it out"
+        ):
             launch(process_id, world_size=1, port=port)
 
 
@@ -170,7 +172,7 @@ def test_launch_from_standard_input_is_refused(place: dict[str, str], monkeypatc
     main = ModuleType("__main__")
     vars(main).update(place)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    with pytest.raises(TypeError, match="was typed into an interpreter, where workers cannot import it"):
+    with pytest.raises(TypeError, match="was defined in an interactive session, from which workers cannot import it"):
         exec(PRINTING_SCRIPT.format(guard=""), vars(main))
 
 

@@ -69,11 +69,11 @@ def test_placement_prefers_the_ranks_of_torchrun() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("SLURM_STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS must be a number in a step of SLURM's, got 'many'"),
-        ("SLURM_STEP_NODELIST", "node[1-", "'node[1-' is no list of nodes of SLURM's"),
-        ("SLURM_STEP_NODELIST", "node[a-b]", "'a-b' is no number and no range"),
+        ("SLURM_STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS must be a number in a SLURM step, got 'many'"),
+        ("SLURM_STEP_NODELIST", "node[1-", "'node[1-' is not a SLURM node list"),
+        ("SLURM_STEP_NODELIST", "node[a-b]", "'a-b' is neither a number nor a range"),
         ("SLURM_STEP_NODELIST", "", "SLURM_STEP_NODELIST='' names no host"),
-        ("SLURM_STEP_TASKS_PER_NODE", "4x2", "'4x2' is no count of tasks per node"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4x2", "'4x2' is not a list of tasks per node"),
     ],
 )
 def test_step_of_refuses_what_makes_no_sense(name: str, value: str, text: str) -> None:

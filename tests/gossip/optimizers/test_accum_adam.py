@@ -94,7 +94,7 @@ def test_closure_is_evaluated_once_and_its_loss_returned() -> None:
     [
         ({"lr": -1.0}, r"lr must be at least 0, got -1\.0"),
         ({"eps": float("nan")}, "eps must be at least 0, got nan"),
-        ({"betas": (0.9, 1.0)}, r"betas must be two numbers from 0 and below 1, got \(0\.9, 1\.0\)"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers of at least 0 and below 1, got \(0\.9, 1\.0\)"),
         ({"accum_iter": 0}, "accum_iter must be a number of steps, at least 1, got 0"),
     ],
 )

@@ -113,7 +113,7 @@ def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
     model.optimizer.zero_grad()
     for key, value in values.items():
         assert torch.equal(model.state_dict()[key], value), key
-    with pytest.raises(ValueError, match="the update has been made inside backward"):
+    with pytest.raises(ValueError, match="the update was made inside backward"):
         model.optimizer.step(lambda: 0.0)
 
 

@@ -166,7 +166,9 @@ def test_closure_optimizer_works_outside_backward_and_is_refused_inside() -> Non
     assert model.step == 3
     assert_equal(model, plain)
     for options in ({}, {"clip_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(ValueError, match=r"LBFGS evaluates a closure several times a step.*step_in_backward=False"):
+        with pytest.raises(
+            ValueError, match=r"LBFGS evaluates a closure several times per step.*step_in_backward=False"
+        ):
             GossipDataParallel(make_module(), unnamed, **options)
 
 

@@ -116,7 +116,7 @@ def stop_early(topology: str, num_inputs: int) -> str:
         with pytest.raises(ExchangeError) as caught:
             model(inputs).sum().backward()
         text = str(caught.value)
-        with pytest.raises(GossipError, match="no training or averaging after"):
+        with pytest.raises(GossipError, match="cannot train or average after"):
             model(inputs)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text
@@ -125,9 +125,9 @@ def stop_early(topology: str, num_inputs: int) -> str:
 @pytest.mark.parametrize(
     ("topology", "num_inputs", "first", "third"),
     [
-        ("directed_ring", 30, "the message of rank 1", "rank 1 to take ours"),
-        ("ring", 30, "the message of rank 1", "the message of rank 1"),
-        ("ring", 300, "the message of rank 1", "the message of rank 1"),  # large enough to be read in memory
+        ("directed_ring", 30, "the message from rank 1", "rank 1 to receive ours"),
+        ("ring", 30, "the message from rank 1", "the message from rank 1"),
+        ("ring", 300, "the message from rank 1", "the message from rank 1"),  # large enough to be read in memory
     ],
 )
 def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, num_inputs: int, first: str, third: str) -> None:
@@ -146,7 +146,7 @@ def absent_at_average() -> str:
         with pytest.raises(ExchangeError) as caught:
             model.global_avg()
         text = str(caught.value)
-        with pytest.raises(GossipError, match="no training or averaging after"):
+        with pytest.raises(GossipError, match="cannot train or average after"):
             model.global_avg()
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text

@@ -59,7 +59,7 @@ SCRIPTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_script_is_refused_by_name(what: str) -> None:
     make, name = SCRIPTED[what]
     for build in (functools.partial(GossipDataParallel, optimizer=SGD), lambda module: VirtualWorkers(module, 2, SGD)):
-        with pytest.raises(ValueError, match=f"module '{name}' is TorchScript.*torch.compile.*after the training"):
+        with pytest.raises(ValueError, match=f"module '{name}' is TorchScript.*torch.compile.*after training"):
             build(make())
 
 

@@ -295,7 +295,7 @@ def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> 
     ("change", "error", "text"),
     [
         ({"method": "ring"}, ValueError, "method must be a topology, 'ddp' or 'none', got 'ring'"),
-        ({"method": topologies.build("ring", 5)}, ValueError, "5 ranks, the cluster has 4 x 1 = 4"),
+        ({"method": topologies.build("ring", 5)}, ValueError, "5 ranks, but the cluster has 4 x 1 = 4"),
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
         ({"compression_ratio": 0.0}, ValueError, "compression_ratio must be positive"),
         ({"algorithm": "newest"}, ValueError, "newest"),

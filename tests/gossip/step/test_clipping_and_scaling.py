@@ -291,7 +291,7 @@ def test_many_steps_that_are_not_finite_end_the_training() -> None:
         model(batch(0)).sum().backward()  # from here on they are counted anew
         for _ in range(15):
             (model(batch(0)).sum() * float("nan")).backward()
-    with pytest.raises(GossipError, match="in 16 steps in a row gradients or messages were not finite"):
+    with pytest.raises(GossipError, match="in 16 consecutive steps gradients or messages were not finite"):
         (model(batch(0)).sum() * float("nan")).backward()
 
 

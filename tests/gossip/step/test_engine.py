@@ -253,7 +253,7 @@ class CountingInItself(torch.optim.SGD):
 @pytest.mark.parametrize("optimizer", [CountingInGroup, CountingInItself])
 def test_optimizer_that_counts_for_all_parameters_is_refused(optimizer: type[torch.optim.SGD]) -> None:
     model = GossipDataParallel(make_module(), functools.partial(optimizer, lr=0.1))
-    with pytest.raises(GossipError, match=f"{optimizer.__name__} keeps 'count' for several parameters together"):
+    with pytest.raises(GossipError, match=f"{optimizer.__name__} keeps 'count' for several parameters at once"):
         model(torch.ones(1, 3)).sum().backward()
 
 
@@ -386,7 +386,7 @@ def test_buffer_made_inside_averaged_survives() -> None:
 def test_module_is_wrapped_once_at_a_time() -> None:
     module = make_module()
     model = wrap(module)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' belongs to a GossipDataParallel already"):
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' already belongs to a GossipDataParallel"):
         wrap(module)
     model.close()
     wrap(module)(torch.ones(1, 3)).sum().backward()

@@ -193,5 +193,5 @@ def test_late_gradient_is_refused_where_hooks_follow() -> None:
     module = Twice()
     model = GossipDataParallel(module, SGD, bucket_cap_mb=CAPS[0])
     watch(module, {})
-    with pytest.raises(GossipError, match="got a gradient after its bucket had been updated"):
+    with pytest.raises(GossipError, match="received a gradient after its bucket had been updated"):
         model(torch.ones(1, 3, requires_grad=True)).sum().backward()

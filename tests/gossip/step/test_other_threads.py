@@ -118,7 +118,7 @@ def test_step_or_average_in_another_thread_while_backward_runs_is_refused() -> N
     refused = []
 
     def call(name: str) -> None:
-        with pytest.raises(GossipError, match="a backward pass is under way in another thread") as caught:
+        with pytest.raises(GossipError, match="a backward pass is running in another thread") as caught:
             getattr(model, name)()
         refused.append(str(caught.value))
 

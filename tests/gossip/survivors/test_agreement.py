@@ -203,7 +203,7 @@ def test_too_few_are_left() -> None:
     with in_memory(4, min_ranks=3) as members:
         members.die(0, 1)
         for member in (2, 3):
-            with pytest.raises(ExchangeError, match=r"2 of 4 ranks are left \(ranks 2, 3\), fewer than min_ranks=3"):
+            with pytest.raises(ExchangeError, match=r"2 of 4 ranks remain \(ranks 2, 3\), fewer than min_ranks=3"):
                 members[member].wait_for_epoch_after(0)
 
 
@@ -217,7 +217,7 @@ def test_the_smaller_side_of_a_cut_gives_way_though_it_notices_first() -> None:
                 members.wires[member].lose(other)
         assert members.told_after(0, [2, 3, 4]) == {(1, (2, 3, 4), 1)}
         for member in (0, 1):
-            with pytest.raises(ExchangeError, match="the others went on without this rank from step 1 on"):
+            with pytest.raises(ExchangeError, match="the others continued without this rank from step 1 on"):
                 members[member].wait_for_epoch_after(0)
 
 
@@ -229,7 +229,7 @@ def test_of_two_who_have_lost_each_other_alone_one_goes() -> None:
         assert len(epochs) == 1
         (epoch,) = epochs
         (gone,) = {1, 2} - set(epoch.members)
-        with pytest.raises(ExchangeError, match="the others went on without this rank"):
+        with pytest.raises(ExchangeError, match="the others continued without this rank"):
             members[gone].wait_for_epoch_after(0)
 
 
@@ -244,7 +244,7 @@ def test_who_does_not_answer_is_given_up() -> None:
             epochs = members.epochs_after(number, [1, 2])
             left, number = {epoch.members for epoch in epochs}, max(epoch.number for epoch in epochs)
         never.set()
-        with pytest.raises(ExchangeError, match="the others went on without this rank"):
+        with pytest.raises(ExchangeError, match="the others continued without this rank"):
             members[3].wait_for_epoch_after(number)
 
 
@@ -279,7 +279,7 @@ def test_without_a_store_nobody_goes_on() -> None:
         for member in range(3):
             members[member]._store = Gone()
         members.die(2)
-        with pytest.raises(ExchangeError, match=r"the key-value store does not answer \(it is gone\)"):
+        with pytest.raises(ExchangeError, match=r"the key-value store does not reply \(it is gone\)"):
             members[0].wait_for_epoch_after(0)
 
 

@@ -319,9 +319,13 @@ def test_a_checkpoint_keeps_every_rank_at_its_own_step(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"on_peer_loss": "raise"}, 'averages with whoever is ready, over the connections of on_peer_loss="continue"'),
-        ({"compression": "int8"}, "sends values and differences as they are, got compression int8"),
-        ({"soft_deadline": 0.1}, "waits max_staleness steps for a peer, got soft_deadline too"),
+        (
+            {"on_peer_loss": "raise"},
+            "averages with any rank that is ready, over connections that survive the loss of a rank; pass "
+            'on_peer_loss="continue"',
+        ),
+        ({"compression": "int8"}, "sends uncompressed values and differences, got compression int8"),
+        ({"soft_deadline": 0.1}, "waits max_staleness steps for a peer, got a soft_deadline as well"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:

@@ -217,7 +217,7 @@ def work_together(folder: str) -> list[Any]:
     model = make_model(NUMEL, {"topology": "ring"})
     found: list[Any] = []
     if joins:
-        with pytest.raises(GossipError, match=r"takes part in what all ranks do together after its first step"):
+        with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
             model.global_avg()
     target = targets(model.world.member, NUMEL)
     last = None
@@ -306,9 +306,12 @@ def test_a_rank_that_fails_again_and_again_is_left_out_in_the_end(tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"restart": 1}, r"restart=1 needs others that go on and are joined: on_peer_loss=\"continue\""),
-        ({"restart": -1, "on_peer_loss": "continue"}, "restart must be how often .*, 0 or more, got -1"),
-        ({"restart": True, "on_peer_loss": "continue"}, "restart must be how often .*, got True"),
+        (
+            {"restart": 1},
+            r"restart=1 needs other ranks that continue and can be joined; pass on_peer_loss=\"continue\"",
+        ),
+        ({"restart": -1, "on_peer_loss": "continue"}, "restart must be the number of times .*, at least 0, got -1"),
+        ({"restart": True, "on_peer_loss": "continue"}, "restart must be the number of times .*, got True"),
     ],
 )
 def test_restarts_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:

@@ -89,8 +89,16 @@ def test_it_may_come_back_twice() -> None:
 @pytest.mark.parametrize(
     ("fault", "num_more", "text"),
     [
-        (Fault("cut", step=5, duration_s=60.0), 2000, "it could not join them again within partition_timeout=0.5 s: "),
-        (Fault("freeze", step=5, duration_s=6.0), NUM_MORE, "it could not join them again: .* the training has ended"),
+        (
+            Fault("cut", step=5, duration_s=60.0),
+            2000,
+            "this rank could not rejoin them within partition_timeout=0.5 s: ",
+        ),
+        (
+            Fault("freeze", step=5, duration_s=6.0),
+            NUM_MORE,
+            "this rank could not rejoin them: .* the training has ended",
+        ),
     ],
     ids=["in time", "any more"],
 )
@@ -105,7 +113,7 @@ def test_it_says_so_when_it_cannot(fault: Fault, num_more: int, text: str) -> No
     [
         ({"on_peer_loss": "raise"}, 'partition_timeout=5 is for on_peer_loss="continue"'),
         ({"partition_timeout": timedelta(0)}, "partition_timeout must be a positive number of seconds, or timedelta"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "partition_timeout: a rank that joins the others again would have"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "partition_timeout: a rank that rejoins the others would have"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:

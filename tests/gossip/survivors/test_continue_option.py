@@ -100,7 +100,7 @@ def test_a_store_that_dies_with_a_rank_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     for text in lines_of_two(code, "2", str(port)):
-        assert "but it is kept by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
+        assert "but it is served by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 
 def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,8 +130,8 @@ def error_on_two_machines(rank: int, path: str) -> None:
 def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
     code = "import test_continue_option as module, sys; module.error_on_two_machines(int(sys.argv[1]), sys.argv[2])"
     for text in lines_of_two(code, str(tmp_path / "store")):
-        assert "is on another machine than rank" in text
-        assert "as its key-value store, FileStore, has no host" in text
+        assert "is on a different machine than rank" in text
+        assert "because its key-value store, FileStore, has no host" in text
 
 
 def gammas_around_a_death() -> list[float]:
@@ -162,12 +162,12 @@ def told_when_one_leaves() -> list[str]:
             return []
         model(targets(model.world.member, 16)).backward()
     model.close()
-    return [text for text in told if "go on" in text]
+    return [text for text in told if "ranks continue" in text]
 
 
 def test_who_leaves_is_not_said_to_be_lost() -> None:
     ((text,), *_) = launch(told_when_one_leaves, world_size=3, on_peer_loss="continue")
-    assert re.fullmatch(r"step \d: 2 ranks go on, ranks 0, 2, with topology ring; left: rank 1", text)
+    assert re.fullmatch(r"step \d: 2 ranks continue, ranks 0, 2, with topology ring; left: rank 1", text)
 
 
 def test_launch_lets_the_others_go_on() -> None:

@@ -141,4 +141,4 @@ def join_with_a_scaler() -> str:
 def test_a_rank_with_a_scaler_cannot_join() -> None:
     with unsupervised.started(join_with_a_scaler, world_size=2) as ranks:
         ranks.join(join_with_a_scaler)
-        assert "rank 2 joins a training, whose loss scale" in ranks.results()[2]
+        assert "rank 2 joins a training whose loss scale" in ranks.results()[2]

@@ -168,7 +168,7 @@ def test_a_message_that_is_lost_is_not_waited_for_for_ever(tmp_path: Path) -> No
         results = ranks.results()
     left = [course for course in results if isinstance(course, Course)]
     assert len(left) == 3, "one of the two that cannot hear each other"
-    assert all("went on without this rank" in text for text in results if isinstance(text, str))
+    assert all("continued without this rank" in text for text in results if isinstance(text, str))
     for course in left[1:]:
         torch.testing.assert_close(course.values[-1], left[0].values[-1], rtol=0, atol=0)
 
@@ -271,7 +271,7 @@ def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_p
         texts = ranks.results()
     for rank in (2, 3):
         assert texts[rank].startswith(
-            f"rank {rank}: 2 of 4 ranks are left (ranks 2, 3), fewer than min_ranks=3; missing: rank 0: "
+            f"rank {rank}: 2 of 4 ranks remain (ranks 2, 3), fewer than min_ranks=3; missing: rank 0: "
         )
 
 

@@ -263,8 +263,14 @@ def test_a_rank_that_is_late_may_die() -> None:
     [
         ({"on_peer_loss": "raise"}, 'soft_deadline=0.1 is for on_peer_loss="continue"; with "raise" all ranks wait'),
         ({"soft_deadline": 0.0}, "soft_deadline must be a positive number of seconds, or timedelta, got 0.0"),
-        ({"compression": "int8"}, "soft_deadline: what compression int8.* sends can be read in its own step only"),
-        ({"algorithm": "gradient_tracking"}, "soft_deadline: algorithm .* makes more of a message than it mixes"),
+        (
+            {"compression": "int8"},
+            "soft_deadline: messages of compression int8.* can be decoded only in their own step",
+        ),
+        (
+            {"algorithm": "gradient_tracking"},
+            "soft_deadline: algorithm .* needs all messages of a step at once, beyond mixing them",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:

@@ -138,7 +138,7 @@ def test_predicted_averages_are_of_two_ranks(max_staleness: int) -> None:
     [
         (Recording([], [1, 1]), {}, "replay is a recording of 2 ranks, but world_size is 3"),
         (Recording([Average(0, 0, 7, 1, 0, 1)], [1, 1, 1]), {}, "replay names bucket 7, but the model has 2"),
-        (Recording([], [1, 1, 1]), {"buffers": "average"}, "replay: a recording knows of parameters alone"),
+        (Recording([], [1, 1, 1]), {"buffers": "average"}, "replay: a recording only covers parameters"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[str, Any], text: str) -> None:
@@ -159,7 +159,7 @@ def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[
 def test_a_replay_is_not_saved(tmp_path: Any) -> None:
     algorithm = Asynchronous(replay=Recording([], [2, 2]))
     workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["sgd"], "ring", algorithm=algorithm, devices=["cpu"])
-    with pytest.raises(GossipError, match="a replay is neither saved nor loaded"):
+    with pytest.raises(GossipError, match="a replay can be neither saved nor loaded"):
         gossip.save(workers, tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_optimizers_with_other_counters_are_refused() -> None:
     workers = VirtualWorkers(
         Rows(NUMEL), 2, optimizer, "ring", algorithm=algorithm, loss_reduction="sum", devices=["cpu"]
     )
-    with pytest.raises(ValueError, match="NAdam keeps 'mu_product', which is common to all replicas"):
+    with pytest.raises(ValueError, match="NAdam keeps 'mu_product', which all replicas share"):
         workers(torch.stack([noisy(0, 0), noisy(1, 0)])).sum().backward()
 
 

@@ -120,5 +120,5 @@ def test_sixteen_bad_steps_in_a_row_are_an_error() -> None:
     train(workers, batch(6))
     for _ in range(15):
         train(workers, spoilt)
-    with pytest.raises(GossipError, match=r"rank 0: step 26: .* 16 steps in a row"):
+    with pytest.raises(GossipError, match=r"rank 0: step 26: .* 16 consecutive steps"):
         train(workers, spoilt)

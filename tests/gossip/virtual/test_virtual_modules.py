@@ -169,7 +169,7 @@ def test_training_equals_separate_modules(case: str, world_size: int, notices: l
     assert workers.is_vectorised == (case in VECTORISED)
     assert len(notices) == (case not in VECTORISED)
     if notices:
-        assert "cannot be vectorised over the replicas, which are run one after the other" in notices[0]
+        assert "cannot be vectorised over the replicas, which run one after the other" in notices[0]
 
 
 @pytest.mark.parametrize("case", ["batch norm", "SmallCNN", "batch norm with plain means"])

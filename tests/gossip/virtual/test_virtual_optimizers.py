@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "SparseAdam": (functools.partial(torch.optim.SparseAdam, lr=0.1), "optimizer SparseAdam .*dense gradients"),
     "LBFGS": (
         lambda named: torch.optim.LBFGS([each for _, each in named]),
-        "LBFGS evaluates a closure several times a step",
+        "LBFGS evaluates a closure several times per step",
     ),
 }
 if hasattr(torch.optim, "Muon"):

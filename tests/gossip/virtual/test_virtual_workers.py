@@ -310,7 +310,7 @@ def test_a_group_that_is_added_is_trained_from_then_on() -> None:
 @pytest.mark.parametrize(
     ("added", "text"),
     [
-        (lambda module: [("0.weight", module[0].weight)], "holds it already"),
+        (lambda module: [("0.weight", module[0].weight)], "already holds it"),
         (lambda _: [("other", nn.Parameter(torch.zeros(2)))], "the module does not have"),
     ],
 )
@@ -376,7 +376,7 @@ def test_optimizers_with_a_hook_see_what_was_exchanged() -> None:
         ({"bucket_cap_mb": -1.0}, ValueError, "bucket_cap_mb must be a positive number of MiB, got -1.0"),
         ({"devices": "cpu"}, ValueError, "devices must be a sequence of at least one device.*got 'cpu'"),
         ({"devices": []}, ValueError, "devices must be a sequence of at least one device"),
-        ({"devices": ["cpu"] * 5}, ValueError, "devices names 5 devices for 4 replicas; give at most one for each"),
+        ({"devices": ["cpu"] * 5}, ValueError, "devices names 5 devices for 4 replicas; give at most one per replica"),
         ({"devices": ["gpu"]}, ValueError, r'devices must name devices of torch, such as "cpu".*got \[.gpu.\]'),
         ({"topology": "rign"}, ValueError, "rign"),
         ({"topology": topologies.build("ring", 3)}, ValueError, "is for 3 ranks, but there are 4"),

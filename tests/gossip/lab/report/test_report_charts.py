@@ -8,10 +8,11 @@ import pytest
 from report_documents import TOPOLOGIES, comparison, document, failed_row, heterogeneity, row, value
 
 from gossip.lab.report import Value, read_document, write_report
-from gossip.lab.report.charts import charts
+from gossip.lab.report.chart_specs import make_ends, make_spec
+from gossip.lab.report.charts import beyond, charts
 from gossip.lab.report.columns import best, columns
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
-from gossip.lab.report.scales import Scale
+from gossip.lab.report.scales import Extent, Scale
 from gossip.lab.report.series import DASHES, NUM_COLOURS, SHAPES, Style, panels
 
 
@@ -62,26 +63,53 @@ def test_text_of_a_mean_with_its_spread(quantity: Quantity, mean: float, spread:
     assert quantity.value_text(Value(mean, spread, 3)) == text
 
 
-@pytest.mark.parametrize("quantity", [FRACTION, BYTES, SECONDS, NUMBER])
-@pytest.mark.parametrize("low", [1e-7, 0.004, 0.7, 1.0, 33.0, 5e3, 1e8])
-@pytest.mark.parametrize("ratio", [1.0001, 1.3, 4.0, 11.0, 99.0, 3e4, 1e12])
-def test_ticks_are_few_within_the_axis_and_differ_as_text(quantity: Quantity, low: float, ratio: float) -> None:
-    scale = Scale.over([low, low * ratio], quantity, may_be_log=True)
-    assert scale.is_log == (ratio > 10)
-    ticks = scale.ticks
-    assert 1 <= len(ticks) <= 8
-    assert ticks == sorted(set(ticks))
-    shares = [scale.share(tick) for tick in ticks]
-    assert all(share is not None and -1e-6 <= share <= 1 + 1e-6 for share in shares)
-    if ratio > 1.01:
-        assert len({quantity.tick_text(tick) for tick in ticks}) == len(ticks)
-
-
 def test_scale_of_equal_values_has_room_on_both_sides() -> None:
     for number in (0.0, 0.5, -3.0):
         scale = Scale.over([number, number], NUMBER, may_be_log=True)
         assert scale.low <= number < scale.high
-        assert scale.ticks
+
+
+@pytest.mark.parametrize(("low", "is_log"), [(1.0, True), (101.0, False), (-2.0, False)])
+@pytest.mark.parametrize("odd", [1e6, -1e6])
+def test_one_outlier_does_not_change_an_axis(low: float, is_log: bool, odd: float) -> None:
+    extents = [Extent(low + end, (), is_compared=True) for end in (0.0, 2.0, 3.0, 4.0, 5.0, 20.0 if is_log else 6.0)]
+    alone = Scale.without_outliers(extents, NUMBER, may_be_log=is_log)
+    assert alone.is_log == is_log
+    assert Scale.without_outliers([*extents, Extent(odd, (odd,), is_compared=True)], NUMBER, may_be_log=is_log) == alone
+    # Nor do a point of a curve, a spread and a baseline.
+    first, *others = extents
+    point = [Extent(first.end, (*(extent.end for extent in others), odd), is_compared=True), *others]
+    assert Scale.without_outliers(point, NUMBER, may_be_log=is_log) == alone
+    whisker = [Extent(first.end, (), is_compared=True, whiskers=(first.end - odd, first.end + odd)), *others]
+    assert Scale.without_outliers(whisker, NUMBER, may_be_log=is_log) == alone
+    baseline = Extent(odd, (odd,), is_compared=False)
+    assert Scale.without_outliers([*extents, baseline], NUMBER, may_be_log=is_log) == alone
+
+
+@pytest.mark.parametrize("distance", [0.9, 1.1])
+def test_what_is_no_farther_than_the_axis_is_long_is_taken_in(distance: float) -> None:
+    inner = [Extent(0.5 + end / 100, (), is_compared=True) for end in range(5)]
+    scale = Scale.without_outliers(inner, FRACTION, may_be_log=False)
+    place = scale.high + distance * (scale.high - scale.low)
+    for other in (Extent(place, (), is_compared=False), Extent(0.5, (), is_compared=True, whiskers=(0.5, place))):
+        assert Scale.without_outliers([*inner, other], FRACTION, may_be_log=False).reaches(place) == (distance < 1)
+
+
+def test_of_three_rows_none_is_an_outlier() -> None:
+    extents = [Extent(end, (), is_compared=True) for end in (1.0, 2.0, 1e9)]
+    scale = Scale.without_outliers(extents, NUMBER, may_be_log=True)
+    assert all(scale.reaches(extent.end) for extent in extents)
+
+
+def test_a_widened_scale_reaches_everything() -> None:
+    scale = Scale.over([1.0, 100.0], NUMBER, may_be_log=True).widened([0.0, 1e-6, 1e6])
+    assert scale.is_log
+    assert scale.reaches(1e-6)
+    assert scale.reaches(1e6)
+    linear = Scale.over([1.0, 2.0], NUMBER, may_be_log=True).widened([-500.0])
+    assert not linear.is_log
+    assert linear.reaches(-500.0)
+    assert linear.reaches(2.0)
 
 
 def test_zero_has_no_place_on_a_logarithmic_axis() -> None:
@@ -183,7 +211,41 @@ def test_a_baseline_far_away_does_not_squeeze_the_others(accuracy: float, is_bey
     assert scales[1].reaches(accuracy) != is_beyond
     write_report(whole, tmp_path)
     page = (tmp_path / "report.html").read_text()
+    assert charts(read)[0].whole(read.rows, *scales)[1].reaches(accuracy)
     assert ("Beyond this axis: no communication: 20.00 % at 0 B" in page) == is_beyond
+
+
+def test_a_topology_that_fails_does_not_squeeze_the_others() -> None:
+    labels = [label for label in TOPOLOGIES if label != "star"]
+    failing = row("star", values={**row("star")["values"], "averaged_accuracy": value(0.2, 0.05)})
+    failing["curves"]["metric"] = [0.2 for _ in failing["curves"]["metric"]]
+    failing["curves"]["bytes"] = [1000 * sent for sent in failing["curves"]["bytes"]]
+    ordinary = read_document(document([row(label) for label in labels]))
+    odd = read_document(document([*(row(label) for label in labels), failing]))
+    chart = charts(odd)[0]
+    scales = chart.scales(odd.rows)
+    assert scales is not None
+    assert scales == chart.scales(ordinary.rows)
+    assert [each.label for each in odd.rows if beyond(chart, each, *scales)] == ["star"]
+
+
+def test_the_specification_has_the_axes_in_units_and_every_name() -> None:
+    read = read_document(comparison())
+    divided = panels(read.rows)
+    chart = charts(read)[0]
+    scales = chart.scales(read.rows)
+    assert scales is not None
+    spec = make_spec(chart, divided, *scales)
+    x, y = spec["encoding"]["x"], spec["encoding"]["y"]
+    assert (x["axis"]["title"], y["axis"]["title"]) == ("sent per rank, MiB", "accuracy of the averaged model, %")
+    assert (x["scale"]["type"], x["scale"]["domain"][0]) == ("log", scales[0].low / 2**20)
+    assert 90 < y["scale"]["domain"][0] < 96 < y["scale"]["domain"][1] <= 100
+    assert spec["encoding"]["color"]["scale"]["domain"] == ["all-reduce", "no communication", *TOPOLOGIES]
+    ends = {end["name"]: end for end in make_ends(chart, divided[0].series, *scales)}
+    assert ends["no communication"]["is_level"]
+    ring = row("ring")
+    assert ends["ring"]["x"] == ring["curves"]["bytes"][-1] / 2**20
+    assert ends["ring"]["high"] - ends["ring"]["low"] == pytest.approx(0.42)
 
 
 def test_end_of_a_row_without_curves_comes_from_its_values() -> None:

@@ -1,0 +1,254 @@
+"""A chart as a specification for Vega-Lite.
+
+Colours are names of the page's style sheet, ``var(--c0)``: charts.js puts in what they are in the page's colour scheme,
+and for the data that a layer names, ``curves`` or ``ends``, the rows of one panel. It also sets two parameters:
+``shown``, the indices of the rows that filters and legend leave, and ``brought``, the name that is brought out or null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gossip.lab.report.charts import Chart
+from gossip.lab.report.report_document import Row
+from gossip.lab.report.scales import Scale
+from gossip.lab.report.series import Panel, Series
+
+Spec = dict[str, Any]
+
+_IS_SHOWN = "indexof(shown, datum.index) >= 0"
+_IS_BROUGHT = "brought !== null && datum.name === brought"
+_IS_MUTED = "brought !== null && datum.name !== brought"
+_FONT = 'system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
+#: The panel pans by dragging with a mouse or a pen, and zooms by the wheel with a key: else both belong to the page.
+_ZOOM = {
+    "name": "zoom",
+    "bind": "scales",
+    "select": {
+        "type": "interval",
+        "translate": "[pointerdown[event.pointerType !== 'touch'], window:pointerup] > window:pointermove!",
+        "zoom": "wheel![event.ctrlKey || event.metaKey]",
+        "clear": "dblclick",
+    },
+}
+CONFIG: Spec = {
+    "background": "var(--paper)",
+    "font": _FONT,
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--faint)", "titleColor": "var(--ink)", "gridColor": "var(--rule)", "gridOpacity": 0.6,
+        "domainColor": "var(--strong-rule)", "tickColor": "var(--strong-rule)", "labelFontSize": 11,
+        "titleFontSize": 11.5, "titleFontWeight": "normal", "labelOverlap": "greedy", "labelSeparation": 4,
+    },
+    "legend": {"labelColor": "var(--ink)", "labelFontSize": 12, "labelLimit": 320, "symbolStrokeWidth": 2},
+    "title": {"color": "var(--ink)", "subtitleColor": "var(--faint)", "fontSize": 14, "anchor": "start", "offset": 12},
+}  # fmt: skip
+
+
+def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
+    """Return the specification that all panels of a chart share."""
+    levels = [series.index for panel in panels for series in panel.series if chart.is_level(series.row)]
+    return {
+        "height": 260,
+        "autosize": {"type": "fit", "contains": "padding"},
+        "params": [{"name": "shown", "value": []}, {"name": "brought", "value": None}],
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative", "scale": _scale(x), "axis": _axis(chart.x_title, x)},
+            "y": {
+                "field": "y", "type": "quantitative", "scale": _scale(y),
+                "axis": _axis(chart.y_title, y) | {
+                    "titleAngle": 0, "titleAnchor": "end", "titleAlign": "left", "titleBaseline": "bottom",
+                    "titleX": -32, "titleY": -8, "minExtent": 34,
+                },
+            },
+            "color": _by_name(panels, [series.style.colour for series in _named(panels)]),
+            "opacity": {"condition": {"test": _IS_MUTED, "value": 0.12}, "value": 1},
+        },
+        "layer": [
+            *_target(chart, y),
+            _levels(chart, panels),
+            *_curves(chart, panels, levels, x, y),
+            _whiskers(),
+            _ends(chart, panels),
+        ],
+    }  # fmt: skip
+
+
+def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list[Spec]:
+    """Where each row ends, in the units of the axes and in words."""
+    ends = []
+    for series in every:
+        end = chart.end(series.row)
+        if end is None:
+            continue
+        across, up, spread = end
+        low, high = up - (spread or 0.0), up + (spread or 0.0)
+        ends.append({
+            "index": series.index,
+            "name": series.name,
+            "is_level": chart.is_level(series.row),
+            "x": across / x.unit.size,
+            "y": up / y.unit.size,
+            "low": (max(low, y.low) if y.is_log else low) / y.unit.size,
+            "high": high / y.unit.size,
+            "value": chart.height_text(series.row),
+            "where": chart.width_text(series.row),
+            "words": describe(chart, series),
+        })  # fmt: skip
+    return ends
+
+
+def describe(chart: Chart, series: Series) -> str:
+    """The end of a row in words."""
+    if chart.end(series.row) is None:
+        return series.name
+    return f"{series.name}: {chart.height_text(series.row)} at {chart.width_text(series.row)}"
+
+
+def make_curves(rows: Sequence[Row], names: dict[int, str]) -> list[Spec]:
+    """The curves of the rows by the index in the names, with what five digits show."""
+    return [
+        {"index": index, "name": name, **{key: _rounded(curve) for key, curve in vars(curves).items()}}
+        for index, name in names.items()
+        if (curves := rows[index].curves) is not None
+    ]
+
+
+def _rounded(curve: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in curve]
+
+
+def domain(scale: Scale, size: float) -> list[float]:
+    """The ends of an axis in units of a size."""
+    return [scale.low / size, scale.high / size]
+
+
+def _scale(scale: Scale) -> Spec:
+    kind = {"type": "log"} if scale.is_log else {"zero": False}
+    return {"domain": domain(scale, scale.unit.size), "nice": False, **kind}
+
+
+def _axis(title: str, scale: Scale) -> Spec:
+    number_format = {"format": "~g"} if scale.is_log else {}
+    return {"title": _with_unit(title, scale), "tickCount": 6, **number_format}
+
+
+def _with_unit(title: str, scale: Scale) -> str:
+    return f"{title}, {scale.unit.suffix.strip()}" if scale.unit.suffix else title
+
+
+def _named(panels: Sequence[Panel]) -> list[Series]:
+    """One series for each name."""
+    return list({series.name: series for panel in panels for series in panel.series}.values())
+
+
+def _by_name(panels: Sequence[Panel], looks: Sequence[Any]) -> Spec:
+    names = [series.name for series in _named(panels)]
+    return {"field": "name", "type": "nominal", "scale": {"domain": names, "range": list(looks)}, "legend": None}
+
+
+def _dash(panels: Sequence[Panel]) -> Spec:
+    return _by_name(panels, [series.style.dash or [1, 0] for series in _named(panels)])
+
+
+def _target(chart: Chart, y: Scale) -> list[Spec]:
+    """A line; its name stands above the frame, where no curve can run through it."""
+    if chart.target is None:
+        return []
+    data = {"values": [{"y": chart.target / y.unit.size}]}
+    rule = {"type": "rule", "strokeDash": [1, 3], "color": "var(--ink)", "clip": True, "aria": False}
+    text = {
+        "type": "text", "text": f"\u2508\u2508 target {chart.y.round_text(chart.target)}", "align": "right",
+        "baseline": "bottom", "fontSize": 11, "color": "var(--ink)", "clip": False, "aria": False,
+    }  # fmt: skip
+    plain: Spec = {"x": None, "color": None, "opacity": None}
+    return [
+        {"data": data, "mark": rule, "encoding": plain},
+        {"data": data, "mark": text, "encoding": {**plain, "x": {"value": "width"}, "y": {"value": -10}}},
+    ]
+
+
+def _levels(chart: Chart, panels: Sequence[Panel]) -> Spec:
+    """Rows that stay at the beginning of the x-axis, across all of it."""
+    return {
+        "data": {"name": "ends"},
+        "transform": [{"filter": f"{_IS_SHOWN} && datum.is_level"}],
+        "mark": {"type": "rule", "clip": True, "strokeWidth": 2.4},
+        "encoding": {
+            "x": None, "strokeDash": _dash(panels), "description": {"field": "words"}, "tooltip": _end_tooltip(chart),
+        },
+    }  # fmt: skip
+
+
+def _curves(chart: Chart, panels: Sequence[Panel], levels: Sequence[int], x: Scale, y: Scale) -> list[Spec]:
+    """The lines; and at their points, unseen, what the pointer finds."""
+    names = list(dict.fromkeys([chart.x_curve, chart.y_curve, "step"]))
+    fields = {chart.x_curve: "x", chart.y_curve: "y"}
+    data = {
+        "data": {"name": "curves"},
+        "transform": [
+            {"filter": f"{_IS_SHOWN} && indexof({sorted(set(levels))}, datum.index) < 0"},
+            {"flatten": names, "as": [f"own_{name}" for name in names]},
+            *({"calculate": _placed(f"own_{name}", scale), "as": fields[name]}
+              for name, scale in ((chart.x_curve, x), (chart.y_curve, y))),
+        ],
+    }  # fmt: skip
+    order = {"detail": {"field": "index"}, "order": {"field": "own_step", "type": "quantitative"}}
+    is_baseline = [series.name for series in _named(panels) if series.row.method != "gossip"]
+    width = [{"test": _IS_BROUGHT, "value": 3}, {"test": f"indexof({is_baseline}, datum.name) >= 0", "value": 2.4}]
+    steps = [] if chart.x_curve == "step" else [{"field": "own_step", "title": "steps"}]
+    tooltip = [
+        {"field": "name", "title": "title"},
+        {"field": "y", "title": _with_unit(chart.y_title, y), "format": ".4~r"},
+        {"field": "x", "title": _with_unit(chart.x_title, x), "format": ".4~r"},
+        *steps,
+    ]
+    line = {"type": "line", "clip": True, "strokeJoin": "round", "aria": False}
+    point = {"type": "point", "filled": True, "size": 90, "clip": True, "aria": False}
+    return [
+        {
+            **data, "params": [_ZOOM], "mark": line,
+            "encoding": {**order, "strokeDash": _dash(panels), "strokeWidth": {"condition": width, "value": 1.6}},
+        },
+        {
+            **data, "mark": point,
+            "encoding": {"opacity": {"value": 0}, "tooltip": tooltip},
+        },
+    ]  # fmt: skip
+
+
+def _placed(field: str, scale: Scale) -> str:
+    """A value in the unit of its axis; null is no place, and interrupts a line."""
+    known = f"isValid(datum.{field})" + (f" && datum.{field} > 0" if scale.is_log else "")
+    return f"{known} ? datum.{field} / {scale.unit.size!r} : null"
+
+
+def _whiskers() -> Spec:
+    return {
+        "data": {"name": "ends"},
+        "transform": [{"filter": f"{_IS_SHOWN} && !datum.is_level && datum.high > datum.low"}],
+        "mark": {"type": "rule", "clip": True, "strokeWidth": 1.5, "aria": False},
+        "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
+    }
+
+
+def _ends(chart: Chart, panels: Sequence[Panel]) -> Spec:
+    shapes = _by_name(panels, [series.style.shape for series in _named(panels)])
+    mark = {
+        "type": "point", "filled": True, "size": 75, "stroke": "var(--paper)", "strokeWidth": 0.8, "clip": True,
+    }  # fmt: skip
+    return {
+        "data": {"name": "ends"},
+        "transform": [{"filter": f"{_IS_SHOWN} && !datum.is_level"}],
+        "mark": mark,
+        "encoding": {"shape": shapes, "description": {"field": "words"}, "tooltip": _end_tooltip(chart)},
+    }
+
+
+def _end_tooltip(chart: Chart) -> list[Spec]:
+    return [
+        {"field": "name", "title": "title"},
+        {"field": "value", "title": chart.y_title},
+        {"field": "where", "title": chart.x_title},
+    ]

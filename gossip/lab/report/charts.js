@@ -1,0 +1,188 @@
+"use strict";
+(async () => {
+  const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+  const { title, config, curves, charts } = JSON.parse(await unpack(document.getElementById("chart-data").textContent));
+  const figures = document.getElementById("figures");
+  const entries = all(".legend button[data-name]");
+  const toggleAll = document.getElementById("toggle-all");
+  const rowsOf = (entry) => entry.closest("li").dataset.rows.split(" ").map(Number);
+  const rowsOfTable = () => new Set(all("#results-table tbody:not([hidden])").map((body) => Number(body.dataset.row)));
+  const state = { hidden: new Set(), brought: null };
+  for (const chart of charts) {
+    chart.figure = document.getElementById(`chart-${chart.identifier}`);
+    all(".panel", chart.figure).forEach((element, index) => {
+      const readout = element.querySelector(".readout");
+      Object.assign(chart.panels[index], { chart, element, readout, rest: readout.textContent, plot: element.querySelector(".plot") });
+    });
+  }
+  const panels = charts.flatMap((chart) => chart.panels);
+
+  // Specifications: colours are the page's, data those of a panel.
+  function coloured(spec) {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (text) => text.replace(/^var\((--[\w-]+)\)$/, (_, name) => style.getPropertyValue(name).trim());
+    return JSON.parse(JSON.stringify(spec), (_, value) => (typeof value === "string" ? colour(value) : value));
+  }
+  function layersOf(panel, layers) {
+    const inside = (row) => panel.rows.includes(row.index);
+    const data = { curves: curves.filter(inside), ends: panel.chart.ends.filter(inside) };
+    return layers.map((layer) => (layer.data.name ? { ...layer, data: { values: data[layer.data.name] } } : layer));
+  }
+  function shownRows() {
+    const rows = rowsOfTable();
+    for (const entry of entries) if (state.hidden.has(entry.dataset.name)) rowsOf(entry).forEach((row) => rows.delete(row));
+    return [...rows];
+  }
+  const parameters = () => [{ name: "shown", value: shownRows() }, { name: "brought", value: state.brought }];
+  // The expressions of a specification are interpreted: the page allows no code from text.
+  const embed = (host, spec) =>
+    vegaEmbed(host, { ...spec, config: coloured(config) }, { mode: "vega-lite", renderer: "svg", actions: false, ast: true, tooltip: { theme: "page" } });
+
+  async function draw(panel) {
+    const spec = coloured(panel.chart.spec);
+    const width = Math.max(panel.plot.clientWidth, 200);
+    spec.layer = layersOf(panel, spec.layer);
+    panel.drawn?.finalize();
+    panel.drawn = await embed(panel.plot, { ...spec, width, description: panel.description, params: parameters() });
+    const { view } = panel.drawn;
+    view.addEventListener("pointerover", (_, item) => item?.datum?.name !== undefined && bringOut(item.datum.name));
+    view.addEventListener("pointerout", () => bringOut(null));
+    const follow = () => zoomTo(panel.chart, { zoom_x: view.signal("zoom_x"), zoom_y: view.signal("zoom_y") }, panel);
+    for (const signal of ["zoom_x", "zoom_y"])
+      view.addSignalListener(signal, () => panel.chart.moved === panel && view.runAfter(follow));
+  }
+
+  // The panels of a chart move together: the others follow the one that was moved last.
+  const drawnOf = (list) => list.filter((panel) => panel.drawn).map((panel) => panel.drawn.view);
+  function zoomTo(chart, domains, mover = null) {
+    const followers = chart.panels.filter((panel) => panel.drawn && panel !== mover);
+    for (const panel of followers)
+      panel.zoomed = Promise.resolve(panel.zoomed).then(() => {
+        const { view } = panel.drawn;
+        for (const [signal, domain] of Object.entries(domains)) view.signal(signal, domain);
+        return view.runAsync();
+      });
+    return Promise.all(followers.map((panel) => panel.zoomed));
+  }
+  for (const panel of panels)
+    for (const kind of ["pointerdown", "wheel"])
+      panel.plot.addEventListener(kind, () => (panel.chart.moved = panel), { capture: true, passive: true });
+  function zoomBy(chart, factor) {
+    const [view] = drawnOf(chart.panels);
+    const zoomed = (name) => {
+      const scale = view.scale(name);
+      const [to, from] = scale.type === "log" ? [Math.log, Math.exp] : [Number, Number];
+      const [low, high] = scale.domain().map(to);
+      const margin = ((factor - 1) * (high - low)) / 2;
+      if (factor < 1) return [low - margin, high + margin].map(from);
+      // Nothing lies beyond the whole.
+      const [least, most] = chart.whole[name].map(to);
+      return [Math.min(low, Math.max(low - margin, least)), Math.max(high, Math.min(high + margin, most))].map(from);
+    };
+    return zoomTo(chart, { zoom_x: zoomed("x"), zoom_y: zoomed("y") });
+  }
+
+  // What is shown and what is brought out is the same in all charts.
+  function bringOut(name) {
+    state.brought = name;
+    for (const panel of panels) {
+      const end = panel.chart.ends.find((each) => each.name === name && panel.rows.includes(each.index));
+      panel.readout.textContent = end ? end.words : panel.rest;
+    }
+    drawnOf(panels).forEach((view) => view.signal("brought", name).runAsync());
+  }
+  function show() {
+    const rows = rowsOfTable();
+    for (const entry of entries) {
+      entry.setAttribute("aria-pressed", String(!state.hidden.has(entry.dataset.name)));
+      entry.closest("li").hidden = !rowsOf(entry).some((row) => rows.has(row));
+    }
+    toggleAll.textContent = state.hidden.size > 0 ? "Show all" : "Hide all";
+    for (const panel of panels) panel.element.hidden = !panel.rows.some((row) => rows.has(row));
+    for (const chart of charts) chart.figure.hidden = chart.panels.every((panel) => panel.element.hidden);
+    drawnOf(panels).forEach((view) => view.signal("shown", shownRows()).runAsync());
+  }
+  document.addEventListener("rows", show);
+  for (const entry of entries) {
+    const { name } = entry.dataset;
+    entry.addEventListener("click", () => {
+      if (!state.hidden.delete(name)) state.hidden.add(name);
+      show();
+    });
+    for (const begin of ["pointerenter", "focus"]) entry.addEventListener(begin, () => bringOut(name));
+    for (const end of ["pointerleave", "blur"]) entry.addEventListener(end, () => bringOut(null));
+  }
+  toggleAll.addEventListener("click", () => {
+    state.hidden = new Set(state.hidden.size > 0 ? [] : entries.map((entry) => entry.dataset.name));
+    show();
+  });
+
+  // A file has all panels that are shown as they are zoomed, and the legend.
+  function figureOf(chart) {
+    const spec = coloured(chart.spec);
+    const rows = shownRows();
+    const shown = chart.panels.filter((panel) => !panel.element.hidden);
+    const names = new Set(chart.ends.filter((end) => rows.includes(end.index)).map((end) => end.name));
+    const legend = { title: null, orient: "bottom", columns: 3, symbolType: "stroke" };
+    const keep = ({ domain, range }) => {
+      const kept = domain.flatMap((name, index) => (names.has(name) ? [index] : []));
+      return { domain: kept.map((index) => domain[index]), range: kept.map((index) => range[index]) };
+    };
+    for (const encoding of [spec.encoding, ...spec.layer.map((layer) => layer.encoding)])
+      for (const channel of ["color", "strokeDash", "shape"])
+        if (encoding[channel]?.scale) encoding[channel] = { ...encoding[channel], scale: keep(encoding[channel].scale), legend };
+    for (const name of ["x", "y"]) spec.encoding[name].scale.domain = drawnOf(shown)[0].scale(name).domain();
+    const layers = spec.layer.map(({ params, ...layer }) => layer);
+    const concat = shown.map((panel) => ({
+      title: panel.title, width: 340, height: 240, encoding: spec.encoding, layer: layersOf(panel, layers),
+    }));
+    const shared = { color: "shared", shape: "shared", strokeDash: "shared" };
+    return {
+      title: { text: chart.title, subtitle: title }, params: parameters(), concat, columns: 3,
+      resolve: { scale: shared, legend: shared }, padding: 16,
+    };
+  }
+  async function save(chart, format) {
+    const { view, finalize } = await embed(document.createElement("div"), figureOf(chart));
+    const link = document.createElement("a");
+    link.href = await view.toImageURL(format, format === "png" ? 2 : 1);
+    link.download = `${title}_${chart.identifier}.${format}`;
+    link.click();
+    finalize();
+  }
+  const tools = {
+    "zoom-in": (chart) => zoomBy(chart, 1 / 2),
+    "zoom-out": (chart) => zoomBy(chart, 2),
+    reset: (chart) => zoomTo(chart, { zoom_x: null, zoom_y: null }),
+    svg: (chart) => save(chart, "svg"),
+    png: (chart) => save(chart, "png"),
+  };
+  let used = Promise.resolve(); // one after the other: what is zoomed is what the one before has left
+  for (const chart of charts)
+    for (const button of all("[data-tool]", chart.figure))
+      button.addEventListener("click", () => {
+        chart.moved = null;
+        used = used.then(() => tools[button.dataset.tool](chart));
+      });
+
+  async function drawAll() {
+    figures.setAttribute("aria-busy", "true");
+    for (const panel of panels) await draw(panel);
+    show(); // what was filtered and hidden meanwhile
+    figures.setAttribute("aria-busy", "false");
+  }
+  let drawing = Promise.resolve();
+  const redraw = () => (drawing = drawing.then(drawAll));
+  const resized = new ResizeObserver((changes) => {
+    for (const { target } of changes) {
+      const view = panels.find((panel) => panel.plot === target).drawn?.view;
+      if (view && target.clientWidth > 0 && view.width() !== target.clientWidth) view.width(target.clientWidth).runAsync();
+    }
+  });
+  panels.forEach((panel) => resized.observe(panel.plot));
+  const libraries = document.createElement("script");
+  libraries.textContent = await unpack(document.getElementById("libraries").textContent);
+  document.head.append(libraries);
+  redraw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+})();

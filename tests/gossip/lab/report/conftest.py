@@ -1,0 +1,28 @@
+"""Pages of reports, and a browser that looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    with browser.chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The module's DOCUMENTS as pages."""
+    from gossip.lab.report import write_report
+
+    documents: dict[str, dict[str, Any]] = request.module.DOCUMENTS
+    folder = tmp_path_factory.mktemp("reports")
+    for name, whole in documents.items():
+        write_report(whole, folder / name)
+    return {name: folder / name / "report.html" for name in documents}

@@ -1,0 +1,336 @@
+"""What a reader does with the charts of a report, in a real browser: zoom, hover, legend, download, dark mode."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import browser
+import pytest
+from report_documents import TOPOLOGIES, comparison, document, row, value
+
+pytestmark = [
+    pytest.mark.slow,  # together
+    pytest.mark.skipif(browser.executable() is None, reason="no chromium or google-chrome is installed"),
+]
+
+LABELS = ("all-reduce", *TOPOLOGIES)
+ODD = row("star")
+ODD["values"]["averaged_accuracy"] = value(0.31, 0.02)
+ODD["curves"]["metric"] = [0.31 for _ in ODD["curves"]["metric"]]
+DOCUMENTS = {
+    "comparison": comparison(),
+    "ordinary": document([row(label) for label in LABELS if label != "star"]),
+    "outlier": document([row(label) if label != "star" else ODD for label in LABELS]),
+}
+NUM_NAMES = 12
+MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def ticks(page: browser.Browser, chart: str) -> list[list[str]]:
+    """What stands at the axes of each panel."""
+    found: list[list[str]] = page.evaluate(
+        f"""[...document.querySelectorAll("#chart-{chart} .plot")].map((plot) =>
+            [...plot.querySelectorAll(".role-axis-label text")].map((text) => text.textContent).filter(Boolean).sort()
+        )"""
+    )
+    assert all(len(texts) > 4 for texts in found)
+    return found
+
+
+def wait_for_other_ticks(page: browser.Browser, chart: str, before: list[list[str]]) -> list[list[str]]:
+    """Wait until all panels have other axes than before, the same in each."""
+    deadline = time.monotonic() + browser.ANSWER_TIMEOUT_S
+    while (now := ticks(page, chart))[0] == before[0] or any(texts != now[0] for texts in now):
+        assert time.monotonic() < deadline, now
+    return now
+
+
+def centre(page: browser.Browser, selector: str) -> tuple[float, float]:
+    """The middle of the first element that fits, brought into view."""
+    box = page.evaluate(
+        f"""(() => {{
+            const element = document.querySelector({json.dumps(selector)});
+            element.scrollIntoView({{ block: "center" }});
+            return element.getBoundingClientRect().toJSON();
+        }})()"""
+    )
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def span(texts: list[str]) -> float:
+    """How many percent the y-axis shows: its labels are those in percent, after those of bytes."""
+    heights = [float(text) for text in texts if 20 < float(text) <= 100]
+    return max(heights) - min(heights)
+
+
+def names(page: browser.Browser, chart: str, state: str = "") -> list[str]:
+    """The names at the marks of a chart, in order of the legend and without repetition."""
+    found = page.evaluate(
+        f"""[...document.querySelectorAll("#chart-{chart} {MARKS}{state}")]
+        .map((mark) => mark.getAttribute("aria-label").split(": ")[0])"""
+    )
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("panel", [1, 2])
+def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(
+    panel: int, page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open_report(pages["comparison"])
+    before, others = ticks(page, "bytes"), ticks(page, "time")
+    assert len(before) == 3
+    x, y = centre(page, f"#chart-bytes .panel:nth-child({panel}) .plot")
+    page.drag(x, y, by=(-60, 50))
+    after = wait_for_other_ticks(page, "bytes", before)
+    assert ticks(page, "time") == others
+    page.double_click(x, y)
+    assert wait_for_other_ticks(page, "bytes", after) == before
+    assert page.complaints == []
+
+
+def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    x, y = centre(page, "#chart-bytes .plot")
+    before, scrolled = ticks(page, "bytes"), page.evaluate("scrollY")
+    page.wheel(x, y, -120)
+    page.wait_for(f"scrollY < {scrolled}")
+    assert ticks(page, "bytes") == before
+    x, y = centre(page, "#chart-bytes .plot")
+    scrolled = page.evaluate("scrollY")
+    page.wheel(x, y, -300, ctrl=True)
+    after = wait_for_other_ticks(page, "bytes", before)
+    assert span(after[0]) < span(before[0])
+    assert page.evaluate("scrollY") == scrolled
+    assert page.evaluate("visualViewport.scale") == 1
+
+
+def test_buttons_zoom_by_keyboard(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    before = ticks(page, "bytes")
+    page.evaluate("document.querySelector('#chart-bytes [data-tool=zoom-in]').focus()")
+    page.press("Enter")
+    nearer = wait_for_other_ticks(page, "bytes", before)
+    assert span(nearer[0]) < span(before[0])
+    page.press("Tab")
+    page.press("Enter")
+    assert wait_for_other_ticks(page, "bytes", nearer) == before
+    page.press("Enter")
+    farther = wait_for_other_ticks(page, "bytes", before)
+    assert span(farther[0]) > span(before[0])
+    page.press("Tab")
+    page.press(" ")
+    assert wait_for_other_ticks(page, "bytes", farther) == before
+
+
+def test_an_outlier_squeezes_nothing_is_named_and_is_found_by_zooming_out(
+    page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open_report(pages["ordinary"])
+    ordinary = span(ticks(page, "bytes")[0])
+    page.open_report(pages["outlier"])
+    before = ticks(page, "bytes")
+    assert span(before[0]) <= ordinary + 1
+    said = page.evaluate("document.querySelector('#chart-bytes .readout').textContent")
+    assert said.startswith("Beyond this axis: star: 31.00 ± 2.00 % at ")
+    seen = """(() => {
+        const frame = document.querySelector("#chart-bytes .plot .role-axis-domain line").getBoundingClientRect();
+        const mark = [...document.querySelectorAll("#chart-bytes [role=graphics-symbol][aria-label]")]
+            .find((mark) => mark.getAttribute("aria-label").startsWith("star: "));
+        return mark.getBoundingClientRect().top < frame.top;
+    })()"""
+    assert not page.evaluate(seen)
+    for _ in range(8):
+        page.click("#chart-bytes [data-tool=zoom-out]")
+    page.wait_for(seen)
+    # There the button ends.
+    whole = wait_for_other_ticks(page, "bytes", before)
+    page.click("#chart-bytes [data-tool=zoom-out]")
+    page.evaluate("new Promise((go) => setTimeout(go, 200))")
+    assert ticks(page, "bytes") == whole
+    assert span(whole[0]) >= 60
+
+
+def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    tooltip = "document.querySelector('#vg-tooltip-element.visible')"
+    page.point(*centre(page, "#chart-bytes .plot [aria-label^='ring: ']"))
+    page.wait_for(f"{tooltip}?.textContent.includes('ring')")
+    text = page.evaluate(f"{tooltip}.textContent")
+    assert text == "ringaccuracy of the averaged model96.34 ± 0.21 %sent per rank31.47 MiB"
+    assert page.evaluate("document.querySelector('#chart-time .readout').textContent").startswith(
+        "ring: 96.34 ± 0.21 %"
+    )
+    page.wait_for(f"document.querySelectorAll(\"#chart-consensus {MARKS}[opacity='1']\").length === 3")
+    assert names(page, "consensus", "[opacity='1']") == ["ring"]
+    assert page.evaluate(f"getComputedStyle({tooltip}).backgroundColor") == "rgb(255, 255, 255)"
+    page.point(1, 1)
+    page.wait_for(f"{tooltip} === null")
+    page.wait_for(f"document.querySelectorAll(\"#chart-consensus {MARKS}[opacity='1']\").length === {3 * NUM_NAMES}")
+    assert page.evaluate("document.querySelector('#chart-time .readout').textContent") == ""
+
+
+def test_pointing_at_a_line_says_what_was_measured_there(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["ordinary"])
+    page.evaluate("document.querySelector('#chart-bytes').scrollIntoView()")
+    # A point that no other one covers, in the middle of the frame.
+    x, y = page.evaluate(
+        """(() => {
+            const points = [...document.querySelectorAll("#chart-bytes .mark-symbol[aria-hidden] path")];
+            for (const point of points) {
+                const { x, y, width, height } = point.getBoundingClientRect();
+                const place = [x + width / 2, y + height / 2];
+                if (document.elementFromPoint(...place) === point) return place;
+            }
+        })()"""
+    )
+    page.point(x, y)
+    tooltip = "document.querySelector('#vg-tooltip-element.visible')"
+    page.wait_for(f"{tooltip} !== null")
+    keys = page.evaluate(f"[...{tooltip}.querySelectorAll('.key')].map((key) => key.textContent)")
+    assert keys == ["accuracy of the averaged model, %", "sent per rank, MiB", "steps"]
+    values = page.evaluate(f"[...{tooltip}.querySelectorAll('.value')].map((value) => Number(value.textContent))")
+    shown = page.evaluate(f"{tooltip}.querySelector('h2').textContent")
+    curves = row(shown)["curves"]
+    index = curves["step"].index(values[2])
+    assert values[0] == pytest.approx(100 * curves["metric"][index], rel=1e-3)
+    assert values[1] == pytest.approx(curves["bytes"][index] / 2**20, rel=1e-3)
+
+
+def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    every = ["all-reduce", "no communication", *TOPOLOGIES]
+    entries = "[...document.querySelectorAll('.legend button[data-name]')]"
+    assert page.evaluate(f"{entries}.map((entry) => entry.textContent)") == every
+    lines = "document.querySelectorAll('#chart-{} .mark-line path').length"
+    before = {chart: page.evaluate(lines.format(chart)) for chart in ("bytes", "time", "consensus")}
+    page.evaluate(f"{entries}.find((entry) => entry.dataset.name === 'ring').focus()")
+    page.press("Enter")
+    page.wait_for(f"{lines.format('consensus')} === {before['consensus'] - 3}")
+    for chart, number in before.items():
+        assert page.evaluate(lines.format(chart)) == number - 3
+        assert names(page, chart) == sorted({*every} - {"ring"})
+    pressed = f"{entries}.filter((entry) => entry.ariaPressed === 'false').map((entry) => entry.dataset.name)"
+    assert page.evaluate(pressed) == ["ring"]
+    page.press(" ")
+    page.wait_for(f"{lines.format('consensus')} === {before['consensus']}")
+    assert names(page, "time") == sorted(every)
+    page.click("#toggle-all")
+    page.wait_for(f"{lines.format('consensus')} === 0")
+    assert names(page, "bytes") == []
+    assert page.evaluate("document.getElementById('toggle-all').textContent") == "Show all"
+    page.click(".legend li:nth-child(5) button")
+    page.wait_for(f"{lines.format('consensus')} === 3")
+    assert names(page, "bytes") == ["ring"]
+    page.click("#toggle-all")
+    page.wait_for(f"{lines.format('consensus')} === {before['consensus']}")
+    assert page.evaluate(pressed) == []
+
+
+def downloaded(page: browser.Browser, folder: Path, selector: str, name: str) -> bytes:
+    """The file that a button leaves."""
+    page.call("Browser.setDownloadBehavior", of_page=False, behavior="allow", downloadPath=str(folder))
+    page.click(selector)
+    deadline = time.monotonic() + browser.ANSWER_TIMEOUT_S
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        page.evaluate("new Promise((go) => setTimeout(go, 20))")
+    return (folder / name).read_bytes()
+
+
+def test_a_saved_svg_is_what_is_shown_with_its_legend(
+    page: browser.Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    page.open_report(pages["comparison"])
+    page.click(".legend button[data-name=ring]")
+    page.evaluate(
+        "document.querySelector('select[data-setting=world-size]').value = '25';"
+        "document.getElementById('filters').dispatchEvent(new Event('input'))"
+    )
+    before = ticks(page, "bytes")
+    page.click("#chart-bytes [data-tool=zoom-in]")
+    zoomed = wait_for_other_ticks(page, "bytes", before)
+    page.wait_for("!document.querySelector(\"#chart-bytes [aria-label^='ring: ']\")")
+    svg = ElementTree.fromstring(
+        downloaded(page, tmp_path, "#chart-bytes [data-tool=svg]", "topology_comparison_bytes.svg")
+    )
+    assert svg.tag == f"{SVG}svg"
+    texts = [text.text for text in svg.iter(f"{SVG}text") if text.text]
+    assert {"Accuracy against bytes", "topology_comparison", "25 ranks", "sent per rank, MiB"} <= {*texts}
+    assert not {"16 ranks", "64 ranks", "ring"} & {*texts}
+    assert {*LABELS} - {"ring"} <= {*texts}
+    marks = [
+        each for each in svg.iter() if each.get("role") == "graphics-symbol" and ": 9" in each.get("aria-label", "")
+    ]
+    assert len(marks) == NUM_NAMES - 1
+    lines = [each for group in svg.iter(f"{SVG}g") if "mark-line" in group.get("class", "") for each in group]
+    assert len([line for line in lines if line.get("d", "").count("L") > 5]) == NUM_NAMES - 2  # one is a level
+    assert {text for text in zoomed[1] if "." in text} <= {*texts}
+    assert page.complaints == []
+
+
+def test_a_saved_png_is_a_picture(page: browser.Browser, pages: dict[str, Path], tmp_path: Path) -> None:
+    page.open_report(pages["ordinary"])
+    png = downloaded(page, tmp_path, "#chart-time [data-tool=png]", "topology_comparison_time.png")
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))
+    assert width > 600
+    assert height > 500
+    assert page.complaints == []
+
+
+def test_charts_have_the_colours_of_the_scheme_also_when_it_changes(
+    page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open_report(pages["comparison"])
+    colours = """[...new Set([...document.querySelectorAll('#chart-time .mark-line path')]
+        .map((line) => line.getAttribute('stroke')))].sort()"""
+    variables = """[...Array(8).keys()].map((number) => `--c${number}`).concat("--ink")
+        .map((name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()).sort()"""
+    light = page.evaluate(colours)
+    assert light == page.evaluate(variables)
+    page.click(".legend button[data-name=ring]")
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    page.wait_for(f"{colours}.every((colour) => {variables}.includes(colour)) && {browser.CHARTS_ARE_DRAWN}")
+    assert not {*page.evaluate(colours)} & {*light}
+    background = "getComputedStyle(document.querySelector('#chart-time svg')).backgroundColor"
+    assert page.evaluate(background) == "rgb(20, 24, 29)"
+    assert "ring" not in names(page, "time")
+    assert page.complaints == []
+
+
+def test_charts_follow_the_width_of_the_window(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    for width in (390, 1280):
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        page.wait_for(
+            """[...document.querySelectorAll(".plot")].every((plot) =>
+            Math.abs(plot.querySelector("svg").getBoundingClientRect().width - plot.clientWidth) <= 1)"""
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.querySelector('.plot').clientWidth") > 300
+
+
+def test_charts_have_names_for_those_who_do_not_see_them(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    plots = "[...document.querySelectorAll('#chart-bytes .plot')]"
+    assert page.evaluate(f"{plots}.map((plot) => plot.getAttribute('role'))") == ["graphics-document"] * 3
+    assert page.evaluate(f"{plots}.map((plot) => plot.getAttribute('aria-label'))") == [
+        f"Accuracy against bytes, {n} ranks: accuracy of the averaged model against sent per rank. The table has the "
+        "numbers at the end of each line."
+        for n in (16, 25, 64)
+    ]
+
+
+def test_without_scripts_the_page_says_so_and_the_table_stays(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        page.open(pages["ordinary"])
+        texts = page.evaluate("[...document.querySelectorAll('noscript')].map((element) => element.innerText)")
+        assert texts == ["The charts need JavaScript; the table does not."]
+        assert page.evaluate("document.querySelectorAll('tbody th').length") == len(DOCUMENTS["ordinary"]["rows"])
+    finally:
+        page.call("Emulation.setScriptExecutionDisabled", value=False)
