@@ -121,9 +121,9 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         A rank did not take part in time.
 
     mesh : DeviceMesh, optional
-        A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`), for a module that ``fully_shard``
-        has sharded over ``mesh["shard"]``: each shard group holds one replica and is one rank of the topology. The
-        optimizer must be a factory, and is built over this rank's shards. See docs/larger_models.md.
+        A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`), for a module that
+        ``fully_shard`` has sharded over ``mesh["shard"]``: each shard group holds one replica and is one rank of the
+        topology. The optimizer must be a factory, and is built over this rank's shards. See docs/larger_models.md.
     shard : str, optional
         With ``mesh``: "optimizer" for a module that is not sharded yet. Each rank of a group then has whole parameters
         from the forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of
