@@ -37,11 +37,11 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
 
     Examples
     --------
-    >>> import gossip
-    >>> def shape():
-    ...     return tuple(gossip.make_shard_mesh(local_size=2, device_type="cpu").shape)
-    >>> gossip.launch(shape, world_size=4)
-    [(2, 2), (2, 2), (2, 2), (2, 2)]
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = make_shard_mesh(local_size=1, device_type="cpu")
+    >>> mesh.mesh_dim_names, tuple(mesh.shape)
+    (('gossip', 'shard'), (1, 1))
+    >>> dist.destroy_process_group()
     """
     if not dist.is_initialized():
         raise RuntimeError(
