@@ -1,11 +1,14 @@
 """The site: `bash scripts/docs.sh` builds it, and every warning is an error."""
 
+import re
 import shutil
+import sys
 from pathlib import Path
 
 from gossip.version import __version__
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE))  # for family_gallery, beside this file
 for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
     (HERE / "notebooks").mkdir(exist_ok=True)
     shutil.copyfile(notebook, HERE / "notebooks" / notebook.name)
@@ -13,11 +16,12 @@ for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
 project = "gossip-training"
 author = "The gossip-training authors"
 release = version = __version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc", "family_gallery"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "gossip-training"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -30,11 +34,27 @@ autodoc_class_signature = "separated"
 nitpicky = True
 nitpick_ignore = [("py:class", "collections.abc.Generator")]  # of an alias; no network is needed to build this
 
+LISTS = ("index", "algorithms", "extending")
+"""Pages whose lists of links, ``- [title](page.md): what it has``, are the site's navigation too."""
 
-def link_within_the_site(_: object, __: str, source: list[str]) -> None:
-    """Pages link to the notebooks where they are in the repository; on the site there are copies."""
+
+def with_navigation(text: str) -> str:
+    """The page with a hidden toctree for each section that has a list of pages."""
+    opening, *sections = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    trees = [
+        "\n".join(["```{toctree}", *[f":caption: {caption}"] * bool(caption), ":hidden:", "", *pages, "```"])
+        for caption, section in zip(["", *sections[::2]], [opening, *sections[1::2]], strict=True)
+        if (pages := re.findall(r"^- \[[^]]+\]\(([\w/]+)\.md\)", section, flags=re.MULTILINE))
+    ]
+    return "\n\n".join([text, *trees]) + "\n"
+
+
+def adapt_to_the_site(_: object, page: str, source: list[str]) -> None:
+    """Pages read well in the repository; on the site there are copies of the notebooks, and a navigation."""
     source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+    if page in LISTS:
+        source[0] = with_navigation(source[0])
 
 
 def setup(app: object) -> None:
-    app.connect("source-read", link_within_the_site)  # type: ignore[attr-defined]
+    app.connect("source-read", adapt_to_the_site)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
-PAGES = ["modes", "module_state"]
+PAGES = ["modes", "module_state", "schedules"]
 BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 """An example, and what it prints where the page shows that."""
 

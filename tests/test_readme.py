@@ -19,7 +19,6 @@ PRINTED = {
     "docs/checkpoints.md": CHECKPOINTS,
     "docs/virtual_workers.md": "1024 replicas",
     "docs/simulation.md": "ms a step",
-    "docs/extending.md": "exact after",
 }
 
 

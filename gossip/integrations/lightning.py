@@ -70,7 +70,7 @@ class GossipFabricStrategy(FabricStrategy, FabricDDPStrategy):
     ``step_in_backward=False``, ``optimizer.step()`` does. ``fabric.no_backward_sync`` accumulates gradients;
     ``fabric.clip_gradients`` requires ``step_in_backward=False`` (otherwise pass ``clip_grad_norm``). ``fabric.save``
     writes the average of all replicas, and every rank's own next to it, which ``fabric.load`` restores. To average or
-    evaluate, call :func:`gossip.integrations.lightning_fabric_strategy.replica`.
+    evaluate, call :func:`gossip.integrations.lightning.replica`.
 
     Parameters
     ----------

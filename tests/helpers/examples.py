@@ -1,18 +1,21 @@
-"""The code of CONTRIBUTING.md."""
+"""The code of the pages in docs/extending."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 from repository import REPOSITORY
 
+from gossip import ALGORITHMS, COMPRESSIONS
 
-def example(heading: str) -> dict[str, Any]:
-    """What the code under a heading of CONTRIBUTING.md defines, by name."""
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"^```python\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {"__name__": "contributing"}
-    exec(compile(code, f"CONTRIBUTING.md: {heading}", "exec"), names)
+
+def example(page: str) -> dict[str, Any]:
+    """Return what the code of docs/extending/PAGE.md defines, by name."""
+    text = (REPOSITORY / "docs" / "extending" / f"{page}.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {"__name__": "extending"}
+    with patch.dict(ALGORITHMS._entries), patch.dict(COMPRESSIONS._entries):  # other tests list what is registered
+        exec(compile(code, f"docs/extending/{page}.md", "exec"), names)
     return names

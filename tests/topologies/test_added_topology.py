@@ -1,4 +1,4 @@
-"""The topology that CONTRIBUTING.md adds works as it stands there."""
+"""The topology of docs/extending/topology.md works as it stands there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topologies.family_registry import FAMILIES
 
 @pytest.fixture
 def added() -> Iterator[None]:
-    example("Add a topology")
+    example("topology")
     yield
     FAMILIES._entries.pop("two_halves")
 

@@ -1,4 +1,4 @@
-"""The algorithm that CONTRIBUTING.md adds works as it stands there."""
+"""The algorithm of docs/extending/algorithm.md works as it stands there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ make_sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def heavy_ball() -> Algorithm:
-    algorithm: Algorithm = example("Add an algorithm")["HeavyBall"]()
+    algorithm: Algorithm = example("algorithm")["HeavyBall"]()
     return algorithm
 
 

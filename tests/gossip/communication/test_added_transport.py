@@ -1,4 +1,4 @@
-"""The transport that CONTRIBUTING.md adds works as it stands there."""
+"""The transport of docs/extending/transport.md works as it stands there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train_with(folder: Path | None, compression: str | None) -> list[torch.Tenso
     transport = "distributed"
     if folder is not None:
         transport = "folder"
-        TRANSPORTS.register(transport)(functools.partial(example("Add a transport")["FolderTransport"], folder=folder))
+        TRANSPORTS.register(transport)(functools.partial(example("transport")["FolderTransport"], folder=folder))
     model = GossipDataParallel(
         rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, compression=compression, transport=transport
     )
@@ -38,7 +38,7 @@ def test_added_transport_carries_what_ours_carries(tmp_path: Path, compression: 
 
 
 def wait_in_vain(folder: Path) -> str:
-    transport = functools.partial(example("Add a transport")["FolderTransport"], folder=folder)
+    transport = functools.partial(example("transport")["FolderTransport"], folder=folder)
     model = GossipDataParallel(rank_module(), SGD, "ring", transport=transport, timeout=timedelta(seconds=1))
     text = ""
     if dist.get_rank() == 0:
@@ -51,4 +51,4 @@ def wait_in_vain(folder: Path) -> str:
 
 def test_added_transport_names_who_did_not_send(tmp_path: Path) -> None:
     first, _ = launch(wait_in_vain, tmp_path, world_size=2)
-    assert "rank 0: step 0, bucket 0: no message of rank 1" in first
+    assert "rank 0: step 0, bucket 0: no message from rank 1" in first

@@ -1,4 +1,4 @@
-"""The compression that CONTRIBUTING.md adds works as it stands there."""
+"""The compression of docs/extending/compression.md works as it stands there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossip import COMPRESSIONS, Compression, GossipDataParallel
 
 
 def linear() -> Compression:
-    compression: Compression = example("Add a compression")["Linear"]()
+    compression: Compression = example("compression")["Linear"]()
     return compression
 
 
@@ -40,7 +40,7 @@ def test_added_compression_tells_what_is_not_finite() -> None:
 
 def train_with_it(name: str) -> list[torch.Tensor]:
     if name == "linear":
-        COMPRESSIONS.register("linear")(linear)
+        COMPRESSIONS.register("linear")(example("compression")["Linear"])
     compression = "linear" if name == "linear" else None
     model = GossipDataParallel(rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, compression=compression)
     train(model, range(4))
