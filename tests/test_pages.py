@@ -1,28 +1,139 @@
-"""The examples of a page of the documentation run as one session, and print what the page says."""
+"""Every Python example of README.md and of the documentation's pages is run by a test; here by those of most pages."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
+from examples import BLOCK, code, defined
 from repository import REPOSITORY
+from running import run, run_folders, train
 
-PAGES = ["modes", "module_state", "schedules"]
-BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
-"""An example, and what it prints where the page shows that."""
+import gossip
+import topologies
+
+SESSIONS = ("docs/modes.md", "docs/module_state.md", "docs/schedules.md")
+"""Pages whose examples are one session."""
+
+PRINTED = {("docs/larger_models.md", 0): "[2, 2, 2, 2]\n", ("docs/larger_models.md", 1): ""}
+"""Scripts, and what they print."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", SESSIONS)
 def test_the_examples_of_a_page(page: str, tmp_path: Path) -> None:
-    blocks = BLOCK.findall((REPOSITORY / "docs" / f"{page}.md").read_text())
+    blocks = BLOCK.findall((REPOSITORY / page).read_text())
     script = tmp_path / "session.py"
-    script.write_text("\n".join(code for code, _ in blocks))
-    run = subprocess.run(
+    script.write_text("\n".join(block for block, _ in blocks))
+    done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "".join(printed for _, printed in blocks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(printed for _, printed in blocks)
+
+
+@pytest.mark.parametrize(("page", "number"), PRINTED)
+def test_an_example_is_a_script(page: str, number: int, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(code(page, number))
+    done = run(str(script), tmp_path)
+    assert done.status == 0, done.stderr
+    assert done.stdout == PRINTED[page, number]
+
+
+def test_a_data_set_and_a_model_of_a_users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "my_module.py").write_text(code("docs/experiments.md", 0))
+    page = (REPOSITORY / "docs" / "experiments.md").read_text()
+    (arguments,) = re.findall(r"^    PYTHONPATH=\. gossip train (.*my_module.*)$", page, re.MULTILINE)
+    done = train(tmp_path, *arguments.split(), "training.epochs=1", "launch.world_size=2", fresh=True)
+    assert done.status == 0, done.stderr
+    (folder,) = run_folders(tmp_path)
+    assert (folder / "model.safetensors").exists()
+
+
+def test_datasets_of_other_libraries_are_read() -> None:
+    """With stand-ins for both libraries, which have what the page uses of them."""
+    transforms = SimpleNamespace(Compose=list, Resize=lambda size: size, ToTensor=lambda: None)
+    torchvision, datasets = ModuleType("torchvision"), ModuleType("datasets")
+    torchvision.__dict__.update(
+        datasets=SimpleNamespace(ImageFolder=lambda folder, read: (folder, read[0])), transforms=transforms
+    )
+    rows = {split: [{"pixels": split, "label": number} for number in range(2)] for split in ("train", "test")}
+    datasets.__dict__.update(load_from_disk=lambda _: SimpleNamespace(with_format=lambda _: rows))
+    found = defined("docs/experiments.md", 1)
+    with mock.patch.dict(sys.modules, torchvision=torchvision, datasets=datasets):
+        assert found["images"]() == (("images/train", (32, 32)), ("images/test", (32, 32)))
+        assert found["on_disk"]() == ([("train", 0), ("train", 1)], [("test", 0), ("test", 1)])
+
+
+def test_a_logger_of_a_users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "my_logger.py").write_text(code("docs/extending/logger.md", 0))
+    page = (REPOSITORY / "docs" / "extending" / "logger.md").read_text()
+    (arguments,) = re.findall(r"^    PYTHONPATH=\. gossip train (.*)$", page, re.MULTILINE)
+    done = train(tmp_path, *arguments.replace('"', "").split(), "training.epochs=1", "launch.world_size=2", fresh=True)
+    assert done.status == 0, done.stderr
+    steps = re.findall(r"^(\d+) \d\.\d+$", done.stdout, re.MULTILINE)
+    assert len(steps) > 1
+    assert steps == [str(step) for step in range(len(steps))]
+    assert "ended: completed\n" in done.stdout
+
+
+def test_a_recording_is_replayed() -> None:
+    cluster = gossip.Cluster(4, latency_us=500)
+    workload = gossip.Workload(0.01, 0.02, (72,), stragglers=(gossip.SlowRank(0, 2.0),))
+    recording = gossip.simulate_averages(topologies.build("ring", 4), cluster, workload, 10)
+    drawn: list[tuple[int, int]] = []
+
+    def samples(rank: int, step: int) -> torch.Tensor:
+        drawn.append((rank, step))
+        return torch.ones(1, 8)
+
+    names = {
+        "gossip": gossip,
+        "histories": [recording.averages],
+        "num_steps": recording.num_steps,
+        "module": torch.nn.Linear(8, 1),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "samples": samples,
+        "loss_of": lambda workers, batch: workers(torch.cat(batch)).square().mean(),
+    }
+    defined("docs/uneven_ranks.md", 1, **names)
+    assert min(recording.num_steps) > 1
+    assert set(drawn) == {(rank, step) for rank, steps in enumerate(recording.num_steps) for step in range(steps)}
+
+
+def examples_of(page: Path) -> list[tuple[str, int]]:
+    """All blocks of a page that are Python, however the fence says so."""
+    fences = re.findall(r"^ *(?:```|~~~)[{\s]*(?:code[\w-]*\W+)?(\w*)", page.read_text(), re.MULTILINE)
+    found = [fence for fence in fences if fence.lower() in ("py", "py3", "python", "python3", "pycon", "ipython3")]
+    return [(str(page.relative_to(REPOSITORY)), number) for number in range(len(found))]
+
+
+def claims_of(test: Path) -> list[tuple[str, int]]:
+    """The blocks that a file of tests names: ``("docs/page.md", 0)``, by itself or as a call's first arguments."""
+    nodes = ast.walk(ast.parse(test.read_text()))
+    pairs = [
+        node.args[:2] if isinstance(node, ast.Call) else node.elts
+        for node in nodes
+        if isinstance(node, ast.Call | ast.Tuple)
+    ]
+    constants = [tuple(each.value for each in pair if isinstance(each, ast.Constant)) for pair in pairs]
+    return [pair for pair in constants if [type(value) for value in pair] == [str, int] and pair[0].endswith(".md")]
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    pages = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    examples = [example for page in pages if "_build" not in page.parts for example in examples_of(page)]
+    claimed = {claim for test in (REPOSITORY / "tests").rglob("test_*.py") for claim in claims_of(test)}
+    unclaimed = [(page, number) for page, number in examples if page not in SESSIONS and (page, number) not in claimed]
+    assert unclaimed == [], "no test runs these blocks of code"
+    assert claimed <= set(examples), "tests name blocks of code that are not there"

@@ -11,22 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import code
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
 PRINTED = {
-    "README.md": "[array([[1.",
-    "docs/checkpoints.md": CHECKPOINTS,
-    "docs/virtual_workers.md": "1024 replicas",
-    "docs/simulation.md": "ms a step",
+    ("README.md", 0): "[array([[1.",
+    ("docs/checkpoints.md", 0): CHECKPOINTS,
+    ("docs/virtual_workers.md", 0): "1024 replicas",
+    ("docs/simulation.md", 0): "ms a step",
 }
-
-
-def blocks_of(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-
-
-BLOCKS = [blocks_of(page)[0] for page in PRINTED]
+BLOCKS = [code(page, number) for page, number in PRINTED]
 EXPECTED = list(PRINTED.values())
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
@@ -91,7 +86,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, without_extras: dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("readme")  # the blocks are run once
-@pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)), ids=PRINTED)
+@pytest.mark.parametrize(("block", "text"), list(zip(BLOCKS, EXPECTED, strict=True)), ids=[page for page, _ in PRINTED])
 def test_readme_block_runs(block: str, text: str, printed: dict[str, list[str]]) -> None:
     assert len(printed[block]) == (
         2 if text == CHECKPOINTS else 1
@@ -125,12 +120,10 @@ def test_readme_names_files_that_exist() -> None:
     assert os.listdir(ROOT / "docs")
 
 
-@pytest.mark.parametrize("page", ["when_ranks_die", "uneven_ranks"])
-def test_the_example_of_a_page_runs(page: str, tmp_path: Path, without_extras: dict[str, str]) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    example = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
+@pytest.mark.parametrize(("page", "number"), [("docs/when_ranks_die.md", 0), ("docs/uneven_ranks.md", 0)])
+def test_the_example_of_a_page_runs(page: str, number: int, tmp_path: Path, without_extras: dict[str, str]) -> None:
     script = tmp_path / "example.py"
-    script.write_text(example.replace("model.close()", "print(model.members)\n    model.close()"))
+    script.write_text(code(page, number).replace("model.close()", "print(model.members)\n    model.close()"))
     run = subprocess.run([sys.executable, script], env=without_extras, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("(0, 1, 2, 3)") == 4

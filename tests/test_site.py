@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import code
 from repository import REPOSITORY
 
 import gossip
@@ -56,8 +57,4 @@ def test_citations_name_this_version() -> None:
 
 
 def test_the_quickstart_has_the_code_of_the_readme() -> None:
-    code = [
-        re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)[0]
-        for path in (REPOSITORY / "README.md", DOCS / "quickstart.md")
-    ]
-    assert code[0] == code[1]
+    assert code("README.md", 0) == code("docs/quickstart.md", 0)

@@ -41,14 +41,14 @@ class Ranks:
     """Ranks that have been started; they have a minute, and are ended with the block of :func:`started`."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._address = host, port
+        self.address = host, port
         self._processes: list[ForkServerProcess] = []
         self._channels: list[Connection] = []
         self._deadline = time.monotonic() + _PATIENCE_S
 
     def join(self, function: Callable[..., Any], *args: Any) -> None:
         """Start ``function(*args)`` in one more process, which joins the training of the others."""
-        self._start(function, args, _Place(None, 0, *self._address, None))
+        self._start(function, args, _Place(None, 0, *self.address, None))
 
     def wait_until_stopped(self, rank: int) -> None:
         """Until its process has ended or is suspended."""

@@ -10,30 +10,49 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+import torch
+from examples import code, defined
 from running import TIMEOUT_S
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, TrainingArguments
+
+from gossip.integrations.transformers import GossipTrainer
 
 PRINTED = {
-    ("accelerate", 0): r"(the averaged model's error: \d+\.\d+\s+){3}",
-    ("lightning", 0): r"tensor\(\d+\.\d+\)",
-    ("lightning", 1): r"the averaged model's error: \d+\.\d{3}\s",
-    ("transformers", 0): r"\b27584\b",
-    ("schedule_free", 0): r"rank [01]: (\d\.\d{3})\s*rank [01]: \1\s",
+    ("docs/accelerate.md", 0): r"(the averaged model's error: \d+\.\d+\s+){3}",
+    ("docs/lightning.md", 0): r"tensor\(\d+\.\d+\)",
+    ("docs/lightning.md", 1): r"the averaged model's error: \d+\.\d{3}\s",
+    ("docs/transformers.md", 0): r"\b27584\b",
+    ("docs/schedule_free.md", 0): r"rank [01]: (\d\.\d{3})\s*rank [01]: \1\s",
 }
 """What the examples of each page print."""
 
 
 @pytest.mark.parametrize(("page", "number"), PRINTED)
 def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
-    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert sum("__main__" in block for block in blocks) == sum(each == page for each, _ in PRINTED)
-    (tmp_path / "example.py").write_text(blocks[number])
+    (tmp_path / "example.py").write_text(code(page, number))
     run = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert run.returncode == 0, run.stderr
     assert re.search(PRINTED[page, number], run.stdout), run.stdout
+
+
+def test_a_trainer_of_another_kind_gossips() -> None:
+    trainer = defined("docs/transformers.md", 1, GossipTrainer=GossipTrainer, Seq2SeqTrainer=Seq2SeqTrainer)
+    assert issubclass(trainer["GossipSeq2SeqTrainer"], Seq2SeqTrainer)
+
+
+def test_the_loader_of_ranks_of_different_lengths(tmp_path: Path) -> None:
+    names = {
+        "GossipTrainer": GossipTrainer,
+        "DataLoader": DataLoader,
+        "model": torch.nn.Linear(8, 1),
+        "args": TrainingArguments(str(tmp_path), per_device_train_batch_size=3, use_cpu=True, report_to=[]),
+        "shard_of_this_rank": torch.arange(7),
+    }
+    trainer = defined("docs/transformers.md", 2, **names)["trainer"]
+    assert [len(batch) for batch in trainer.get_train_dataloader()] == [3, 3, 1]
 
 
 def test_the_example_of_prepare() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from examples import code
 from lab_hosts import why_no_hosts
 from repository import REPOSITORY
 
@@ -45,8 +46,7 @@ def outcome(agents: Sequence[subprocess.Popen[str]]) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (program,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "train.py").write_text(code("docs/several_nodes.md", 0))
     return tmp_path
 
 

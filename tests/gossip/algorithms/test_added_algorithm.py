@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples import example
+from examples import defined
 from ranks import run_ranks
 from torch import nn
 
@@ -20,7 +20,7 @@ make_sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def heavy_ball() -> Algorithm:
-    algorithm: Algorithm = example("algorithm")["HeavyBall"]()
+    algorithm: Algorithm = defined("docs/extending/algorithm.md", 0)["HeavyBall"]()
     return algorithm
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from examples import example
+from examples import defined
 from replicas import SGD, TINY_BUCKETS, rank_module, snapshot, train
 
 from gossip import TRANSPORTS, ExchangeError, GossipDataParallel, launch
@@ -19,7 +19,9 @@ def train_with(folder: Path | None, compression: str | None) -> list[torch.Tenso
     transport = "distributed"
     if folder is not None:
         transport = "folder"
-        TRANSPORTS.register(transport)(functools.partial(example("transport")["FolderTransport"], folder=folder))
+        TRANSPORTS.register(transport)(
+            functools.partial(defined("docs/extending/transport.md", 0)["FolderTransport"], folder=folder)
+        )
     model = GossipDataParallel(
         rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, compression=compression, transport=transport
     )
@@ -38,7 +40,7 @@ def test_added_transport_carries_what_ours_carries(tmp_path: Path, compression: 
 
 
 def wait_in_vain(folder: Path) -> str:
-    transport = functools.partial(example("transport")["FolderTransport"], folder=folder)
+    transport = functools.partial(defined("docs/extending/transport.md", 0)["FolderTransport"], folder=folder)
     model = GossipDataParallel(rank_module(), SGD, "ring", transport=transport, timeout=timedelta(seconds=1))
     text = ""
     if dist.get_rank() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from examples import example
+from examples import defined
 from exchanging import Ranks
 from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, rank_module, snapshot, train
@@ -14,7 +14,7 @@ from gossip import COMPRESSIONS, Compression, GossipDataParallel
 
 
 def linear() -> Compression:
-    compression: Compression = example("compression")["Linear"]()
+    compression: Compression = defined("docs/extending/compression.md", 0)["Linear"]()
     return compression
 
 
@@ -40,7 +40,7 @@ def test_added_compression_tells_what_is_not_finite() -> None:
 
 def train_with_it(name: str) -> list[torch.Tensor]:
     if name == "linear":
-        COMPRESSIONS.register("linear")(example("compression")["Linear"])
+        COMPRESSIONS.register("linear")(defined("docs/extending/compression.md", 0)["Linear"])
     compression = "linear" if name == "linear" else None
     model = GossipDataParallel(rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, compression=compression)
     train(model, range(4))
