@@ -110,6 +110,16 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
     partition_timeout : timedelta or float, optional
         With "continue": how long a rank that was frozen or cut off tries to rejoin the ranks that continued without it
         (a number is in seconds). By default it raises at once.
+    mesh : DeviceMesh, optional
+        A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`). The ranks along "shard",
+        a group, train one replica together, and each group is one rank of the topology. By default the module is one
+        that ``fully_shard`` has sharded over ``mesh["shard"]``; the optimizer must be a factory, and is built over this
+        rank's shards. See docs/larger_models.md.
+    shard : str, optional
+        With ``mesh``, for a module that is not sharded. "optimizer": each rank of a group has whole parameters from the
+        forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of the
+        optimizer's state. "none": each has all of them; gradients are averaged over the group, and each rank exchanges
+        its part of every bucket.
 
     Raises
     ------
@@ -119,15 +129,6 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         The ranks do not train the same thing; raised on every rank.
     ExchangeError
         A rank did not take part in time.
-
-    mesh : DeviceMesh, optional
-        A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`), for a module that
-        ``fully_shard`` has sharded over ``mesh["shard"]``: each shard group holds one replica and is one rank of the
-        topology. The optimizer must be a factory, and is built over this rank's shards. See docs/larger_models.md.
-    shard : str, optional
-        With ``mesh``: "optimizer" for a module that is not sharded yet. Each rank of a group then has whole parameters
-        from the forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of
-        the optimizer's state.
 
     Attributes
     ----------
@@ -206,7 +207,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         soft_deadline: timedelta | float | None = None,
         partition_timeout: timedelta | float | None = None,
         mesh: DeviceMesh | None = None,
-        shard: Literal["optimizer"] | None = None,
+        shard: Literal["optimizer", "none"] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):

@@ -381,6 +381,25 @@ class World:
         if data is not tensor:
             tensor.copy_(data)
 
+    def gather_rows_(self, rows: torch.Tensor, what: str) -> None:
+        """Fill in the rows of the other ranks, in place. Collective.
+
+        Parameters
+        ----------
+        rows : Tensor, [world_size, ...], contiguous
+            This rank's row holds its values; shape and dtype are the same on all ranks.
+        what : str
+            What it is done for, for error texts.
+        """
+        if self.is_alone:
+            return
+        data = self._on_wire(rows)
+        own = data[self.rank].reshape(-1).clone()
+        group = self._open_group()
+        self._run([lambda sent, received: group._allgather_base(received[0], sent[0])], [own], [data.view(-1)], what)
+        if data is not rows:
+            rows.copy_(data)
+
     def keys(self, name: str) -> dist.Store | None:
         """Return keys for other agreements of the ranks, over a separate connection; None if there is no store."""
         return None if self._store is None else own_connection(dist.PrefixStore(name, self._store))

@@ -30,10 +30,12 @@ def announce(
     """Log ranks, schedule, algorithm, compression, buckets, frozen parameters and transport at level INFO."""
     size = topology.world_size
     period = "no period" if topology.period is None else f"period {topology.period}"
+    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    if arguments.mesh is not None:
+        ranks = f"{size} group{'' if size == 1 else 's'} of {arguments.mesh.size(1)} ranks"
     logger.info(
-        "{} rank{}, topology {} ({}), {}, compression {}, steps {}",
-        size,
-        "" if size == 1 else "s",
+        "{}, topology {} ({}), {}, compression {}, steps {}",
+        ranks,
         topology.name,
         period,
         algorithm.describe(),

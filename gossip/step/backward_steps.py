@@ -138,6 +138,7 @@ class BucketwiseSteps(BackwardSteps):
         progress.num_launched += 1
         bucket.reclaim()
         self._check_was_combined(bucket)
+        self._reduce(bucket.parameters, bucket.index)
         norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be in flight
         indices = (bucket.index,)
         with self._lock:  # another thread's forward pass may be combining: wait for it
@@ -160,6 +161,8 @@ class GatheredSteps(BackwardSteps):
     """All buckets are updated at the end of the backward pass: a global norm or a loss scale needs every gradient."""
 
     def _make_rest(self) -> None:
+        for bucket in self.buckets:
+            self._reduce(bucket.parameters, bucket.index)
         self._begin_all()
         with self._stepping_optimizers():
             self.updater.update_all(self.step, self._progress.meter, self._direct_all)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -44,13 +43,14 @@ from gossip.step.wrapper_arguments import (
     check_asynchronous,
     check_follow_ups,
     check_soft_deadline,
+    check_undivided,
     prepare_algorithm,
     resolve_topology,
 )
 from topologies import Topology
 
 if TYPE_CHECKING:
-    from gossip.parameters.sharding.shard_group import ShardGroup
+    from gossip.parameters.sharding.local_group import LocalGroup
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,24 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     ManifestError
         The ranks differ, or another rank has refused; raised on every rank.
     """
-    shards: ShardGroup | None = None
+    shards: LocalGroup | None = None
+    has_compared = False
     try:
         if arguments.mesh is not None:
-            from gossip.parameters.sharding.shard_group import ShardGroup
-
-            shards = ShardGroup(module, arguments.mesh, arguments.shard, world.timeout)
+            shards = _make_local_group(module, arguments, world.timeout)
             module = shards.replica
         topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
+        if shards is not None:
+            has_compared = True
+            compare_manifests(shards.world, manifest)
     except Exception as error:
         # The other ranks are about to compare manifests: tell them, so that they do not wait.
+        refusal = {CONSTRUCTION: f"refused ({error})"}
+        if shards is not None and not has_compared:
+            with contextlib.suppress(GossipError):
+                compare_manifests(shards.world, refusal)
         with contextlib.suppress(GossipError):
-            compare_manifests(world, {CONSTRUCTION: f"refused ({error})"})
+            compare_manifests(world, refusal)
         if shards is not None:
             shards.close()
         raise
@@ -111,10 +117,10 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
     buckets = make_buckets(trained, arguments.bucket_cap_bytes)
-    world.broadcast_(
-        itertools.chain((bucket.block for bucket in buckets), (parameter for _, parameter in frozen), module.buffers()),
-        "broadcasting parameters and buffers from rank 0",
-    )
+    values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
+    if shards is not None:
+        shards.start_equal_(values)
+    world.broadcast_(values, "broadcasting parameters and buffers from rank 0")
     schedule = algorithm.schedule(topology)
     everything: tuple[AnyBucket, ...] = buckets
     if arguments.buffers == "average":
@@ -136,7 +142,10 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     )
     # The position among the ranks at the beginning, even if some have been lost since.
     place = world.rank if world.is_alone else world.member
-    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, compression, place)
+    encoding = compression
+    if shards is not None:
+        transport, encoding = shards.carried(transport), shards.divided(compression)
+    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, encoding, place)
     keep_out_of_graphs()
     if not arguments.step_in_backward:
         make_engine: type[StepEngine] = OptimizerSteps
@@ -159,7 +168,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         forks.watch(engine)
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
-    if world.rank == 0:
+    if world.rank == 0 and (shards is None or shards.world.rank == 0):
         announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
     return Parts(topology, algorithm, compression, optimizers, engine, manifest)
 
@@ -167,13 +176,14 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
     """Return the ranks that train together. Collective."""
     if arguments.mesh is not None:
-        from gossip.parameters.sharding.shard_group import gossip_group
+        from gossip.parameters.sharding.local_group import check_mesh
 
         if process_group is not None:
             raise ValueError(
                 "process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out"
             )
-        process_group = gossip_group(arguments.mesh)
+        check_mesh(arguments.mesh)
+        process_group = arguments.mesh.get_group("gossip")
     if arguments.continues:
         from gossip.communication.survivors.living_world import LivingWorld
 
@@ -185,6 +195,17 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
             'this process joins a training; pass on_peer_loss="continue", as on the ranks that train, got "raise"'
         )
     return World(timeout, process_group)
+
+
+def _make_local_group(module: nn.Module, arguments: Arguments, timeout: timedelta) -> LocalGroup:
+    """Return the ranks with which this one trains a replica. Collective over them."""
+    from gossip.parameters.sharding.replica_group import ReplicaGroup
+    from gossip.parameters.sharding.shard_group import ShardGroup
+
+    assert arguments.mesh is not None
+    if arguments.shard == "none":
+        return ReplicaGroup(module, arguments.mesh, timeout)
+    return ShardGroup(module, arguments.mesh, timeout, is_whole=arguments.shard == "optimizer")
 
 
 def make_flag(world: World, what: str) -> Flag:
@@ -231,6 +252,8 @@ def _check(
     check_parameters(module)
     in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
     optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
+    if arguments.shard == "none":
+        check_undivided(algorithm, optimizers)
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
     averages_buffers = arguments.buffers == "average"

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +40,7 @@ from gossip.step.updating import Updater
 from topologies import Topology
 
 if TYPE_CHECKING:
-    from gossip.parameters.sharding.shard_group import ShardGroup
+    from gossip.parameters.sharding.local_group import LocalGroup
 
 #: After this number of consecutive steps with values that are not finite, training has failed permanently.
 MAX_NON_FINITE_STEPS = 16
@@ -69,12 +69,12 @@ class StepEngine(Liveness, ABC):
         Notices optimizers that update the parameters outside the steps.
     bucket_cap_bytes : int
         The size of a bucket for parameters that are unfrozen later.
-    shards : ShardGroup, optional
+    shards : LocalGroup, optional
         The ranks with which this one holds a replica.
 
     Attributes
     ----------
-    shards : ShardGroup or None
+    shards : LocalGroup or None
         The ranks with which this one holds a replica.
     unfrozen : list of list of str
         The names of the parameters that have got buckets since the model was wrapped, grouped by step.
@@ -111,7 +111,7 @@ class StepEngine(Liveness, ABC):
         rank: int,
         bucket_cap_bytes: int,
         watch: OptimizerWatch,
-        shards: ShardGroup | None = None,
+        shards: LocalGroup | None = None,
     ) -> None:
         self.module = module
         self.buckets = list(buckets)
@@ -282,6 +282,11 @@ class StepEngine(Liveness, ABC):
                 self._check_was_combined(bucket)
         with self._lock:  # another thread's forward pass may be combining: wait for it
             self._order.begin(range(len(self.buckets)), self.step, self._progress.meter)
+
+    def _reduce(self, parameters: Iterable[nn.Parameter], index: int) -> None:
+        """Average the gradients of a bucket over the ranks with which this one trains a replica."""
+        if self.shards is not None:
+            self.shards.reduce_(parameters, f"step {self.step}, bucket {index}")
 
     def _direct_all(self) -> None:
         self._order.direct(range(len(self.buckets)), self.step)

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from gossip.errors import GossipError
 from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
 from gossip.step.engine import StepEngine
+from gossip.step.gradient_hooks import GradientHooks
+from gossip.step.rank_exchanges import AnyBucket
 
 
 class OptimizerSteps(StepEngine):
     """Backward passes only accumulate gradients; all optimizers of a model together make one step."""
+
+    _gradient_hooks: GradientHooks | None = None
+
+    def close(self) -> None:
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.close()
+        super().close()
+
+    def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
+        """Watch for gradients only if they must be averaged over the ranks that train a replica together."""
+        if self.shards is None or not self.shards.averages_gradients:
+            return
+        if self._gradient_hooks is None:
+            self._gradient_hooks = GradientHooks(lambda _, __: self._on_gradient)
+        self._gradient_hooks.add(buckets)
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if self.synchronise:
+            self._queue_callback()
+
+    def _on_backward_ended(self) -> None:
+        with self.fatal():
+            for bucket in self.buckets:
+                self._reduce(bucket.parameters, bucket.index)
+        super()._on_backward_ended()
 
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         self.check_usable()

@@ -23,7 +23,7 @@ from gossip.private_torch import fast_range, flatten_tensors
 from gossip.step.rank_exchanges import AnyBucket
 
 if TYPE_CHECKING:
-    from gossip.parameters.sharding.shard_group import ShardGroup
+    from gossip.parameters.sharding.local_group import LocalGroup
 
 Direct = Callable[[], None]
 """Called right before the optimizers step with gradients that are complete, clipped and finite."""
@@ -54,7 +54,7 @@ class Updater:
         The loss scale.
     rank : int
         This rank, for the texts.
-    shards : ShardGroup, optional
+    shards : LocalGroup, optional
         The ranks with which this one holds a replica: norms are those of the whole replica's gradients.
     """
 
@@ -68,7 +68,7 @@ class Updater:
         clip: str,
         scaler: SharedScaler | None,
         rank: int,
-        shards: ShardGroup | None = None,
+        shards: LocalGroup | None = None,
     ) -> None:
         self._shards = shards
         self.optimizers = tuple(optimizers)

@@ -124,7 +124,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     resolve_transport(arguments.transport)
     _check_peer_loss(arguments)
     if arguments.shard is not None:
-        check_choice("shard", arguments.shard, ("optimizer",))
+        check_choice("shard", arguments.shard, ("optimizer", "none"))
         if arguments.mesh is None:
             raise ValueError(
                 f'shard="{arguments.shard}" needs mesh, which says which ranks share a replica; pass '
@@ -316,6 +316,28 @@ def check_asynchronous(
             raise ValueError(
                 f"{what} has no round that {type(optimizer).__name__}'s pre_average_hook could be shown; choose "
                 "another optimizer, or another algorithm"
+            )
+
+
+def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
+    """Refuse what needs a rank's whole message, where each rank of a group sends a part of it.
+
+    Raises
+    ------
+    ValueError
+        A setting is refused; the text says what to choose.
+    """
+    needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
+    if needs_message or algorithm.requires.stochastic != "doubly":
+        raise ValueError(
+            f'shard="none": algorithm {algorithm.describe()} needs the whole message that a rank has sent, but each '
+            'rank of a group sends a part of it; choose another algorithm, or shard="optimizer"'
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f'shard="none": {type(optimizer).__name__} has a pre_average_hook, which needs the whole message that '
+                "a rank has sent, but each rank of a group sends a part of it; choose another optimizer"
             )
 
 

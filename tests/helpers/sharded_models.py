@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from quadratics import NUM_VALUES, Problem
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 MeshShape = tuple[int, int]
 """How many groups there are, and how many ranks in each."""
@@ -30,11 +31,16 @@ class Quadratic(nn.Module):
         return 0.5 * ((matrix @ x - target) ** 2).sum() + slope @ x
 
 
-def make_sharded(module: Module, shape: MeshShape) -> tuple[Module, DeviceMesh]:
-    """Shard a module over the groups of the mesh; returns both. Collective."""
+def make_sharded(module: Module, shape: MeshShape, shard: str = "fsdp") -> tuple[Module, dict[str, Any]]:
+    """Shard a module over the groups of a mesh, if ``shard`` is "fsdp".
+
+    Returns the module, and what the wrapper is told. Collective.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gossip", "shard"))
+    if shard != "fsdp":
+        return module, {"mesh": mesh, "shard": shard}
     fully_shard(module, mesh=mesh["shard"])
-    return module, mesh
+    return module, {"mesh": mesh}
 
 
 def batch(
@@ -48,5 +54,7 @@ def batch(
 
 def values_of(module: nn.Module) -> torch.Tensor:
     """All values of the replica, gathered from its group. Collective over the group."""
-    gathered = [parameter.full_tensor() for parameter in module.parameters()]  # type: ignore[attr-defined]
+    gathered = [
+        parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()
+    ]
     return torch.cat([values.detach().flatten() for values in gathered]).clone()

@@ -1,28 +1,26 @@
-"""The ranks that hold one replica together, each a shard of it: one gossip worker."""
+"""The ranks that hold one replica together, each a shard of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from gossip.communication.world import World
-from gossip.parameters.buffers import is_averaged
+from gossip.parameters.sharding.local_group import LocalGroup
 from gossip.parameters.sharding.local_shards import LocalShards, unsharded_parameters
-from gossip.parameters.sharding.shard_mesh import DIMENSIONS
 from gossip.private_torch import fsdp_modules, fsdp_parameters
 
 _CHUNK_BYTES = 16 * 2**20
 
 
-class ShardGroup:
+class ShardGroup(LocalGroup):
     """The shard group of this rank, and what of its replica this rank holds.
 
     Parameters
@@ -31,37 +29,30 @@ class ShardGroup:
         Sharded by ``fully_shard`` over ``mesh["shard"]``.
     mesh : DeviceMesh
         Of the dimensions "gossip" and "shard".
-    shard : str or None
-        "optimizer": the module is whole, and is sharded here so that forward and backward passes keep it gathered.
+    is_whole : bool
+        Whether the module is not sharded yet: it is sharded here so that forward and backward passes keep it gathered.
     timeout : timedelta
         How long any wait for the other ranks of the group can last before it raises.
-
-    Attributes
-    ----------
-    replica : LocalShards
-        What this rank trains and exchanges.
-    world : World
-        The ranks of the group.
 
     Notes
     -----
     Construction is collective over the group.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, shard: str | None, timeout: timedelta) -> None:
-        if shard == "optimizer":
+    replica: LocalShards
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, timeout: timedelta, *, is_whole: bool) -> None:
+        if is_whole:
             if fsdp_modules(module):
                 raise ValueError('shard="optimizer" shards the module itself, but it is sharded already; leave it out')
             fully_shard(module, mesh=mesh["shard"], reshard_after_forward=False)
         _check_sharding(module, mesh)
-        self._module = module
-        self.replica = LocalShards(module)
+        super().__init__(module, LocalShards(module), World(timeout, mesh.get_group("shard")))
+        self.num_shards, self.place = self.world.world_size, self.world.rank
         self._step = 0
         self._on_state_dict: Any = None
-        self.world = World(timeout, mesh.get_group("shard"))
 
     def attach(self, combine: Callable[[], None]) -> None:
-        """Train what the replica's plain parameters hold; ``combine`` is called before the module's values are read."""
         self.replica.attach()
         self._on_state_dict = self._module.register_state_dict_pre_hook(lambda *_: combine())
 
@@ -79,11 +70,9 @@ class ShardGroup:
             self.replica.reshard()
 
     def changed(self) -> None:
-        """Drop what was gathered: the values have been replaced. Local."""
         self.replica.reshard()
 
     def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-        """The norm of the gradients of the whole replica, from that of this rank's. Collective over the group."""
         if self.world.is_alone:
             return norm
         if order == math.inf:
@@ -95,7 +84,6 @@ class ShardGroup:
         return (power ** (1.0 / order)).to(norm.dtype)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank of the group. Collective over the group."""
         if self.world.is_alone:
             return flag
         count = torch.tensor(float(flag))
@@ -103,16 +91,15 @@ class ShardGroup:
         return bool(count)
 
     def sums(self, values: Iterable[float], what: str) -> list[float]:
-        """The sums over the ranks of the group. Collective over the group."""
         summed = torch.tensor(list(values), dtype=torch.float64)
         self.world.sum_(summed, what)
         return summed.tolist()
 
-    def gather(self, shard: torch.Tensor, dimension: int, length: int, what: str) -> torch.Tensor | None:
-        """All shards of a tensor as one, without what pads them, on the group's first rank. Collective over the group.
+    def lengths(self) -> Mapping[str, tuple[int, int]]:
+        return self.replica.lengths()
 
-        The others hold a chunk of all shards at a time.
-        """
+    def gather(self, shard: torch.Tensor, dimension: int, length: int, what: str) -> torch.Tensor | None:
+        """As described there; the other ranks hold a chunk of all shards at a time. Collective over the group."""
         flat = shard.detach().cpu().contiguous().view(-1)
         if self.world.is_alone:
             return shard.narrow(dimension, 0, length)
@@ -129,40 +116,12 @@ class ShardGroup:
             return None
         return torch.cat([part.view(shard.shape) for part in parts], dimension).narrow(dimension, 0, length)
 
-    def average_buffers_(self) -> None:
-        """Each buffer's mean over the ranks of the group, or its first rank's value. Collective over the group."""
-        for name, buffer in self._module.named_buffers():
-            if is_averaged(buffer):
-                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                self.world.average_(values, f"averaging buffer {name!r} over the shard group")
-            else:
-                self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
-
     def close(self) -> None:
         """Remove the hooks, and let the module keep what it has. Local."""
         if self._on_state_dict is not None:
             self._on_state_dict.remove()
         self.replica.close()
-        self.world.close()
-
-
-def gossip_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold the same shard of other replicas.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``mesh`` is not a mesh of the two dimensions.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
-    if mesh.mesh_dim_names != DIMENSIONS:
-        raise ValueError(
-            f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by "
-            "gossip.make_shard_mesh(local_size)"
-        )
-    group: dist.ProcessGroup = mesh.get_group("gossip")
-    return group
+        super().close()
 
 
 def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -170,7 +129,7 @@ def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
     if not fsdp_modules(module):
         raise ValueError(
             'mesh: the module is not sharded; apply torch.distributed.fsdp.fully_shard(module, mesh=mesh["shard"]) '
-            'before wrapping it, or pass shard="optimizer", which keeps whole parameters and divides the rest'
+            'before wrapping it; or pass shard="optimizer", which divides all but gathered parameters, or shard="none"'
         )
     shard = mesh["shard"]
     for each in fsdp_parameters(module):

@@ -32,12 +32,16 @@ class Net(nn.Module):
         return y
 
 
-def make_model(shape: MeshShape, algorithm: str = "adapt_while_communicating") -> GossipDataParallel:
+def make_model(
+    shape: MeshShape, algorithm: str = "adapt_while_communicating", shard: str = "fsdp"
+) -> GossipDataParallel:
     """Of ``shape``; with one rank in each group, without a mesh."""
     module = Net()
     if shape[1] == 1:
         return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gossip", "shard"))
+    if shard != "fsdp":
+        return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, mesh=mesh, shard=shard)
     fully_shard(module.first, mesh=mesh["shard"])
     fully_shard(module, mesh=mesh["shard"])
     return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, mesh=mesh)
@@ -55,8 +59,10 @@ def train(model: GossipDataParallel, steps: range) -> None:
         model(torch.randn(4, 6, generator=generator)).square().sum().backward()
 
 
-def save_and_go_on(shape: MeshShape, algorithm: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with make_model(shape, algorithm) as model:
+def save_and_go_on(
+    shape: MeshShape, algorithm: str, folder: Path, shard: str = "fsdp"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with make_model(shape, algorithm, shard) as model:
         train(model, range(3))
         gossip.save(model, folder, batch=3)
         with model.averaged():
@@ -66,8 +72,8 @@ def save_and_go_on(shape: MeshShape, algorithm: str, folder: Path) -> tuple[torc
         return whole(model), average, moments
 
 
-def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path) -> torch.Tensor:
-    with make_model(shape, algorithm) as model:
+def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path, shard: str) -> torch.Tensor:
+    with make_model(shape, algorithm, shard) as model:
         train(model, range(2))
         found = gossip.load(model, folder)
         assert (found.step, found.data["batch"], model.step) == (3, 3, 3)
@@ -75,16 +81,17 @@ def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path) -> torch.Tens
         return whole(model)
 
 
+@pytest.mark.parametrize("shard", ["fsdp", "optimizer", "none"])
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine", "integral_correction"])
-def test_groups_resume_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
-    wanted = run_ranks(save_and_go_on, (2, 2), algorithm, tmp_path, world_size=4)
-    found = run_ranks(load_and_go_on, (2, 2), algorithm, tmp_path, world_size=4)
+def test_groups_resume_bit_for_bit(algorithm: str, shard: str, tmp_path: Path) -> None:
+    wanted = run_ranks(save_and_go_on, (2, 2), algorithm, tmp_path, shard, world_size=4)
+    found = run_ranks(load_and_go_on, (2, 2), algorithm, tmp_path, shard, world_size=4)
     for values, (after, _, _) in zip(found, wanted, strict=True):
         assert torch.equal(values, after)
 
 
-def load(shape: MeshShape, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    with make_model(shape) as model:
+def load(shape: MeshShape, folder: Path, shard: str = "fsdp") -> tuple[torch.Tensor, torch.Tensor]:
+    with make_model(shape, shard=shard) as model:
         gossip.load(model, folder)
         moments = model.optimizer.state_dict()["state"][0]["exp_avg"].clone()
         values = whole(model)
@@ -115,8 +122,15 @@ def test_other_numbers_of_groups_and_shards_start_from_the_mean(
     torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
 
 
-def export(folder: Path) -> dict[str, torch.Tensor]:
-    with make_model((2, 2)) as model:
+@pytest.mark.parametrize(("before", "after"), [("none", "fsdp"), ("optimizer", "none"), ("fsdp", "none")])
+def test_groups_that_share_a_replica_otherwise_start_from_the_mean(before: str, after: str, tmp_path: Path) -> None:
+    saved = run_ranks(save_and_go_on, (2, 2), "adapt_while_communicating", tmp_path, before, world_size=4)
+    for values, _ in run_ranks(load, (2, 2), tmp_path, after, world_size=4):
+        torch.testing.assert_close(values, saved[0][1], rtol=0, atol=1e-6)
+
+
+def export(folder: Path, shard: str) -> dict[str, torch.Tensor]:
+    with make_model((2, 2), shard=shard) as model:
         train(model, range(3))
         gossip.export(model, folder / "model.safetensors")
         with model.averaged():
@@ -127,8 +141,9 @@ def export(folder: Path) -> dict[str, torch.Tensor]:
             }
 
 
-def test_export_is_the_whole_averaged_model(tmp_path: Path) -> None:
-    averages = run_ranks(export, tmp_path, world_size=4)
+@pytest.mark.parametrize("shard", ["fsdp", "optimizer", "none"])
+def test_export_is_the_whole_averaged_model(shard: str, tmp_path: Path) -> None:
+    averages = run_ranks(export, tmp_path, shard, world_size=4)
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert exported.keys() == averages[0].keys()
     for name, values in averages[0].items():

@@ -23,6 +23,7 @@ from gossip import GossipDataParallel
 NUM_STEPS = 7
 MAX_NORM = 0.5
 SHAPES: tuple[MeshShape, ...] = ((2, 2), (3, 2), (2, 3), (1, 4), (4, 1))
+SHARDS = ("fsdp", "optimizer", "none")
 MODES: dict[str, dict[str, Any]] = {
     "bucketwise": {},
     "clipped": {"clip_grad_norm": MAX_NORM},
@@ -33,9 +34,10 @@ ALGORITHMS = [name for name, row in ROWS.items() if row.is_in_step and not name.
 
 
 class Case(NamedTuple):
-    """A run: groups and ranks in each, and how it trains."""
+    """A run: groups and ranks in each, how these share a replica, and how it trains."""
 
     shape: MeshShape
+    shard: str
     algorithm: str
     topology: str
     mode: str
@@ -47,22 +49,30 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.shape[0]}x{self.shape[1]}-{self.algorithm}-{self.topology}-{self.mode}"
+        return f"{self.shape[0]}x{self.shape[1]}-{self.shard}-{self.algorithm}-{self.topology}-{self.mode}"
 
 
-def _is_tried(algorithm: str, topology: str, num_groups: int) -> bool:
+def _is_tried(shard: str, name: str, topology: str, num_groups: int) -> bool:
     """One group alone never exchanges, so that what an exchange would bring it to (an outer step) does not happen."""
-    return (num_groups > 1 or ROWS[algorithm].keeps_mean) and (topology != "pushed" or num_groups >= 3)
+    if shard == "none" and is_refused_undivided(name):
+        return False
+    return (num_groups > 1 or ROWS[name].keeps_mean) and (topology != "pushed" or num_groups >= 3)
+
+
+def is_refused_undivided(name: str) -> bool:
+    """Whether an algorithm reads whole messages, which no rank of a group has sent."""
+    algorithm = make_algorithm(name)
+    return bool(algorithm.numbers) or algorithm.reads_sent or algorithm.requires.stochastic != "doubly"
 
 
 CASES = list(
     itertools.starmap(
         Case,
         covering(
-            (shape, name, topology, mode)
-            for shape, name, mode in itertools.product(SHAPES, ALGORITHMS, MODES)
+            (shape, shard, name, topology, mode)
+            for shape, shard, name, mode in itertools.product(SHAPES, SHARDS, ALGORITHMS, MODES)
             for topology in ROWS[name].topologies
-            if _is_tried(name, topology, shape[0])
+            if _is_tried(shard, name, topology, shape[0])
         ),
     )
 )
@@ -71,7 +81,7 @@ CASES = list(
 def train(case: Case) -> tuple[torch.Tensor, torch.Tensor, float | None]:
     """This group's values after the run, their average over groups, and the last norm."""
     problem = case.problem
-    module, mesh = make_sharded(Quadratic(problem.start), case.shape)
+    module, options = make_sharded(Quadratic(problem.start), case.shape, case.shard)
     momentum = ROWS[case.algorithm].momentum
     optimizer = (
         partial(torch.optim.Adam, lr=LEARNING_RATE)
@@ -84,7 +94,7 @@ def train(case: Case) -> tuple[torch.Tensor, torch.Tensor, float | None]:
         make_topology(case.topology, case.shape[0]),
         algorithm=make_algorithm(case.algorithm),
         bucket_cap_mb=1e-5,
-        mesh=mesh,
+        **options,
         **MODES[case.mode],
     ) as model:
         group, place = divmod(dist.get_rank(), case.shape[1])
@@ -117,6 +127,7 @@ class OptimizerCase(NamedTuple):
     """A run with another optimizer."""
 
     shape: MeshShape
+    shard: str
     topology: str
     form: str
     clipped: bool
@@ -124,7 +135,7 @@ class OptimizerCase(NamedTuple):
     @property
     def label(self) -> str:
         clipped = "-clipped" if self.clipped else ""
-        return f"{self.shape[0]}x{self.shape[1]}-{self.topology}-{self.form}{clipped}"
+        return f"{self.shape[0]}x{self.shape[1]}-{self.shard}-{self.topology}-{self.form}{clipped}"
 
 
 ADAMW = list(
@@ -133,6 +144,7 @@ ADAMW = list(
         covering(
             itertools.product(
                 SHAPES,
+                SHARDS,
                 ("ring", "base", "one_peer_exponential"),
                 ("adapt_while_communicating", "adapt_then_combine"),
                 (False, True),
@@ -144,14 +156,14 @@ ADAMW = list(
 
 def train_adamw(case: OptimizerCase) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
     problem = Problem(case.shape[0], NUM_STEPS)
-    module, mesh = make_sharded(Quadratic(problem.start), case.shape)
+    module, options = make_sharded(Quadratic(problem.start), case.shape, case.shard)
     with GossipDataParallel(
         module,
         partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
         topologies.build(case.topology, case.shape[0]),
         algorithm=case.form,
         clip_grad_norm=MAX_NORM if case.clipped else None,
-        mesh=mesh,
+        **options,
     ) as model:
         group, place = divmod(dist.get_rank(), case.shape[1])
         for _ in range(NUM_STEPS):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, make_shard_mesh
+from gossip import GossipDataParallel, GossipError, ManifestError, make_shard_mesh
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -108,7 +108,7 @@ def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Ten
         ADAMW,
         "ring",
         mesh=mesh,
-        shard="optimizer" if divided == "optimizer" else None,
+        shard=None if divided == "all" else divided,
         step_in_backward=in_backward,
         clip_grad_norm=0.3 if mode == "clipped" else None,
     )
@@ -136,13 +136,88 @@ def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Ten
         return torch.cat([values.detach().flatten() for values in module.parameters()])
 
 
-@pytest.mark.parametrize("divided", ["all", "optimizer"])
+@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
 @pytest.mark.parametrize("mode", ["bucketwise", "clipped", "optimizer", "accumulated", "idle"])
 def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divided: str) -> None:
     found = run_ranks(train_groups, mode, True, divided, world_size=4)
     wanted = run_ranks(train_groups, mode, False, world_size=2)
     for rank, values in enumerate(found):
         torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+
+
+def train_apart(divided: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ranks of a group begin with other values and use other layers, and one is idle in a step."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
+    for part in module.values():
+        nn.init.normal_(part.weight)
+    mesh = make_mesh(2, 2)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided, bucket_cap_mb=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(4, 4, 2, 3, generator=generator, dtype=torch.float64)
+    place = dist.get_rank() % 2
+    for step in range(4):
+        if step == 2 and place == 1:
+            model.idle_step()
+            continue
+        x = data[step, dist.get_rank()]
+        y = module["both"](x)
+        if place == 0:
+            y = module["one"](y)
+        y.square().mean().backward()
+    unused = model.optimizer.state.get(module["unused"].weight)
+    values = values_of(module)
+    model.close()
+    return values, unused
+
+
+def train_together() -> torch.Tensor:
+    """The same with a rank for each group, whose loss is the mean of its ranks' losses."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
+    for part in module.values():
+        nn.init.normal_(part.weight)
+    model = GossipDataParallel(module, ADAMW, "ring")
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(4, 4, 2, 3, generator=generator, dtype=torch.float64)
+    for step in range(4):
+        first, second = data[step, 2 * dist.get_rank() : 2 * dist.get_rank() + 2]
+        loss = module["one"](module["both"](first)).square().mean() / 2
+        if step != 2:
+            loss = loss + module["both"](second).square().mean() / 2
+        loss.backward()
+    values = values_of(module)
+    model.close()
+    return values
+
+
+def test_ranks_of_a_group_may_use_other_parameters_and_be_idle() -> None:
+    found = run_ranks(train_apart, "none", world_size=4)
+    wanted = run_ranks(train_together, world_size=2)
+    for rank, (values, unused) in enumerate(found):
+        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+        assert unused is None, "what no rank of the group uses is not updated"
+
+
+def differ_within_a_group() -> None:
+    mesh = make_mesh(1, 2)
+    rate = 0.1 if dist.get_rank() == 0 else 0.2
+    with pytest.raises(ManifestError, match=r"lr.*0\.1.*0\.2"):
+        GossipDataParallel(nn.Linear(2, 2), partial(torch.optim.SGD, lr=rate), "ring", mesh=mesh, shard="none")
+
+
+def refuse_on_one_rank() -> str:
+    mesh = make_mesh(2, 2)
+    clip = -1.0 if dist.get_rank() == 0 else 1.0
+    with pytest.raises((ManifestError, ValueError)) as caught:
+        GossipDataParallel(nn.Linear(2, 2), ADAMW, "ring", mesh=mesh, shard="none", clip_grad_norm=clip)
+    return str(caught.value)
+
+
+def test_ranks_of_a_group_that_differ_are_refused_everywhere() -> None:
+    run_ranks(differ_within_a_group, world_size=2)
+    for text in run_ranks(refuse_on_one_rank, world_size=4):
+        assert "clip_grad_norm must be a positive norm, got -1.0" in text
 
 
 def look_after_edits() -> None:
@@ -220,8 +295,14 @@ def whole(mesh: DeviceMesh) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
     "hybrid": (over_all, {}, "hybrid sharding"),
     "plain": (lambda _: nn.Linear(4, 4), {}, "the module is not sharded; apply torch.distributed.fsdp.fully_shard"),
+    "kept whole": (whole, {"shard": "none"}, "fully_shard was applied to it; leave out one of them"),
+    "whole messages": (
+        lambda _: nn.Linear(4, 4),
+        {"shard": "none", "algorithm": "sparse_loco", "topology": "complete"},
+        "algorithm SparseLoCo.* needs the whole message",
+    ),
     "sharded twice": (whole, {"shard": "optimizer"}, "is sharded already; leave it out"),
-    "unknown": (whole, {"shard": "parameters"}, "shard must be \"optimizer\", got 'parameters'"),
+    "unknown": (whole, {"shard": "parameters"}, 'shard must be "optimizer" or "none", got .parameters.'),
     "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
     "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
     "in part": (in_part, {}, "parameter '1.weight' is not sharded"),
@@ -235,7 +316,7 @@ def refuse(name: str) -> None:
     make, options, text = REFUSED[name]
     mesh = make_mesh(2, 1)
     with pytest.raises((ValueError, TypeError), match=text):
-        GossipDataParallel(make(mesh), ADAMW, "ring", **{"mesh": mesh, **options})
+        GossipDataParallel(make(mesh), ADAMW, **{"topology": "ring", "mesh": mesh, **options})
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,0 +1,148 @@
+"""The ranks that train one replica together, on a node: one gossip worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gossip.communication.transport import Transport
+from gossip.communication.world import World
+from gossip.compression.codec import Compression
+from gossip.parameters.buffers import is_averaged
+from gossip.parameters.sharding.shard_mesh import DIMENSIONS
+
+
+class LocalGroup:
+    """The group of this rank, and what of its replica this rank trains and exchanges.
+
+    The methods here are those of a group whose ranks each have the whole replica and equal gradients.
+
+    Parameters
+    ----------
+    module : Module
+        The module that is wrapped.
+    replica : Module
+        What this rank trains and exchanges of it.
+    world : World
+        The ranks of the group.
+
+    Attributes
+    ----------
+    num_shards, place : int
+        Into how many shards the replica is divided, and which of them this rank holds.
+    averages_gradients : bool
+        Whether :meth:`reduce_` has anything to do.
+    """
+
+    num_shards, place = 1, 0
+    averages_gradients: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
+        self._module = module
+        self.replica = replica
+        self.world = world
+
+    # ------------------------------------------------------------------ construction
+
+    def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the group start from the values of its first rank, where several ranks hold them. Collective."""
+
+    def attach(self, combine: Callable[[], None]) -> None:
+        """Begin to train; ``combine`` is called before values are read. Local."""
+
+    def divided(self, compression: Compression) -> Compression:
+        """Return how a rank of this group encodes a bucket of the replica. Local."""
+        return compression
+
+    def carried(self, transport: Transport | None) -> Transport | None:
+        """Return what carries the messages of this rank and hands what arrived to its group. Local."""
+        return transport
+
+    # ------------------------------------------------------------------ steps
+
+    def before_forward(self, step: int) -> None:
+        """Prepare the module for a forward pass before this step. Local."""
+
+    def changed(self) -> None:
+        """Take note that the values have been replaced. Local."""
+
+    def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:
+        """Replace gradients by their means over the group, where nothing else has done so. Collective over the group.
+
+        Parameters
+        ----------
+        parameters : iterable of Parameter
+            The same on all ranks of the group; those without a gradient on some ranks count as zero there, and those
+            without one on all ranks stay without.
+        what : str
+            What it is done for, for error texts.
+        """
+
+    def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+        """Return the norm of the whole replica's gradients from that of this rank's. Collective over the group."""
+        del order
+        return norm
+
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on any rank of the group. Collective over the group."""
+        return flag
+
+    # ------------------------------------------------------------------ between steps
+
+    def sums(self, values: Iterable[float], what: str) -> list[float]:
+        """Return the sums of what shards contribute. Collective over the group."""
+        del what
+        return list(values)
+
+    def lengths(self) -> Mapping[str, tuple[int, int]]:
+        """Return by a divided parameter's name the dimension along which it is, and its length there. Local."""
+        return {}
+
+    def gather(self, shard: torch.Tensor, dimension: int, length: int, what: str) -> torch.Tensor | None:
+        """Return all shards of a tensor as one on the group's first rank, None elsewhere. Collective over the group.
+
+        Parameters
+        ----------
+        shard : Tensor
+            This rank's, padded to the size of the first rank's.
+        dimension, length : int
+            The dimension along which the tensor is divided, and its length there.
+        what : str
+            What it is done for, for error texts.
+        """
+        del dimension, length, what
+        return shard if self.world.rank == 0 else None
+
+    def average_buffers_(self) -> None:
+        """Replace buffers by their means over the group, or its first rank's values. Collective over the group."""
+        for name, buffer in self._module.named_buffers():
+            if is_averaged(buffer):
+                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                self.world.average_(values, f"averaging buffer {name!r} over the shard group")
+            else:
+                self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
+
+    def close(self) -> None:
+        """End communication within the group. Local."""
+        self.world.close()
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse anything that is not a mesh of the two dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is refused; the text says how to make one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    if mesh.mesh_dim_names != DIMENSIONS:
+        raise ValueError(
+            f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by "
+            "gossip.make_shard_mesh(local_size)"
+        )
