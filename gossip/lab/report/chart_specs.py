@@ -18,6 +18,7 @@ from gossip.lab.report.series import Panel, Series
 Spec = dict[str, Any]
 
 _IS_SHOWN = "indexof(shown, datum.index) >= 0"
+_HAS_PLACE = f"{_IS_SHOWN} && !datum.is_level && isValid(datum.x) && isValid(datum.y)"
 _IS_BROUGHT = "brought !== null && datum.name === brought"
 _IS_MUTED = "brought !== null && datum.name !== brought"
 _FONT = 'system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
@@ -88,8 +89,8 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
             "index": series.index,
             "name": series.name,
             "is_level": chart.is_level(series.row),
-            "x": across / x.unit.size,
-            "y": up / y.unit.size,
+            "x": _place(across, x),
+            "y": _place(up, y),
             "low": (max(low, y.low) if y.is_log else low) / y.unit.size,
             "high": high / y.unit.size,
             "value": chart.height_text(series.row),
@@ -97,6 +98,11 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
             "words": describe(chart, series),
         })  # fmt: skip
     return ends
+
+
+def _place(value: float, scale: Scale) -> float | None:
+    """A value in the unit of its axis; a logarithmic axis has no place for zero, which would be drawn anywhere."""
+    return None if scale.share(value) is None else value / scale.unit.size
 
 
 def describe(chart: Chart, series: Series) -> str:
@@ -227,7 +233,7 @@ def _placed(field: str, scale: Scale) -> str:
 def _whiskers() -> Spec:
     return {
         "data": {"name": "ends"},
-        "transform": [{"filter": f"{_IS_SHOWN} && !datum.is_level && datum.high > datum.low"}],
+        "transform": [{"filter": f"{_HAS_PLACE} && datum.high > datum.low"}],
         "mark": {"type": "rule", "clip": True, "strokeWidth": 1.5, "aria": False},
         "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
     }
@@ -240,7 +246,7 @@ def _ends(chart: Chart, panels: Sequence[Panel]) -> Spec:
     }  # fmt: skip
     return {
         "data": {"name": "ends"},
-        "transform": [{"filter": f"{_IS_SHOWN} && !datum.is_level"}],
+        "transform": [{"filter": _HAS_PLACE}],
         "mark": mark,
         "encoding": {"shape": shapes, "description": {"field": "words"}, "tooltip": _end_tooltip(chart)},
     }

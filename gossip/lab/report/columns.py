@@ -9,8 +9,9 @@ from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO,
 from gossip.lab.report.report_document import Metric, Row
 from gossip.lab.report.series import setting
 
-_FACETS = ("world_size", "partition")
-_DECIDING = ("average_difference", "loss_ratio", "predicted_time_to_target_s", "bytes_to_target")
+_FACETS = ("world_size", "partition", "condition")
+_TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
+_DECIDING = ("predicted_time_to_target_s", "bytes_to_target", "loss_ratio")
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,18 @@ def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
     present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
     if same_steps(rows) is not None:
         present.remove("steps")
-    first = [f"averaged_{metric.name}", *_DECIDING]
+    first = [*_first(metric), *_DECIDING]
     present.sort(key=lambda name: first.index(name) if name in first else len(first))
     return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
+
+
+def num_deciding(present: Sequence[Column], metric: Metric) -> int:
+    """How many of the columns, which come first, decide between settings."""
+    return sum(column.name in (*_first(metric), *_DECIDING[:2]) for column in present)
+
+
+def _first(metric: Metric) -> list[str]:
+    return [f"averaged_{metric.name}", _TO_ALL_REDUCE[metric.name]]
 
 
 def same_steps(rows: Sequence[Row]) -> str | None:
@@ -88,7 +98,7 @@ def same_steps(rows: Sequence[Row]) -> str | None:
 
 
 def best(rows: Sequence[Row], column: Column) -> set[int]:
-    """Indices of the rows that are best among those of as many ranks and the same partition.
+    """Indices of the rows that are best among those of as many ranks, the same partition and condition.
 
     Where all are equal, or there is only one, none is best.
     """

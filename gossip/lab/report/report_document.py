@@ -102,13 +102,18 @@ class Curves:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of the sweep, over its seeds. What a method does not have is None."""
+    """One setting of the sweep, over its seeds. What a method does not have is None.
+
+    Rows are compared with others of the same number of ranks, partition and condition: what else the sweep varies that
+    all-reduce has too, such as ``data=digits``; None where it varies nothing else.
+    """
 
     label: str
     method: str
     topology: str | None
     world_size: int
     partition: str | None
+    condition: str | None
     algorithm: str | None
     compression: str | None
     engine: str | None
@@ -191,6 +196,7 @@ def _row(row: Field) -> Row:
         topology=row.get("topology").optional_text(),
         world_size=row["world_size"].integer(minimum=1),
         partition=row.get("partition").optional_text(),
+        condition=row.get("condition").optional_text(),
         algorithm=row.get("algorithm").optional_text(),
         compression=row.get("compression").optional_text(),
         engine=row.get("engine").optional_text(),

@@ -15,8 +15,8 @@ from gossip.lab.report.report_page import render_page
 
 PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
 _SETTINGS = (
-    "label", "method", "topology", "world_size", "partition", "algorithm", "compression", "engine",
-    "num_failed", "status",
+    "label", "method", "topology", "world_size", "partition", "condition", "algorithm", "compression",
+    "engine", "num_failed", "status",
 )  # fmt: skip
 
 

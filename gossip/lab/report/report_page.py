@@ -109,8 +109,8 @@ def _results(document: Document) -> Element:
     legend = (
         "Mean ± sample standard deviation over the seeds; against all-reduce's model the mean over pairs of the same "
         "seed, with its 95 % interval. ★ is the best among the rows with as many ranks and the "
-        "same partition; what is sent and how long it takes is compared among rows that communicate, consensus "
-        "among gossip rows. – means not reached or not measured."  # noqa: RUF001
+        "same partition and condition; what is sent and how long it takes is compared among rows that communicate, "
+        "consensus among gossip rows. – means not reached or not measured."  # noqa: RUF001
     )
     nothing = element("p", "No row fits the filters.", id="no-rows", class_="nothing", hidden=True)
     content = [make_filters(document), count, make_table(document), nothing]

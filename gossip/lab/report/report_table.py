@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from gossip.lab.report.columns import Column, best, columns
+from gossip.lab.report.columns import Column, best, columns, num_deciding
 from gossip.lab.report.markup import Element, element, extend
 from gossip.lab.report.report_document import Document, Row
 from gossip.lab.report.series import setting, varying
@@ -14,6 +14,7 @@ SETTINGS = {
     "topology": "Topology",
     "world_size": "Ranks",
     "partition": "Partition",
+    "condition": "Condition",
     "algorithm": "Algorithm",
     "compression": "Compression",
     "engine": "Engine",
@@ -47,22 +48,31 @@ def make_filters(document: Document) -> Element:
 
 
 def make_table(document: Document) -> Element:
-    """The table with its container, in which it scrolls."""
+    """The table with its container, in which it scrolls: what a row is, what decides, and then all the rest."""
     rows = document.rows
     settings = [name for name in varying(rows, list(SETTINGS)) if name != _IN_LABEL]
     values = columns(rows, document.metric)
     outcomes = [name for name in _OUTCOMES if any(_outcome(row, name) for row in rows)]
     stars = [best(rows, column) for column in values]
-    head = element("tr", _header("Setting", "", is_number=False))
+    num_first = num_deciding(values, document.metric)
+    of_values = [_header(column.title, column.explanation, is_number=True) for column in values]
+    head = element("tr", _header("Setting", "", is_number=False), *of_values[:num_first])
     extend(head, *(_header(SETTINGS[name], "", is_number=name == "world_size") for name in settings))
-    extend(head, *(_header(title, "", is_number=False) for title in outcomes))
-    extend(head, *(_header(column.title, column.explanation, is_number=True) for column in values))
+    extend(head, *(_header(title, "", is_number=False) for title in outcomes), *of_values[num_first:])
     table = element(
         "table", element("caption", "Results; the headings sort", class_="hidden-text"), element("thead", head),
         id="results-table",
     )  # fmt: skip
     for index, row in enumerate(rows):
-        table.append(_body(index, row, settings, outcomes, values, stars))
+        of_values = [_value_cell(row, column, index in starred) for column, starred in zip(values, stars, strict=True)]
+        others = [*_setting_cells(row, settings), *_outcome_cells(row, outcomes)]
+        cells = [
+            _label_cell(row, settings, f"details-{index}"),
+            *of_values[:num_first],
+            *others,
+            *of_values[num_first:],
+        ]
+        table.append(_body(index, row, cells))
     return element(
         "div", table, class_="scroller", tabindex="0", role="region", aria_label="Table of results, scrolls sideways"
     )
@@ -80,37 +90,35 @@ def _header(title: str, explanation: str, *, is_number: bool) -> Element:
     return element("th", button, scope="col", aria_sort="none", class_="number" if is_number else None)
 
 
-def _body(
-    index: int,
-    row: Row,
-    settings: Sequence[str],
-    outcomes: Sequence[str],
-    values: Sequence[Column],
-    stars: Sequence[set[int]],
-) -> Element:
-    identifier = f"details-{index}"
-    line = element("tr", _label_cell(row, identifier))
+def _setting_cells(row: Row, settings: Sequence[str]) -> Iterator[Element]:
     for name in settings:
         text = setting_text(row, name)
-        is_number = name == "world_size"
-        line.append(element("td", text, class_="number" if is_number else None, data_value=text))
+        yield element("td", text, class_="number" if name == "world_size" else None, data_value=text)
+
+
+def _outcome_cells(row: Row, outcomes: Sequence[str]) -> Iterator[Element]:
     for name in outcomes:
         text = _outcome(row, name)
-        line.append(element("td", text or _NOTHING, data_value=text or None))
-    for column, starred in zip(values, stars, strict=True):
-        line.append(_value_cell(row, column, index in starred))
-    details = element("tr", element("td", _details(row), colspan=str(len(line))), id=identifier, hidden=True)
+        yield element("td", text or _NOTHING, data_value=text or None)
+
+
+def _body(index: int, row: Row, cells: Sequence[Element]) -> Element:
+    line = element("tr", *cells)
+    details = element("tr", element("td", _details(row), colspan=str(len(line))), id=f"details-{index}", hidden=True)
     chosen = {f"data_{name}": setting_text(row, name) for name in (*SETTINGS, "status")}
     return element("tbody", line, details, data_row=str(index), data_text=_searched(row), **chosen)
 
 
-def _label_cell(row: Row, details: str) -> Element:
+def _label_cell(row: Row, settings: Sequence[str], details: str) -> Element:
     toggle = element(
         "button", type="button", class_="toggle", aria_expanded="false", aria_controls=details,
         aria_label=f"Commands of {row.label}", title="Commands",
     )  # fmt: skip
     label = element("span", *_breakable(row.label), class_="label")
-    cell = element("th", element("div", toggle, label, class_="name"), scope="row", data_value=row.label)
+    what = element("div", label)
+    if facts := ", ".join(_facts(row, settings)):
+        extend(what, " ", element("span", facts, class_="facts"))
+    cell = element("th", element("div", toggle, what, class_="name"), scope="row", data_value=row.label)
     if row.status != "completed":
         cell.append(element("span", row.status, class_="status"))
         if row.reasons:
@@ -119,6 +127,17 @@ def _label_cell(row: Row, details: str) -> Element:
             more = f" (and {len(others)} more)" if others else ""
             cell.append(element("span", short + more, class_="reason"))
     return cell
+
+
+def _facts(row: Row, settings: Sequence[str]) -> Iterator[str]:
+    """What tells a row from others of the same name; it stays in sight when the table is scrolled."""
+    for name in settings:
+        text = setting(row, name)
+        if name == "world_size":
+            yield f"{text} rank{'' if text == '1' else 's'}"
+        elif text not in (None, "none"):
+            assert text is not None
+            yield text
 
 
 def _breakable(label: str) -> list[Element | str]:

@@ -12,7 +12,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 #: More lines than these in one panel are divided further, where the rows differ in something to divide them by.
 _MOST_LINES = 12
-_ALWAYS_DIVIDE = ("world_size", "partition")
+_ALWAYS_DIVIDE = ("world_size", "partition", "condition")
 _DIVIDE_IF_CROWDED = ("algorithm", "compression", "engine")
 
 Key = tuple[str | None, ...]
@@ -77,7 +77,7 @@ def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Divide the rows by number of ranks and partition, and further where too many lines would be in one panel."""
+    """Divide the rows by ranks, partition and condition, and further where too many lines would be in one panel."""
     dividing = varying(rows, _ALWAYS_DIVIDE)
     crowding = varying(rows, _DIVIDE_IF_CROWDED)
     while crowding and _most_lines(rows, dividing) > _MOST_LINES:

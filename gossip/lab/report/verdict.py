@@ -1,4 +1,4 @@
-"""What a sweep has shown, in sentences: one for each number of ranks and partition of the data."""
+"""What a sweep has shown, in sentences: one for each number of ranks, partition of the data and condition."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ def verdict(document: Document) -> Iterator[str]:
     column = next((each for each in columns(document.rows, document.metric) if each.name == name), None)
     if column is None:
         return
-    places: dict[tuple[int, str | None], list[Row]] = {}
+    places: dict[tuple[int, str | None, str | None], list[Row]] = {}
     for row in document.rows:
-        places.setdefault((row.world_size, row.partition), []).append(row)
-    for (world_size, partition), rows in places.items():
+        places.setdefault((row.world_size, row.partition, row.condition), []).append(row)
+    for (world_size, *others), rows in places.items():
         compared = [row for row in rows if row.method == "gossip" and row.values.get(name) is not None]
         if not compared:
             continue
-        chosen = next((rows[index] for index in best(rows, column)), compared[0])
+        # Of equal ones that which sends least.
+        found = [rows[index] for index in sorted(best(rows, column))] or compared
+        chosen = min(found, key=lambda row: row.mean("bytes_per_step") or 0.0)
         value = chosen.values[name]
         assert value is not None
         reference = next((row for row in rows if row.method == "ddp"), None)
         among = f"of {len(compared)} gossip settings {_named(chosen)} has the best averaged model, "
         alone = f"the averaged model of {_named(chosen)} is "
         yield (
-            f"{world_size} ranks{f', {partition}' if partition else ''}: {among if len(compared) > 1 else alone}"
+            f"{', '.join([f'{world_size} ranks', *filter(None, others)])}: {among if len(compared) > 1 else alone}"
             f"{_compared(value, quantity, equal)}{_costs(chosen, reference)}."
         )
 

@@ -30,7 +30,7 @@ def print_rows(document: Document, folder: Path) -> None:
         table.add_column("bars")
     for row, outcome in zip(rows, outcomes, strict=True):
         table.add_row(
-            row.label,
+            ", ".join(filter(None, (row.label, row.condition))),
             str(row.world_size),
             row.partition,
             row.algorithm or "",
@@ -43,7 +43,8 @@ def print_rows(document: Document, folder: Path) -> None:
     print_table(table)
     for row in rows:
         for reason in row.reasons:
-            print(f"{row.label}, {row.world_size} ranks, {row.partition}: failed: {reason}")
+            place = ", ".join(filter(None, (row.label, f"{row.world_size} ranks", row.partition, row.condition)))
+            print(f"{place}: failed: {reason}")
     for sentence in verdict(document):
         print(sentence)
     print(f"report: {folder / PAGE_FILE}")

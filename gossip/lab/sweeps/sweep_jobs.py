@@ -31,13 +31,18 @@ _NOT_SHOWN = ("seed",)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row of the result stands for: a run but for its seed. The fields are text and numbers for a reader."""
+    """What a row of the result stands for: a run but for its seed. The fields are text and numbers for a reader.
+
+    Rows of the same ranks, partition and condition are compared with the same all-reduce. ``condition`` is what else
+    the sweep varies that all-reduce has too, such as ``data=digits``; None where it varies nothing else.
+    """
 
     label: str
     method: str
     topology: str | None
     world_size: int
     partition: str
+    condition: str | None
     algorithm: str | None
     compression: str | None
     engine: str
@@ -82,7 +87,8 @@ class Job:
     @property
     def name(self) -> str:
         """Of its folder: readable, and another one for every configuration."""
-        parts = [self.setting.label, f"n{self.setting.world_size}", self.setting.partition, f"s{self.seed}"]
+        label = ", ".join(filter(None, (self.setting.label, self.setting.condition)))
+        parts = [label, f"n{self.setting.world_size}", self.setting.partition, f"s{self.seed}"]
         slug = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
         return f"{slug[:80]}_{fingerprint(self.config)}"
 
@@ -149,18 +155,20 @@ def make_job(
     choices : mapping
         The file that was chosen of each group.
     other : sequence of str
-        Keys of axes that a row is told apart by, besides those that it has fields for.
+        Keys of axes and variants that a row is told apart by, besides those that it has fields for.
     choice : Choice, optional
         What tuning has added to the configuration.
     """
     method = str(value_of(config, "method"))
     is_gossip = method == "gossip"
+    told = [override for override in run.overrides if override.partition("=")[0] in other]
     setting = Setting(
-        label=_label(config, method, [override for override in run.overrides if override.partition("=")[0] in other]),
+        label=_label(config, method, [override for override in told if override not in run.reference]),
         method=method,
         topology=str(value_of(config, "topology.name")) if is_gossip else None,
         world_size=int(value_of(config, "launch.world_size")),
         partition=_partition(config["data"].get("partition") or {}),
+        condition=", ".join(override for override in told if override in run.reference) or None,
         algorithm=_algorithm(config, choices["algorithm"]) if is_gossip else None,
         compression=choices["compression"] if is_gossip else None,
         engine=str(value_of(config, "engine")),

@@ -200,7 +200,7 @@ def _warn_of_ends(plan: Plan) -> None:
     """Say for which settings the grid should be longer."""
     choices = {job.setting: job.choice for job in plan.jobs if job.choice is not None and job.choice.is_at_end}
     for setting, choice in choices.items():
-        name = ", ".join(filter(None, (setting.label, setting.algorithm)))
+        name = ", ".join(filter(None, (setting.label, setting.condition, setting.algorithm)))
         logger.warning(
             "{}, {} ranks, {}: {}={:g} is the best and at the end of sweep.tune.values; a better one may lie beyond",
             name, setting.world_size, setting.partition, choice.parameter, choice.value,

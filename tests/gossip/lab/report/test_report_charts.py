@@ -248,6 +248,18 @@ def test_the_specification_has_the_axes_in_units_and_every_name() -> None:
     assert ends["ring"]["high"] - ends["ring"]["low"] == pytest.approx(0.42)
 
 
+def test_an_end_at_zero_has_no_place_on_a_logarithmic_axis() -> None:
+    read = read_document(comparison())
+    chart = charts(read)[2]
+    scales = chart.scales(read.rows)
+    assert scales is not None
+    assert scales[1].is_log
+    ends = {end["name"]: end for end in make_ends(chart, panels(read.rows)[0].series, *scales)}
+    assert ends["all-reduce"]["y"] is None
+    assert ends["all-reduce"]["words"] == "all-reduce: 0 at 440 steps"
+    assert ends["ring"]["y"] > 0
+
+
 def test_end_of_a_row_without_curves_comes_from_its_values() -> None:
     read = read_document(document([row("ring", curves=None)]))
     ends = {chart.identifier: chart.end(read.rows[0]) for chart in charts(read)}

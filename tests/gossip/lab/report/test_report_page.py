@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import browser
 import pytest
@@ -18,9 +19,23 @@ pytestmark = [
 MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
 AWKWARD = "<img src=x onerror=\"document.title='broken'\">"
 DRAWING = "<svg width='300' height='200'><style>* { display: none }</style><script>broken()</script></svg>"
+
+
+def compared(**changes: Any) -> list[dict[str, Any]]:
+    """Rows that differ in all that has a column, with all that decides."""
+    rows = heterogeneity()["rows"]
+    for each in rows:
+        each.update(changes)
+        if each["method"] != "ddp":
+            interval = {"mean": -12.25, "spread": 1.5, "count": 3, "interval": [-16.54, -8.04]}
+            each["values"] |= {"average_difference": interval, "loss_ratio": {**interval, "mean": 1.33}}
+    return rows
+
+
 DOCUMENTS = {
     "comparison": comparison(drawings={"ring, 16 ranks": DRAWING, "torus, 16 ranks": DRAWING}),
     "heterogeneity": heterogeneity(),
+    "compared": document([*compared(condition="data=digits"), *compared(condition="data=my_module:make, model=cnn")]),
     "empty": document([]),
     "one row": document([row("ring")]),
     "failed": document([failed_row("ring"), failed_row("all-reduce", world_size=25)]),
@@ -175,6 +190,31 @@ def test_page_is_laid_out_readable_and_silent(
     assert page.complaints == []
     assert page.requests == [pages[name].as_uri()]
     assert page.evaluate("document.title") == f"{DOCUMENTS[name]['title']}: sweep"
+
+
+@pytest.mark.parametrize("name", ["comparison", "heterogeneity"])
+def test_what_decides_is_seen_without_scrolling(name: str, page: browser.Browser, pages: dict[str, Path]) -> None:
+    whole = {"comparison": "comparison", "heterogeneity": "compared"}[name]
+    page.open_report(pages[whole], width=1280)
+    hidden = """[...document.querySelectorAll("thead th")].filter((th) =>
+        th.getBoundingClientRect().right > document.querySelector(".scroller").getBoundingClientRect().right
+    ).map((th) => th.querySelector("span").textContent)"""
+    deciding = {"Accuracy", "To all-reduce", "Time to target", "Sent to target"}
+    assert not deciding & {*page.evaluate(hidden)}
+
+
+def test_what_is_zero_is_not_drawn_on_a_logarithmic_axis(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["comparison"])
+    assert {*drawn(page, "bytes")} - {*drawn(page, "consensus")} == {"all-reduce", "complete"}
+    said = page.evaluate("document.querySelector('#chart-consensus .readout').textContent")
+    assert said.startswith("Beyond this axis: all-reduce: 0 at 440 steps; ")
+
+
+def test_the_first_column_tells_rows_of_one_name_apart(page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages["compared"], width=400)
+    cells = page.evaluate("[...document.querySelectorAll('tbody tr:first-child th')].map((th) => th.textContent)")
+    assert len({*cells}) == len(cells) == 84
+    assert "ring by_class(2), data=digits, gradient tracking, int8" in cells
 
 
 def test_page_sorts_numbers_with_nothing_last(page: browser.Browser, pages: dict[str, Path]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import report_documents
 
-from gossip.lab.report.columns import columns
+from gossip.lab.report.columns import best, columns, num_deciding
 from gossip.lab.report.report_document import read_document
 from gossip.lab.report.report_markdown import markdown
 from gossip.lab.report.report_page import render_page
+from gossip.lab.report.series import panels
 from gossip.lab.report.verdict import verdict
 
 TEST = "(95 % interval, Student's t over 20 pairs of the same seed)"
@@ -53,6 +54,29 @@ def test_each_number_of_ranks_and_partition_has_a_sentence() -> None:
     starts = [sentence.partition(":")[0] for sentence in sentences(rows)]
     assert starts == ["16 ranks, iid", "16 ranks, by_class(2)", "64 ranks, iid", "64 ranks, by_class(2)"]
     assert all("the averaged model of ring" in sentence for sentence in sentences(rows))
+
+
+def test_each_condition_has_a_sentence_and_is_ranked_by_itself() -> None:
+    hard, easy = "data=cifar10", "data=digits"
+    rows = [
+        compared("ring", -9.0, [-9.5, -8.5], condition=hard),
+        compared("star", -4.0, [-4.5, -3.5], condition=hard),
+        compared("ring", -0.1, [-0.2, 0.1], condition=easy),
+        compared("star", -0.2, [-0.3, -0.1], condition=easy),
+    ]
+    first, second = sentences(rows)
+    assert first.startswith("16 ranks, iid, data=cifar10: of 2 gossip settings star ")
+    assert second.startswith("16 ranks, iid, data=digits: of 2 gossip settings ring ")
+    document = read_document(report_documents.document(rows))
+    (column,) = (each for each in columns(document.rows, document.metric) if each.name == "average_difference")
+    assert best(document.rows, column) == {1, 2}
+    assert [panel.title for panel in panels(document.rows)] == [hard, easy]
+
+
+def test_of_equal_settings_the_one_that_sends_least_is_named() -> None:
+    rows = [compared(label, -0.1, [-0.2, 0.1]) for label in ("complete", "one_peer_exponential", "ring")]
+    (sentence,) = sentences([*rows, compared("star", -2.0, [-3.0, -1.0])])
+    assert "of 4 gossip settings one_peer_exponential " in sentence
 
 
 def test_of_one_seed_nothing_is_said_about_how_sure_it_is() -> None:
@@ -102,4 +126,10 @@ def test_page_and_markdown_begin_with_the_verdict() -> None:
 def test_what_decides_stands_first() -> None:
     document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
     names = [column.name for column in columns(document.rows, document.metric)]
-    assert names[:4] == ["averaged_accuracy", "average_difference", "predicted_time_to_target_s", "bytes_to_target"]
+    deciding = ["averaged_accuracy", "average_difference", "predicted_time_to_target_s", "bytes_to_target"]
+    assert names[:4] == deciding
+    assert num_deciding(columns(document.rows, document.metric), document.metric) == 4
+    both = compared("ring", -0.1, [-0.2, 0.1])
+    both["values"]["loss_ratio"] = {"mean": 1.1, "spread": 0.1, "count": 3, "interval": [1.0, 1.2]}
+    document = read_document(report_documents.document([both]))
+    assert [column.name for column in columns(document.rows, document.metric)][:5] == [*deciding, "loss_ratio"]

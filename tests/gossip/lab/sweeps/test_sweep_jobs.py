@@ -50,6 +50,15 @@ def test_job_partition(partition: str, text: str) -> None:
     assert job(f"data.partition={partition}").setting.partition == text
 
 
+def test_what_a_sweep_varies_for_all_reduce_too_is_the_condition_of_a_row() -> None:
+    shared, own = ("model=cnn", "optimizer.lr=0.2"), ("topology=ring", "optimizer.momentum=0.5")
+    run = Run((*shared, *own), (*shared, "method=ddp"))
+    keys = ["model", "optimizer.lr", "optimizer.momentum"]
+    setting = make_job(run, composed(*run.overrides), CHOICES, keys).setting
+    assert (setting.label, setting.condition) == ("ring, optimizer.momentum=0.5", "model=cnn, optimizer.lr=0.2")
+    assert job("topology=ring").setting.condition is None
+
+
 def test_job_setting_is_the_same_for_all_seeds() -> None:
     assert job("topology=random_matching", "seed=0").setting == job("topology=random_matching", "seed=1").setting
 

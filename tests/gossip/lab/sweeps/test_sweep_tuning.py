@@ -17,7 +17,7 @@ from gossip.lab.sweeps.sweep_tuning import Choice, Trial, Tuning, read_tuning
 ACCURACY, LOSS = Metric("accuracy", None), Metric("loss", None)
 TUNING = Tuning("optimizer.lr", (0.1, 0.2, 0.4), 0)
 AXES = {"topology": ["topology=ring"], "seed": ["seed=0", "seed=1", "seed=2"]}
-SETTING = Setting("ring", "gossip", "ring", 4, "iid", None, None, "virtual")
+SETTING = Setting("ring", "gossip", "ring", 4, "iid", None, None, None, "virtual")
 
 
 def leave_trials(folder: Path, *trials: tuple[float, float | None] | str) -> list[Job]:
