@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from gossip.communication.local_size import LOCAL_SIZE
 from gossip.errors import ExchangeError, LaunchError, NothingToJoinError
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
@@ -51,12 +52,14 @@ class _Rendezvous:
     backend: str
     timeout: timedelta
     num_threads: int
+    local_size: int | None
 
 
 def launch(
     function: Callable[..., Any],
     *args: Any,
     world_size: int,
+    local_size: int | None = None,
     backend: str = "gloo",
     port: int | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -82,6 +85,9 @@ def launch(
         Its arguments, pickled.
     world_size : int
         The number of workers, all on this machine.
+    local_size : int, optional
+        How many consecutive ranks :func:`gossip.make_shard_mesh` puts into a group, to train one replica together; by
+        default those of a node. It does not change which ranks share a machine.
     backend : str
         The backend of torch.distributed, or one per type of device ("cpu:gloo,cuda:nccl"). A third-party backend must
         be registered by what a worker imports for ``function``.
@@ -109,7 +115,7 @@ def launch(
     Raises
     ------
     ValueError
-        ``world_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not that of the
+        ``world_size``, ``local_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not that of the
         externally started ranks, or torch was built without ``backend``.
     TypeError
         ``function`` or ``args`` cannot be pickled.
@@ -129,13 +135,15 @@ def launch(
                 f"world_size is {world_size}, but {placement.starter} started {placement.world_size} processes; "
                 f"pass world_size={placement.world_size} or change {placement.remedy}"
             )
-        with joined_process_group(backend=backend, timeout=timeout):
+        _check_local_size(local_size, world_size)
+        with joined_process_group(backend=backend, timeout=timeout), _local_size_set(local_size):
             try:
                 return [function(*args)]
             except (Exception, KeyboardInterrupt) as error:
                 traceback.print_exc()
                 _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     _check_arguments(function, args, world_size, port, num_threads)
+    _check_local_size(local_size, world_size)
     _check_failures(on_peer_loss, restart)
     _check_backend(backend)
 
@@ -155,6 +163,7 @@ def launch(
         backend=backend,
         timeout=timeout,
         num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
+        local_size=local_size,
     )
     context = multiprocessing.get_context("forkserver")
     fork_server.start(preload)
@@ -232,6 +241,31 @@ def _check_arguments(
             "import it; put it "
             "into a file"
         )
+
+
+def _check_local_size(local_size: int | None, world_size: int) -> None:
+    if local_size is None:
+        return
+    if type(local_size) is not int or local_size < 1 or world_size % local_size:
+        raise ValueError(
+            f"local_size must be a number of ranks that divides world_size={world_size}, got {local_size!r}; leave it "
+            "out for groups of all ranks of a node"
+        )
+
+
+@contextlib.contextmanager
+def _local_size_set(local_size: int | None) -> Iterator[None]:
+    """Tell :func:`gossip.make_shard_mesh` within the block."""
+    before = os.environ.get(LOCAL_SIZE)
+    if local_size is not None:
+        os.environ[LOCAL_SIZE] = str(local_size)
+    try:
+        yield
+    finally:
+        if local_size is not None:
+            os.environ.pop(LOCAL_SIZE)
+            if before is not None:
+                os.environ[LOCAL_SIZE] = before
 
 
 def _check_failures(on_peer_loss: str, restart: int) -> None:
@@ -350,7 +384,8 @@ def _work(
                 world_size=rendezvous.world_size,
                 timeout=rendezvous.timeout,
             )
-        result = function(*args)
+        with _local_size_set(rendezvous.local_size):
+            result = function(*args)
         try:
             report = pickled(result)
         except Exception as error:

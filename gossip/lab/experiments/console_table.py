@@ -18,7 +18,7 @@ def print_run(summary: Mapping[str, Any], folder: Path) -> None:
     from rich.table import Table
 
     what = [summary["method"], summary["topology"], summary["data"]]
-    table = Table(title=f"{', '.join(filter(None, what))}: {_ranks(summary['world_size'])}, seed {summary['seed']}")
+    table = Table(title=f"{', '.join(filter(None, what))}: {_ranks(summary)}, seed {summary['seed']}")
     table.add_column("result")
     table.add_column("value", justify="right")
     for name, value in rows(summary):
@@ -80,8 +80,10 @@ def _common_overrides(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     return [override for override in first if all(override in other for other in others)]
 
 
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+def _ranks(summary: Mapping[str, Any]) -> str:
+    world_size, local_size = summary["world_size"], summary.get("local_size", 1)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return ranks if local_size == 1 else f"{ranks} in groups of {local_size} (shard={summary['shard']})"
 
 
 def print_table(table: Table) -> None:

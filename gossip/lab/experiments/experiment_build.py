@@ -149,7 +149,7 @@ def make_compression(config: Mapping[str, Any]) -> Compression:
 
 
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
-    """The topology for the ranks that there are; None for a method that has none.
+    """The topology for the replicas that there are; None for a method that has none.
 
     Raises
     ------
@@ -160,10 +160,10 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
         return None
     name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}
     try:
-        topology = topologies.build(name, settings.world_size, **options).every(settings.exchange_every)
-        topology = topologies.build("complete", settings.world_size).then(topology, after=settings.warmup_rounds)
+        topology = topologies.build(name, settings.num_groups, **options).every(settings.exchange_every)
+        topology = topologies.build("complete", settings.num_groups).then(topology, after=settings.warmup_rounds)
     except FAULTS as error:
-        raise _blaming_topology(name, options, settings.world_size, error) from error
+        raise _blaming_topology(name, options, settings, error) from error
     algorithm = make_algorithm(config)
     try:
         algorithm.requires.check(topology, algorithm.describe())
@@ -184,13 +184,18 @@ def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
     return made
 
 
-def _blaming_topology(name: str, options: Mapping[str, Any], world_size: int, error: Exception) -> ConfigurationError:
+def _blaming_topology(
+    name: str, options: Mapping[str, Any], settings: Settings, error: Exception
+) -> ConfigurationError:
     """The option, or the number of ranks, that a family refuses."""
     text = " ".join(str(error).split())
     option = named_in(text, options)
     if option is not None:
         return ConfigurationError(f"topology.options.{option}={shown(options[option])}: {text}")
-    cause = f"launch.world_size={world_size}" if "world_size" in text else f"topology.name={name}"
+    ranks = f"launch.world_size={settings.world_size}"
+    if settings.local_size > 1:
+        ranks += f" launch.local_size={settings.local_size}"
+    cause = ranks if "world_size" in text else f"topology.name={name}"
     return ConfigurationError(f"{cause}: {text}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 METRICS = ("accuracy", "loss")
 METHODS = ("gossip", "ddp", "local")
 ENGINES = ("processes", "virtual")
+SHARDS = ("none", "optimizer", "fsdp")
 ON_LOSS = ("redistribute", "leave")
 
 
@@ -57,6 +58,10 @@ class Settings:
         Steps between two measurements of the consensus distance, each of which costs one global average; 0: only where
         the test split is evaluated.
     world_size : int
+    local_size : int
+        Ranks of a group, which train one replica together; 1: each rank has one.
+    shard : str
+        How the ranks of a group share a replica: "none" (each has it whole), "optimizer" or "fsdp".
     port : int or None
         Of the key-value store; None: a free one.
     timeout : timedelta
@@ -86,6 +91,8 @@ class Settings:
     evaluate_every_steps: int
     consensus_every_steps: int
     world_size: int
+    local_size: int
+    shard: str
     port: int | None
     timeout: timedelta
     num_threads: int | None
@@ -125,6 +132,8 @@ class Settings:
             evaluate_every_steps=_integer(config, "training.evaluate_every_steps", minimum=0),
             consensus_every_steps=_integer(config, "training.consensus_every_steps", minimum=0),
             world_size=_integer(config, "launch.world_size", minimum=1),
+            local_size=_integer(config, "launch.local_size", minimum=1),
+            shard=_choice(config, "shard", SHARDS),
             port=_optional_integer(config, "launch.port", minimum=1, maximum=65535),
             timeout=timedelta(seconds=_positive(config, "launch.timeout_s")),
             num_threads=_optional_integer(config, "launch.num_threads", minimum=1),
@@ -134,7 +143,27 @@ class Settings:
         settings._check_combinations()
         return settings
 
+    @property
+    def num_groups(self) -> int:
+        """How many replicas there are."""
+        return self.world_size // self.local_size
+
     def _check_combinations(self) -> None:
+        if self.world_size % self.local_size:
+            raise ConfigurationError(
+                f"launch.local_size={self.local_size} does not divide launch.world_size={self.world_size}; every group "
+                "has as many ranks"
+            )
+        if self.shard != "none" and self.local_size == 1:
+            raise ConfigurationError(
+                f"shard={self.shard} divides a replica among the ranks of a group; set launch.local_size to at least 2"
+            )
+        if self.local_size > 1 and (self.engine == "virtual" or self.method == "ddp"):
+            other = "engine=virtual" if self.engine == "virtual" else "method=ddp"
+            raise ConfigurationError(
+                f"launch.local_size={self.local_size}: {other} has no groups of ranks; set launch.local_size=1, or "
+                "engine=processes and method=gossip or local"
+            )
         if self.engine == "virtual" and self.profile:
             raise ConfigurationError(
                 "profile=true is for ranks that are processes, not for engine=virtual; leave it out, or set "

@@ -105,6 +105,8 @@ def summarise(
         "data_notes": experiment.data.notes,
         "seed": settings.seed,
         "world_size": settings.world_size,
+        "local_size": settings.local_size,
+        "shard": settings.shard if settings.local_size > 1 else None,
         "local_test_accuracy_mean": statistics.fmean(accuracies),
         "local_test_accuracy_worst": min(accuracies),
         "local_test_accuracy_best": max(accuracies),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch.autograd.profiler import record_function
 
+from gossip import export
 from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
@@ -104,8 +105,11 @@ def train_experiment(
             _log(records, last)
         else:
             summary = {"signal": signal_number}
-    if world.rank == 0 and signal_number is None:
-        write_module(method.module, folder / MODEL_FILE)
+    if signal_number is None:
+        if settings.local_size > 1 and method.model is not None:
+            export(method.model, folder / MODEL_FILE)
+        elif world.rank == 0:
+            write_module(method.module, folder / MODEL_FILE)
     method.close()
     return summary
 
@@ -216,7 +220,7 @@ def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[
 def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
     """What the module holds is the same in all processes."""
     data = experiment.data
-    return evaluate_together(method.module, data.test_inputs, data.test_targets, method.world)
+    return evaluate_together(method.module, data.test_inputs, data.test_targets, method.groups)
 
 
 def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossip import AdaptWhileCommunicating, GossipDataParallel, Uncompressed, VirtualWorkers, World
+from gossip import AdaptWhileCommunicating, GossipDataParallel, Uncompressed, VirtualWorkers, World, make_shard_mesh
 from gossip.communication.waiting import is_lost_connection
 from gossip.lab.experiments.evaluation import Evaluation, evaluate
 from gossip.lab.experiments.experiment_build import Experiment
@@ -45,6 +45,8 @@ class Method(Protocol):
         For a scheduler; a method steps it itself.
     world : World
         All processes of the run, until the method is closed.
+    groups : World
+        Those of them among which samples are divided to evaluate the mean of the replicas.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Method(Protocol):
     module: nn.Module
     optimizer: Optimizer
     world: World
+    groups: World
 
     @property
     def model(self) -> GossipDataParallel | VirtualWorkers | None:
@@ -96,7 +99,8 @@ def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
         method: Method = AllReduceMethod(experiment, module, world, tracer)
     else:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        method = GossipMethod(experiment, module, experiment.topology or without_exchange(world_size), tracer)
+        num_groups = world_size // experiment.settings.local_size
+        method = GossipMethod(experiment, module, experiment.topology or without_exchange(num_groups), tracer)
     torch.manual_seed(_rank_seed(experiment.settings.seed, method.world.rank))  # dropout: others on every rank
     return method
 
@@ -129,6 +133,21 @@ def of_one_rank(world: World) -> tuple[str, range]:
     return f"rank{world.member}", range(world.rank, world.rank + 1)
 
 
+def _grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
+    """What the wrapper is told of groups of ranks, once the module is sharded where that is asked for. Collective."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # loads for a while
+
+    mesh = make_shard_mesh(local_size, "cpu")
+    if shard != "fsdp":
+        return {"mesh": mesh, "shard": shard}
+    for container in module.modules():
+        for part in container if isinstance(container, nn.Sequential | nn.ModuleList) else ():
+            if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
+                fully_shard(part, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    return {"mesh": mesh}
+
+
 class GossipMethod:
     """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
 
@@ -137,20 +156,25 @@ class GossipMethod:
         if tracer is not None:
             sums_on_wire = experiment.compression.adds_on_wire
             options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
+        settings = experiment.settings
+        if settings.local_size > 1:
+            options |= _grouped(module, settings.local_size, settings.shard)
         self.model = experiment.make_wrapper(
             module,
             experiment.make_optimizer,
             topology,
             algorithm=experiment.algorithm,
             compression=experiment.compression,
-            timeout=experiment.settings.timeout,
+            timeout=settings.timeout,
             **options,
         )
         self._options = experiment.wrapper_options
         assert self.model.optimizer is not None
         self.module = module
         self.optimizer = self.model.optimizer
-        self.world = self.model.world
+        self.world = self.groups = self.model.world
+        if settings.local_size > 1:
+            self.world = World(settings.timeout)
         self.name, self.ranks = of_one_rank(self.world)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -195,6 +219,8 @@ class GossipMethod:
     def close(self) -> None:
         """Remove the hooks."""
         self.model.close()
+        if self.world is not self.groups:
+            self.world.close()
 
 
 class AllReduceMethod:
@@ -210,7 +236,7 @@ class AllReduceMethod:
     """
 
     def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
-        self.world = world
+        self.world = self.groups = world
         self._tracer = tracer
         group = world.new_group(range(world.world_size))
         self._model = DistributedDataParallel(

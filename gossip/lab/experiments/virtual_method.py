@@ -44,7 +44,7 @@ class VirtualMethod:
         )
         self.module = self.model.module
         self.optimizer = self.model.optimizer
-        self.world = World(settings.timeout)
+        self.world = self.groups = World(settings.timeout)
         self.name, self.ranks = TOGETHER_FILE.removesuffix(".jsonl"), range(settings.world_size)
         self._forward_s = 0.0
         if self._is_all_reduced:

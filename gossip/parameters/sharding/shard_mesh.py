@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gossip.communication.local_size import started_local_size
 
 DIMENSIONS = ("gossip", "shard")
 
@@ -17,7 +17,8 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
     Parameters
     ----------
     local_size : int, optional
-        Ranks per group. By default as many as torchrun, SLURM or :func:`gossip.launch` have started on each node, by
+        Ranks per group. By default the ``local_size`` of :func:`gossip.launch`, which the environment variable
+        ``GOSSIP_LOCAL_SIZE`` says too, or as many as torchrun, SLURM or ``launch`` have started on each node, by
         ``LOCAL_WORLD_SIZE``.
     device_type : str, optional
         "cuda" or "cpu"; by default "cuda" where torch has it.
@@ -50,10 +51,7 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
         )
     world_size = dist.get_world_size()
     if local_size is None:
-        started = os.environ.get("LOCAL_WORLD_SIZE")
-        if started is None:
-            raise ValueError("local_size is not known: LOCAL_WORLD_SIZE is not set; pass the number of ranks per group")
-        local_size = int(started)
+        local_size = started_local_size()
     if type(local_size) is not int or local_size < 1 or world_size % local_size:
         raise ValueError(
             f"local_size must be a number of ranks that divides the {world_size} there are, got {local_size!r}; start "

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, ManifestError, make_shard_mesh
+from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -371,6 +371,17 @@ def make_wrong_meshes() -> None:
     with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides the 3 there are, got 2"):
         make_shard_mesh(2)
     assert make_shard_mesh(3, "cpu").mesh.tolist() == [[0, 1, 2]]
+
+
+def shape_of_mesh() -> tuple[int, ...]:
+    return tuple(make_shard_mesh(device_type="cpu").shape)
+
+
+def test_the_mesh_follows_launch() -> None:
+    assert launch(shape_of_mesh, world_size=4, local_size=2) == [(2, 2)] * 4
+    assert launch(shape_of_mesh, world_size=2) == [(1, 2)] * 2
+    with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides world_size=4, got 3"):
+        launch(shape_of_mesh, world_size=4, local_size=3)
 
 
 def test_a_local_size_that_does_not_divide_the_ranks_is_refused() -> None:

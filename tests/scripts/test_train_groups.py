@@ -1,0 +1,61 @@
+"""scripts/train.py launch.local_size=...: groups of ranks train one replica each."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from running import TIMEOUT_S, train
+
+RUN = ("launch.world_size=4", "launch.local_size=2", "topology=ring", "training.epochs=1", "figures=false")
+TRUSTED = "trusted_targets=[faulty_models]"
+FAULTY = (
+    "model._target_=faulty_models.FailingModel",
+    TRUSTED,
+    "~model.hidden",
+    "+model.step=8",
+    "checkpoint.every=5",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT_S)
+@pytest.mark.parametrize("shard", ["none", "optimizer", "fsdp"])
+def test_a_run_of_groups_that_was_killed_ends_with_the_same_model(shard: str, tmp_path: Path) -> None:
+    run = (*RUN, *FAULTY, f"shard={shard}")
+    whole = train(tmp_path, *run, "model.step=-1", "hydra.run.dir=whole")
+    assert whole.status == 0, whole.stderr
+    assert f"4 ranks in groups of 2 (shard={shard})" in whole.stdout
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert (summary["world_size"], summary["local_size"], summary["shard"]) == (4, 2, shard)
+
+    once = f"+model.once={tmp_path}/stopped"
+    killed = train(tmp_path, *run, "+model.how=kill_all", once, "hydra.run.dir=part")
+    assert killed.status == -signal.SIGKILL
+    resumed = train(tmp_path, "resume=part", TRUSTED, once)
+    assert resumed.status == 0, resumed.stderr
+    models = [safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("whole", "part")]
+    assert models[0].keys() == models[1].keys()
+    for name, values in models[0].items():
+        assert torch.equal(values, models[1][name]), name
+
+
+REFUSED = {
+    ("launch.local_size=3",): "launch.local_size=3 does not divide launch.world_size=4",
+    ("shard=fsdp", "launch.local_size=1"): "shard=fsdp divides a replica among the ranks of a group",
+    ("shard=zero",): "there is no shard=zero",
+    ("engine=virtual",): "launch.local_size=2: engine=virtual has no groups of ranks",
+    ("method=ddp",): "launch.local_size=2: method=ddp has no groups of ranks",
+    ("topology=hypercube", "launch.world_size=6"): "launch.world_size=6 launch.local_size=2: topology 'hypercube'",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=" ".join)
+def test_groups_that_cannot_be_are_refused(options: tuple[str, ...], tmp_path: Path) -> None:
+    run = train(tmp_path, *RUN, *options)
+    assert run.status != 0
+    assert REFUSED[options] in run.stderr
