@@ -8,7 +8,7 @@ from pathlib import Path
 from gossip.version import __version__
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))  # for family_gallery, beside this file
+sys.path.append(str(HERE))  # for family_gallery and mathml, beside this file
 for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
     (HERE / "notebooks").mkdir(exist_ok=True)
     shutil.copyfile(notebook, HERE / "notebooks" / notebook.name)
@@ -16,12 +16,14 @@ for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
 project = "gossip-training"
 author = "The gossip-training authors"
 release = version = __version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc", "family_gallery"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "numpydoc", "family_gallery", "mathml"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "gossip-training"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_show_copyright = False
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -56,5 +58,11 @@ def adapt_to_the_site(_: object, page: str, source: list[str]) -> None:
         source[0] = with_navigation(source[0])
 
 
+def is_left_out(_: object, what: str, name: str, *rest: object) -> bool | None:
+    """Leave out ``__new__``, which says no more than ``__init__`` beside it; None keeps autodoc's own decision."""
+    return True if what == "class" and name == "__new__" else None
+
+
 def setup(app: object) -> None:
     app.connect("source-read", adapt_to_the_site)  # type: ignore[attr-defined]
+    app.connect("autodoc-skip-member", is_left_out)  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ class Asynchronous(Algorithm):
     With :math:`u_i` the optimizer's update at rank i, computed from the gradient at the values that i had before, and j
     the partner that i averages with after its step:
 
-    .. math:: x_i \leftarrow x_i + u_i, \qquad (x_i, x_j) \leftarrow \tfrac12 (x_i + x_j,\; x_i + x_j)
+    .. math:: x_i \leftarrow x_i + u_i, \qquad (x_i, x_j) \leftarrow \tfrac{1}{2} (x_i + x_j,\; x_i + x_j)
 
     Each rank counts its own steps. The values that it shows to others for a bucket are those after its newest update,
     with all averages since; a partner's values are changed by any rank that asks it, at any time, concurrently with its

@@ -89,7 +89,7 @@ class Algorithm:
     A message :math:`m_i` is what rank i has sent. When the messages of a round have arrived, they are combined into the
     values as they are then:
 
-    .. math:: x_i \mathrel{+}= \sum_j W[i,j]\, m_j - m_i
+    .. math:: x_i \leftarrow x_i + \sum_j W[i,j]\, m_j - m_i
 
     If the values were not edited after the message was sent, this is :math:`x_i \leftarrow \sum_j W[i,j]\, x_j`. In
     this form the mean over ranks is kept whatever compression took from the messages, and an edit of the values in

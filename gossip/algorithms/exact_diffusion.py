@@ -16,7 +16,7 @@ class ExactDiffusion(IntegralCorrection):
     .. math::
         c_i &\leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \qquad x_i \leftarrow x_i + u_i(t) + c_i
             \qquad \text{then } x_i \text{ is sent} \\
-        c_i &\leftarrow c_i + \tfrac12 d_i, \qquad x_i \leftarrow x_i + \tfrac12 d_i
+        c_i &\leftarrow c_i + \tfrac{1}{2} d_i, \qquad x_i \leftarrow x_i + \tfrac{1}{2} d_i
             \qquad \text{before the next forward pass}
 
     With plain SGD this is :math:`\psi_i = x_i - \eta g_i`, :math:`\phi_i = \psi_i + x_i - \psi_i(t-1)`,

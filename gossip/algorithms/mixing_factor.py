@@ -13,7 +13,7 @@ MixingFactor = float | Callable[[int], float]
 
 
 class WithMixingFactor(Algorithm):
-    r"""Combination by :math:`x_i \mathrel{+}= \gamma \bigl(\sum_j W[i,j]\, m_j - m_i\bigr)`.
+    r"""Combination by :math:`x_i \leftarrow x_i + \gamma \bigl(\sum_j W[i,j]\, m_j - m_i\bigr)`.
 
     Parameters
     ----------

@@ -32,8 +32,8 @@ class Choco(Compression):
     C(x_i - \hat x_i)`, where C keeps a part; what it drops stays in the difference and is sent later:
 
     .. math::
-        \hat x_i &\mathrel{+}= q_i, \qquad S_i \mathrel{+}= \sum_j W_{ij} (q_j - q_i) \\
-        x_i &\mathrel{+}= \gamma S_i
+        \hat x_i &\leftarrow \hat x_i + q_i, \qquad S_i \leftarrow S_i + \sum_j W_{ij} (q_j - q_i) \\
+        x_i &\leftarrow x_i + \gamma S_i
 
     :math:`S_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is all that is kept of the peers, whatever their number. The mean
     over ranks is exact, because the :math:`S_i` of all ranks add up to zero. It requires a static, undirected topology,

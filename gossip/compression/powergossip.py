@@ -26,8 +26,8 @@ class PowerGossip(Compression):
     the largest directions in which the two differ. The two kinds of exchange alternate:
 
     .. math::
-        X_i &\mathrel{+}= \sum_j W_{ij} (p_j - p_i) v_{ij}^T \\
-        X_i &\mathrel{+}= \sum_j W_{ij} u_{ij} (s_j - s_i)^T
+        X_i &\leftarrow X_i + \sum_j W_{ij} (p_j - p_i) v_{ij}^T \\
+        X_i &\leftarrow X_i + \sum_j W_{ij} u_{ij} (s_j - s_i)^T
 
     What one end adds for an edge the other one subtracts, so the mean over ranks is exact. There is nothing to tune.
     Parameters with one dimension, and matrices that would not become smaller, are sent as they are. It requires a

@@ -19,7 +19,7 @@ BLOCK_NUMEL = 4096
 class SparseQuantization(Compression):
     r"""The values of largest magnitude in each block of 4,096, on a grid of :math:`2^b` points; the others become zero.
 
-    The grid is :math:`\pm s/2^b, \pm 3 s/2^b, \dots`, with s the largest magnitude in the block. A message holds for
+    The grid is :math:`\pm s/2^b, \pm 3 s/2^b, \ldots`, with s the largest magnitude in the block. A message holds for
     each value its place, 16 bits, and its point, b bits, and for each block s, 32 bits (64 for float64). No state is
     kept: it is for messages whose senders keep what the messages leave out, such as :class:`gossip.SparseLoCo`'s.
 
