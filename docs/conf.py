@@ -58,7 +58,7 @@ def adapt_to_the_site(_: object, page: str, source: list[str]) -> None:
         source[0] = with_navigation(source[0])
 
 
-def is_left_out(_: object, what: str, name: str, *rest: object) -> bool | None:
+def is_left_out(_: object, what: str, name: str, *_rest: object) -> bool | None:
     """Leave out ``__new__``, which says no more than ``__init__`` beside it; None keeps autodoc's own decision."""
     return True if what == "class" and name == "__new__" else None
 
