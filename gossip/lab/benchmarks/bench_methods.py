@@ -31,6 +31,9 @@ Options = Mapping[str, Any]
 """What a method is given besides the module; the keyword arguments of the class that it stands for."""
 _FSDP = "fsdp"
 """The value of ``shard`` for which fully_shard is applied to the module first."""
+_WHOLE = "whole"
+"""The value of ``shard`` for which each of a host's ranks holds the host's whole replica."""
+_SHARDS = (_WHOLE, "optimizer", _FSDP)
 _DDP_HOOKS: Mapping[str, Callable[..., Any]] = {"bf16": bf16_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
@@ -51,9 +54,14 @@ class Method(Protocol):
 
 
 class Local:
-    """No exchange."""
+    """No exchange; with ``shard: fsdp`` a host's ranks hold a replica together: what that costs by itself."""
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
+        self._group: dist.ProcessGroup | None = None
+        if options.get("shard") == _FSDP:
+            mesh = make_shard_mesh(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
+            self._group = mesh.get_group("gossip")
+            _shard(module, mesh["shard"])
         self._module = module
         self._optimizer = make_optimizer(learning_rate, module.parameters())
 
@@ -69,7 +77,7 @@ class Local:
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Its parameters and buffers."""
-        return averaged(self._module)
+        return averaged(self._module, self._group)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -154,6 +162,8 @@ class Gossip:
             if arguments["shard"] == _FSDP:
                 del arguments["shard"]
                 _shard(module, arguments["mesh"]["shard"])
+            elif arguments["shard"] == _WHOLE:
+                arguments["shard"] = "none"  # which leaves an option out here
         self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
 
     def step(self, batch: Batch) -> None:
@@ -233,7 +243,11 @@ def check(kind: str, options: Options, world_size: int, local_size: int = 1) -> 
     """
     if kind not in METHODS:
         raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
-    if kind in ("local", "hsdp"):
+    if kind == "local":
+        _check_names(kind, options, ("shard",))
+        if options.get("shard") not in (None, _FSDP):
+            raise ConfigurationError(f"local: shard must be none or {_FSDP}, got {options['shard']!r}")
+    elif kind == "hsdp":
         _check_names(kind, options, ())
     elif kind == "ddp":
         _check_names(kind, options, ("hook", *_keywords(DistributedDataParallel)))
@@ -290,8 +304,8 @@ def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> 
         There is none of that name, or it has no such option.
     """
     if "shard" in options:
-        if options["shard"] not in (_FSDP, "optimizer"):
-            raise ValueError(f"shard must be {_FSDP} or optimizer, got {options['shard']!r}")
+        if options["shard"] not in _SHARDS:
+            raise ValueError(f"shard must be none, {_list(_SHARDS)}, got {options['shard']!r}")
         world_size //= local_size
     name, given = _name_and_options("topology", options.get("topology", "one_peer_exponential"))
     every = given.pop("every", 1)

@@ -8,28 +8,32 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
-def average_(tensors: Sequence[torch.Tensor], world_size: int) -> None:
-    """Replace tensors by their means over the ranks, in place. Collective."""
+def average_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace tensors by their means over the ranks of a group, by default all, in place. Collective."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    flat /= world_size
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
     for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(mean.view_as(tensor))
 
 
 def average_module_(module: nn.Module) -> None:
     """Replace the parameters and float buffers of a replica by their means over the ranks, in place. Collective."""
-    average_(_averaged_tensors(module), dist.get_world_size())
+    average_(_averaged_tensors(module))
 
 
 @contextlib.contextmanager
-def averaged(module: nn.Module) -> Iterator[None]:
-    """Within the block a replica holds the mean of all; afterwards its own values again. Collective."""
+def averaged(module: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Within the block a replica holds the mean of all; afterwards its own values again. Collective.
+
+    ``group`` is whose replicas, or whose shards of replicas, are averaged: by default those of all ranks.
+    """
     tensors = _averaged_tensors(module)
     saved = [tensor.clone() for tensor in tensors]
-    average_(tensors, dist.get_world_size())
+    average_(tensors, group)
     try:
         yield
     finally:
@@ -38,4 +42,5 @@ def averaged(module: nn.Module) -> Iterator[None]:
 
 
 def _averaged_tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [tensor.data for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
+    tensors = [tensor.data for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -94,7 +94,7 @@ def test_settings_rates() -> None:
         ("+bench.methods.gossip.momentum=1", "gossip has no option momentum"),
         ("+bench.methods.ddp.bucket_cap=1", "ddp has no option bucket_cap; did you mean bucket_cap_mb?"),
         ("bench.methods.ddp.hook=int8", "ddp: hook must be none, bf16, fp16, got 'int8'"),
-        ("+bench.methods.local.lr=1", "local has no option lr. It takes none."),
+        ("+bench.methods.local.lr=1", "local has no option lr. Available: shard"),
         ("+bench.methods.gosip={}", "there is no method gosip; did you mean gossip?"),
         ("bench.methods.ddp=1", "bench.methods.ddp must be a mapping of options, got 1"),
     ],
