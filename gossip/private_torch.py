@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,9 +51,11 @@ def is_in_backward() -> bool:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Schedule ``call`` for the moment when the backward pass of this thread has computed all its gradients.
 
-    A pass that an exception ends releases ``call`` without calling it.
+    It is called after what others have scheduled for then, in whichever order: ``fully_shard`` reduces its last
+    gradients there. A pass that an exception ends releases ``call`` without calling it.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    schedule = torch.autograd.Variable._execution_engine.queue_callback
+    schedule(lambda: schedule(call))
 
 
 def multiply_(tensors: list[torch.Tensor], factor: float) -> None:
@@ -164,6 +167,11 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def bound_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of this group that do not end within ``timeout`` raise from now on, whoever calls them. Local."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def begin_coalescing(group: Any, device: torch.device) -> None:
     """Make a group collect the sends and receives that follow, to post them together."""
     group._start_coalescing(device)
@@ -230,6 +238,13 @@ class FSDPParameter:
         return int(self._managed.fsdp_placement.dim)
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """In which it is gathered, and in which its gradients are reduced."""
+        policy, own = self._managed.mp_policy, self.sharded.dtype
+        gathered = policy.param_dtype or own
+        return gathered, policy.reduce_dtype or gathered
+
+    @property
     def mesh(self) -> Any:
         """The mesh over which it is sharded."""
         return self._managed.mesh_info.mesh
@@ -249,12 +264,55 @@ def fsdp_modules(module: nn.Module) -> list[Any]:
 
 def fsdp_parameters(module: nn.Module) -> Iterator[FSDPParameter]:
     """Yield what ``fully_shard`` manages of a module, each parameter once."""
+    for group in _fsdp_groups(module):
+        yield from map(FSDPParameter, group.fsdp_params)
+
+
+def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
     for part in fsdp_modules(module):
         state = part._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                yield from map(FSDPParameter, group.fsdp_params)
+        yield from (group for group in groups if group is not None)
+
+
+Failed = Callable[[str, RuntimeError], Exception | None]
+"""Returns what is raised in place of an error in what the text says, or None."""
+
+
+class _Guarded:
+    """A collective operation of ``fully_shard`` with other errors."""
+
+    def __init__(self, call: Any, what: str, failed: Failed) -> None:
+        self.call, self._what, self._failed = call, what, failed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.call(*args, **kwargs)
+        except RuntimeError as error:
+            found = self._failed(self._what, error)
+            if found is None:
+                raise
+            raise found from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["call"], name)
+
+
+def guard_collectives(module: nn.Module, failed: Failed | None) -> None:
+    """Raise what ``failed`` returns in place of errors in gathering and reducing; with None as before. Local.
+
+    torch 2.6 and 2.7 have no place for it.
+    """
+    for group in _fsdp_groups(module):
+        for name, what in (
+            ("_all_gather_comm", "gathering parameters"),
+            ("_reduce_scatter_comm", "reducing gradients"),
+        ):
+            call = getattr(group, name, None)
+            if isinstance(call, _Guarded):
+                call = call.call
+            if call is not None:
+                setattr(group, name, call if failed is None else _Guarded(call, what, failed))
 
 
 def call_gradient_hooks(parameter: torch.Tensor) -> None:

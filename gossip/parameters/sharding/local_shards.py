@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
+from gossip.parameters.buckets import MIXABLE_DTYPES
 from gossip.private_torch import FSDPParameter, call_gradient_hooks, fsdp_modules, fsdp_parameters, mirror_module
 
 
@@ -23,6 +24,11 @@ class LocalShards(nn.Module):
     ----------
     module : Module
         With all parameters managed by ``fully_shard``, over one mesh dimension.
+
+    Raises
+    ------
+    ValueError
+        The gradients of a parameter cannot be reduced: they are sparse, or of another dtype than a bucket may have.
     """
 
     _module: nn.Module
@@ -31,6 +37,7 @@ class LocalShards(nn.Module):
         super().__init__()
         object.__setattr__(self, "_module", module)
         sources = {id(each.sharded): each for each in fsdp_parameters(module)}
+        _check_gradients(module, sources)
         local_of = {key: nn.Parameter(each.padded(), each.sharded.requires_grad) for key, each in sources.items()}
         mirror_module(module, self, local_of)
         self._shards = [
@@ -51,7 +58,7 @@ class LocalShards(nn.Module):
             part.reshard()
 
     def check(self) -> None:
-        """Raise if a parameter was replaced (``load_state_dict(assign=True)``, ``module.to()``). Local.
+        """Raise if a parameter was replaced (``load_state_dict(assign=True)``, ``module.to()``) or unfrozen. Local.
 
         Raises
         ------
@@ -59,6 +66,11 @@ class LocalShards(nn.Module):
             Names the parameter.
         """
         for name, each, local in self._shards:
+            if each.sharded.requires_grad and not local.requires_grad:
+                raise GossipError(
+                    f"parameter {name!r} was unfrozen after the module was wrapped, but is in no bucket; close() the "
+                    "model and wrap the module again, or let it require a gradient before wrapping and freeze it then"
+                )
             if each.address() != local.data_ptr():
                 raise GossipError(
                     f"parameter {name!r} has left the memory from which it is exchanged (load_state_dict with "
@@ -94,6 +106,28 @@ class _Receiver:
         else:
             self._local.grad += gradient
         call_gradient_hooks(self._local)
+
+
+def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) -> None:
+    """Refuse what ``fully_shard`` could not gather and reduce; it would fail in the middle of a pass."""
+    for prefix, part in module.named_modules():
+        for key, parameter in part.named_parameters(prefix, recurse=False):
+            if getattr(part, "sparse", False) is True and parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {key!r} has sparse gradients, which cannot be reduced over a shard group; build module "
+                    f"{prefix or 'itself'!r} with sparse=False"
+                )
+    for name, parameter in module.named_parameters():
+        each = sources.get(id(parameter))
+        for option, dtype in zip(
+            ("param_dtype", "reduce_dtype"), each.dtypes if each is not None else (), strict=False
+        ):
+            if dtype not in MIXABLE_DTYPES:
+                names = ", ".join(str(allowed).removeprefix("torch.") for allowed in MIXABLE_DTYPES)
+                raise ValueError(
+                    f"parameter {name!r} is sharded with {option} {dtype}; only {names} can be gathered and reduced "
+                    "over a shard group: choose one of them in its MixedPrecisionPolicy"
+                )
 
 
 def unsharded_parameters(module: nn.Module) -> Iterator[str]:

@@ -1,0 +1,207 @@
+"""Sharded modules of which a part is frozen, and what happens when that changes; tied weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_loops import ADAMW, batches, loop_over, make_mesh
+from sharded_models import values_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from gossip import GossipDataParallel, GossipError
+
+NUM_STEPS = 4
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trained adapter of low rank (LoRA)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(size, size).requires_grad_(False)
+        self.down, self.up = nn.Linear(size, 2, bias=False), nn.Linear(2, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return y.tanh()
+
+
+class AdaptedNet(nn.Module):
+    """Between the adapted layers lies one that is frozen as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(5, 7).requires_grad_(False)
+        self.layers = nn.Sequential(Adapted(7), nn.Linear(7, 7).requires_grad_(False), Adapted(7))
+        self.head = nn.Linear(7, 5).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.layers(self.embedding(x)))
+        return y
+
+
+def make_adapted(mesh: DeviceMesh) -> AdaptedNet:
+    module = AdaptedNet()
+    for layer in module.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    return module
+
+
+def train_adapters(by_hand: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = make_mesh(1, dist.get_world_size())
+    module = make_adapted(mesh)
+    before = values_of(module)
+    with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
+        for x in batches(NUM_STEPS, 3, 5):
+            nn.functional.mse_loss(model(x), x.flip(1)).backward()
+            end_step()
+        return before, values_of(module)
+
+
+@pytest.mark.parametrize("ranks_per_group", [2, 3])
+def test_adapters_of_a_frozen_module_train_as_by_hand_bit_for_bit(ranks_per_group: int) -> None:
+    wanted = run_ranks(train_adapters, True, world_size=ranks_per_group)[0]
+    assert not torch.equal(*wanted)
+    for before, after in run_ranks(train_adapters, False, world_size=ranks_per_group):
+        assert torch.equal(before, wanted[0])
+        assert torch.equal(after, wanted[1])
+
+
+def weigh_adapters() -> tuple[int, int, int]:
+    mesh = make_mesh(2, 2)
+    with GossipDataParallel(make_adapted(mesh), ADAMW, "ring", mesh=mesh) as model:
+        nn.functional.mse_loss(model(torch.ones(3, 5)), torch.ones(3, 5)).backward()
+        stats = model.stats()
+        assert stats is not None
+        return stats.bytes_sent, len(model.optimizer.state), len(model._buckets)
+
+
+def test_groups_exchange_adapters_only() -> None:
+    """Of [2, 7] and [7, 2], twice, a rank has [1, 7] and [4, 2], the second padded; each begins at 16 bytes."""
+    for num_bytes, num_trained, _ in run_ranks(weigh_adapters, world_size=4):
+        assert num_trained == 4
+        assert num_bytes == 2 * (32 + 32)
+
+
+UNFROZEN = ["layers.1.weight", "head.weight", "embedding.bias"]
+"""A group's own, the root's, and one of which not every rank of three has rows."""
+
+
+def full(parameter: nn.Parameter) -> torch.Tensor:
+    values: torch.Tensor = parameter.full_tensor()  # type: ignore[attr-defined]
+    return values.detach().clone()
+
+
+def unfreeze(name: str) -> str:
+    mesh = make_mesh(1, 3)
+    module = make_adapted(mesh)
+    parameter = dict(module.named_parameters())[name]
+    x = torch.ones(3, 5)
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        model(x).square().sum().backward()
+        parameter.requires_grad_(True)
+        with pytest.raises(GossipError) as caught:
+            model(x)
+    # As the text advises:
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        before = full(parameter)
+        model(x).square().sum().backward()
+        assert model.step == 1
+        assert not torch.equal(full(parameter), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNFROZEN)
+def test_parameters_that_are_unfrozen_after_wrapping_are_refused_at_the_next_forward(name: str) -> None:
+    for text in run_ranks(unfreeze, name, world_size=3):
+        assert text.startswith(f"parameter {name!r} was unfrozen after the module was wrapped")
+        assert "close() the model and wrap the module again" in text
+
+
+def freeze_for_a_while(by_hand: bool) -> torch.Tensor:
+    mesh = make_mesh(1, 2)
+    module = make_adapted(mesh)
+    parameter = dict(module.named_parameters())["layers.0.down.weight"]
+    with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
+        for step, x in enumerate(batches(6, 3, 5)):
+            parameter.requires_grad_(step not in (2, 3))
+            before = full(parameter)
+            nn.functional.mse_loss(model(x), x.flip(1)).backward()
+            end_step()
+            assert torch.equal(full(parameter), before) == (step in (2, 3))
+        return values_of(module)
+
+
+def test_parameters_that_are_frozen_for_a_while_keep_their_values_as_by_hand_bit_for_bit() -> None:
+    wanted = run_ranks(freeze_for_a_while, True, world_size=2)[0]
+    for values in run_ranks(freeze_for_a_while, False, world_size=2):
+        assert torch.equal(values, wanted)
+
+
+class Tied(nn.Module):
+    """The output layer has the embedding's weights, and a layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 5)
+        self.middle = nn.Linear(5, 5)
+        self.between = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.embedding(tokens)).tanh()
+        y: torch.Tensor = self.head(self.middle(self.between(x)).tanh())
+        return y
+
+
+def train_tied(by_hand: bool) -> torch.Tensor:
+    mesh = make_mesh(1, dist.get_world_size())
+    module = Tied()
+    fully_shard(module.between, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
+        for step in range(NUM_STEPS):
+            tokens = (torch.arange(4) + step + dist.get_rank()) % 9
+            nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
+            end_step()
+        assert module.head.weight is module.embedding.weight
+        return values_of(module)
+
+
+def test_tied_weights_and_layers_that_are_used_twice_train_as_by_hand_bit_for_bit() -> None:
+    wanted = run_ranks(train_tied, True, world_size=2)[0]
+    for values in run_ranks(train_tied, False, world_size=2):
+        assert torch.equal(values, wanted)
+
+
+def train_tied_groups(is_sharded: bool) -> torch.Tensor:
+    module, mesh = Tied().double(), None
+    if is_sharded:
+        mesh = make_mesh(2, 2)
+        fully_shard(module.between, mesh=mesh["shard"])
+        fully_shard(module, mesh=mesh["shard"])
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        for step in range(NUM_STEPS):
+            tokens = (torch.arange(4) + step + 3 * model.rank) % 9
+            if is_sharded:
+                tokens = tokens[dist.get_rank() % 2 :: 2]
+            nn.functional.cross_entropy(model(tokens), (tokens + 1) % 9).backward()
+        assert module.head.weight is module.embedding.weight
+        if is_sharded:
+            return values_of(module)
+        return torch.cat([values.detach().flatten() for values in module.parameters()])
+
+
+def test_groups_with_tied_weights_train_as_ranks_that_see_what_a_group_sees() -> None:
+    found = run_ranks(train_tied_groups, True, world_size=4)
+    wanted = run_ranks(train_tied_groups, False, world_size=2)
+    for rank, values in enumerate(found):
+        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)

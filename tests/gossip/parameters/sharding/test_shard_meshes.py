@@ -1,0 +1,165 @@
+"""Meshes and modules that do not fit each other, on all ranks or on one: every rank gets an error, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_loops import ADAMW, make_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from gossip import ExchangeError, GossipDataParallel, ManifestError
+
+TIMEOUT = timedelta(seconds=2)
+NAMES = ("gossip", "shard")
+
+
+def sharded(mesh: DeviceMesh, dimension: str = "shard") -> nn.Module:
+    return fully_shard(nn.Linear(4, 4), mesh=mesh[dimension])
+
+
+def wrap(module: nn.Module, mesh: DeviceMesh, **options: Any) -> GossipDataParallel:
+    return GossipDataParallel(module, ADAMW, **{"topology": "ring", "mesh": mesh, "timeout": TIMEOUT, **options})
+
+
+def over_one_group_of_four() -> None:
+    wrap(sharded(make_mesh(1, 4)), make_mesh(2, 2))
+
+
+def over_a_transposed_mesh() -> None:
+    wrap(sharded(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NAMES)), make_mesh(2, 2))
+
+
+def over_the_gossip_dimension() -> None:
+    mesh = make_mesh(2, 2)
+    wrap(sharded(mesh, "gossip"), mesh)
+
+
+def with_swapped_names() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES[::-1])
+    wrap(sharded(mesh), mesh)
+
+
+def with_the_shard_dimension_alone() -> None:
+    mesh = make_mesh(2, 2)
+    wrap(sharded(mesh), mesh["shard"])
+
+
+def on_the_meta_device() -> None:
+    mesh = make_mesh(2, 2)
+    with torch.device("meta"):
+        module = nn.Linear(4, 4)
+    wrap(fully_shard(module, mesh=mesh["shard"]), mesh)
+
+
+class Row(NamedTuple):
+    """What all ranks do, and the error that they all get."""
+
+    make: Callable[[], None]
+    text: str
+
+
+REFUSED = {
+    make.__name__: Row(make, text)
+    for make, text in (
+        (over_one_group_of_four, r'^mesh: the module is sharded over .*shard=4.* which is not mesh\["shard"\]'),
+        (
+            over_a_transposed_mesh,
+            r'^mesh: the module is sharded over .* which is not mesh\["shard"\], .*; apply fully_sh',
+        ),
+        (over_the_gossip_dimension, r'^mesh: the module is sharded over .*gossip=2.* which is not mesh\["shard"\]'),
+        (
+            with_swapped_names,
+            r"^mesh must have .*'gossip', 'shard'., got .'shard', 'gossip'.; make it by gossip.make_sh",
+        ),
+        (
+            with_the_shard_dimension_alone,
+            r"^mesh must have .*'gossip', 'shard'., got .'shard',.; make it by gossip.make_",
+        ),
+        (on_the_meta_device, r"^parameter 'weight' is on the meta device; materialise the module"),
+    )
+}
+
+
+def refuse(name: str) -> None:
+    row = REFUSED[name]
+    with pytest.raises(ValueError, match=row.text) as caught:
+        row.make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_meshes_that_are_not_the_modules_are_refused_in_one_line(name: str) -> None:
+    run_ranks(refuse, name, world_size=4)
+
+
+ODD_RANK = 1
+
+
+def other_clipping() -> None:
+    mesh = make_mesh(2, 2)
+    wrap(sharded(mesh), mesh, clip_grad_norm=1.0 if dist.get_rank() == ODD_RANK else None)
+
+
+def other_clipping_at_a_place() -> None:
+    mesh = make_mesh(2, 2)
+    wrap(sharded(mesh), mesh, clip_grad_norm=1.0 if dist.get_rank() % 2 == ODD_RANK else None)
+
+
+def unknown_topology() -> None:
+    mesh = make_mesh(2, 2)
+    wrap(sharded(mesh), mesh, topology="moebius" if dist.get_rank() == ODD_RANK else "ring")
+
+
+def other_layers() -> None:
+    mesh = make_mesh(2, 2)
+    module = nn.Linear(4, 6 if dist.get_rank() < 2 else 4)
+    wrap(fully_shard(module, mesh=mesh["shard"]), mesh)
+
+
+def not_sharded() -> None:
+    mesh = make_mesh(2, 2)
+    module = sharded(mesh)
+    wrap(nn.Linear(4, 4) if dist.get_rank() == ODD_RANK else module, mesh)
+
+
+def other_mesh() -> None:
+    mesh = make_mesh(2, 2)
+    wrap(sharded(mesh), mesh["shard"] if dist.get_rank() == ODD_RANK else mesh)
+
+
+UNEQUAL = {
+    make.__name__: Row(make, text)
+    for make, text in (
+        (other_clipping, "clip_grad_norm is none on rank 0, but 1 "),
+        (other_clipping_at_a_place, "clip_grad_norm is none on rank 0, but 1 "),
+        (unknown_topology, "unknown topology 'moebius'"),
+        (other_layers, "[2, 4]"),
+        (not_sharded, "the module is not sharded"),
+        (other_mesh, "mesh must have the dimensions"),
+    )
+}
+
+
+def error_of(name: str) -> str:
+    with pytest.raises((ValueError, ManifestError, ExchangeError)) as caught:
+        UNEQUAL[name].make()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_ranks_that_are_built_unequally_all_get_an_error(name: str) -> None:
+    """Those of other groups, and of the same group, too; within the time-out."""
+    texts = run_ranks(error_of, name, world_size=4)
+    assert UNEQUAL[name].text in texts[ODD_RANK]
+    for rank, text in enumerate(texts):
+        assert "\n" not in text
+        told = UNEQUAL[name].text in text
+        assert told or f"rank {ODD_RANK} is absent" in text or "rank 0 is absent" in text, (rank, text)

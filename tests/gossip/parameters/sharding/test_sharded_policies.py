@@ -1,0 +1,267 @@
+"""The options of ``fully_shard`` and the forms of a loop: dtypes, checkpointing, resharding, forwards in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_loops import ADAMW, batches, loop_over, make_mesh
+from sharded_models import values_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from gossip import GossipDataParallel
+
+NUM_STEPS = 3
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Net(nn.Module):
+    """Layers of which the first one's inputs need no gradient; sizes that two ranks do not divide."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 6)])
+        self.scale = nn.Parameter(torch.ones(6))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing == "model":
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.checkpointing in ("reentrant", "not reentrant"):
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant").tanh()
+            else:
+                x = layer(x).tanh()
+        return x * self.scale
+
+
+def once(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x).float(), x.float().flip(1))
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Two forward passes, and one backward pass through both."""
+    return once(model, x) + once(model, 2 * x)
+
+
+def beside_another(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Forward passes that nobody backpropagates, with gradients and without, before the one that counts and after."""
+    with torch.no_grad():
+        model(3 * x)
+    once(model, 2 * x)
+    loss = once(model, x)
+    with torch.no_grad():
+        model(3 * x)
+    return loss
+
+
+def of_inputs_that_need_gradients(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return once(model, x.requires_grad_(True))
+
+
+class Policy:
+    """How a module is sharded, and the loop."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = FP32,
+        layers: dict[str, Any] | None = None,
+        root: dict[str, Any] | None = None,
+        checkpointing: str = "",
+        loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = once,
+        **options: Any,
+    ) -> None:
+        self.dtype, self.checkpointing, self.loss_of = dtype, checkpointing, loss_of
+        self.layers = {**options, **(layers or {})}
+        self.root = {**options, **(root or {})}
+
+    def make(self, mesh: Any) -> nn.Module:
+        module = Net(self.checkpointing).to(self.dtype)
+        for layer in module.layers:
+            fully_shard(layer, mesh=mesh["shard"], **self.layers)
+        return fully_shard(module, mesh=mesh["shard"], **self.root)
+
+
+def mixed(**dtypes: torch.dtype) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(**dtypes)}
+
+
+POLICIES: dict[str, Policy] = {
+    "bf16, reduced in float32": Policy(**mixed(param_dtype=BF16, reduce_dtype=FP32)),
+    "bf16, output in float32": Policy(
+        **mixed(param_dtype=BF16, reduce_dtype=FP32),
+        root=mixed(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32),
+    ),
+    "output in float64": Policy(root=mixed(output_dtype=FP64)),
+    "bf16": Policy(**mixed(param_dtype=BF16)),
+    "fp16": Policy(**mixed(param_dtype=FP16)),
+    "reduced in bf16": Policy(**mixed(reduce_dtype=BF16)),
+    "parameters in bf16": Policy(dtype=BF16),
+    "parameters in bf16, reduced in float32": Policy(dtype=BF16, **mixed(reduce_dtype=FP32)),
+    "parameters in float64, bf16": Policy(dtype=FP64, **mixed(param_dtype=BF16, reduce_dtype=FP32)),
+    "resharded": Policy(reshard_after_forward=True),
+    "kept": Policy(reshard_after_forward=False),
+    "layers resharded, root kept": Policy(
+        layers={"reshard_after_forward": True}, root={"reshard_after_forward": False}
+    ),
+    "checkpointed": Policy(checkpointing="not reentrant"),
+    "checkpointed reentrantly": Policy(checkpointing="reentrant", loss_of=of_inputs_that_need_gradients),
+    "checkpointed as a whole": Policy(checkpointing="model"),
+    "checkpointed, kept": Policy(checkpointing="not reentrant", reshard_after_forward=False),
+    "two forward passes": Policy(loss_of=twice, reshard_after_forward=False),
+    "other forward passes": Policy(loss_of=beside_another),
+    "other forward passes, kept": Policy(loss_of=beside_another, reshard_after_forward=False),
+    "gradients of inputs": Policy(loss_of=of_inputs_that_need_gradients),
+}
+
+
+def train(name: str, by_hand: bool, options: dict[str, Any]) -> torch.Tensor:
+    policy, mesh = POLICIES[name], make_mesh(1, dist.get_world_size())
+    module = policy.make(mesh)
+    with loop_over(module, mesh, by_hand=by_hand, **options) as (model, end_step):
+        for step, x in enumerate(batches(NUM_STEPS, 3, 6)):
+            policy.loss_of(model, x.to(policy.dtype)).backward()
+            end_step()
+            assert by_hand or model.step == step + 1
+        return values_of(module)
+
+
+MODES: dict[str, dict[str, Any]] = {"bucketwise": {"bucket_cap_mb": 1e-4}, "gathered": {"clip_grad_norm": 1e9}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_train_as_by_hand_bit_for_bit(name: str, mode: str) -> None:
+    wanted = run_ranks(train, name, True, {}, world_size=2)[0]
+    for values in run_ranks(train, name, False, MODES[mode], world_size=2):
+        assert values.dtype == wanted.dtype
+        assert torch.equal(values, wanted)
+
+
+POLICIES["resharded to two ranks of four"] = Policy(reshard_after_forward=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_are_resharded_to_a_part_of_the_group_train_as_by_hand_bit_for_bit(mode: str) -> None:
+    wanted = run_ranks(train, "resharded to two ranks of four", True, {}, world_size=4)[0]
+    for values in run_ranks(train, "resharded to two ranks of four", False, MODES[mode], world_size=4):
+        assert torch.equal(values, wanted)
+
+
+class Row(NamedTuple):
+    """What is refused: a module, and how it is sharded."""
+
+    make: Callable[[], nn.Module]
+    options: dict[str, Any]
+    text: str
+
+
+def of_dtype(dtype: torch.dtype) -> nn.Module:
+    module = nn.Module()
+    module.rows = nn.Parameter(torch.zeros(4, 4).to(dtype))
+    return module
+
+
+CANNOT_BE_REDUCED = {
+    "gathered in fp8": Row(
+        lambda: nn.Linear(4, 4),
+        mixed(param_dtype=torch.float8_e4m3fn, reduce_dtype=FP32),
+        r"parameter 'weight' is sharded with param_dtype torch.float8_e4m3fn; only float64, .* MixedPrecisionPolicy",
+    ),
+    "reduced in fp8": Row(
+        lambda: nn.Linear(4, 4),
+        mixed(reduce_dtype=torch.float8_e5m2),
+        r"parameter 'weight' is sharded with reduce_dtype torch.float8_e5m2; only float64, .* MixedPrecisionPolicy",
+    ),
+    "reduced as complex numbers": Row(
+        lambda: nn.Linear(4, 4),
+        mixed(reduce_dtype=torch.complex64),
+        r"'weight' is sharded with reduce_dtype torch.complex64",
+    ),
+    "fp8": Row(lambda: of_dtype(torch.float8_e4m3fn), {}, r"parameter 'rows' .* torch.float8_e4m3fn; only float64"),
+    "complex": Row(lambda: of_dtype(torch.complex64), {}, r"parameter 'rows' .* torch.complex64; only float64"),
+    "sparse": Row(
+        lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)),
+        {},
+        r"parameter '0.weight' has sparse gradients, .*; build module '0' with sparse=False",
+    ),
+}
+
+
+def refuse(name: str) -> None:
+    row, mesh = CANNOT_BE_REDUCED[name], make_mesh(2, 2)
+    module = fully_shard(row.make(), mesh=mesh["shard"], **row.options)
+    with pytest.raises(ValueError, match=f"^{row.text}") as caught:
+        GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_REDUCED)
+def test_gradients_that_cannot_be_reduced_are_refused_by_the_name_of_their_parameter(name: str) -> None:
+    run_ranks(refuse, name, world_size=4)
+
+
+OVERFLOWS_AT = 2
+
+
+def scale(is_sharded: bool, in_backward: bool) -> tuple[torch.Tensor, list[float], list[int]]:
+    """Values after the run; by step the scale before it, and whether the step changed the values of this rank."""
+    module: Any = nn.Linear(4, 4)
+    with torch.no_grad():
+        module.weight.fill_(0.5)
+        module.bias.fill_(0.25)
+    mesh = make_mesh(2, 2) if is_sharded else None
+    if mesh is not None:
+        fully_shard(module, mesh=mesh["shard"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scales, changed = [], []
+    model = GossipDataParallel(
+        module, ADAMW, "ring", algorithm="adapt_then_combine", mesh=mesh, scaler=scaler, step_in_backward=in_backward
+    )
+    with model:
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + model.rank)
+            x = torch.randn(4, 4, generator=generator)
+            if is_sharded:
+                x = x[dist.get_rank() % 2 :: 2]
+            weights = torch.ones(4)
+            if step == OVERFLOWS_AT and dist.get_rank() == (2 if is_sharded else 1):
+                weights[0] = float("inf")  # the gradients of the first rows, which another rank of the group has not
+            loss = (model(x).square() * weights).mean()
+            scaler.scale(loss).backward()
+            scales.append(scaler.get_scale())
+            if not in_backward:
+                scaler.step(model.optimizer)
+                scaler.update()
+                model.zero_grad()
+            stats = model.stats()
+            assert stats is not None
+            changed.append(stats.num_skipped)
+        assert model.step == 6
+        model.state_dict()  # combines what is in flight
+        values = (
+            values_of(module) if is_sharded else torch.cat([each.detach().flatten() for each in module.parameters()])
+        )
+        return values, scales, changed
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_an_overflow_on_one_rank_skips_the_update_of_its_group(in_backward: bool) -> None:
+    """As with two ranks that see what a group sees: everybody exchanges, and the scale halves one step later."""
+    found = run_ranks(scale, True, in_backward, world_size=4)
+    wanted = run_ranks(scale, False, in_backward, world_size=2)
+    assert {*wanted[0][1]} == {1024.0, 2048.0}
+    for rank, (values, scales, skipped) in enumerate(found):
+        torch.testing.assert_close(values, wanted[rank // 2][0], rtol=0, atol=1e-6)
+        assert scales == wanted[rank // 2][1]
+        assert skipped == wanted[rank // 2][2]
