@@ -75,12 +75,6 @@ def check_arguments(args: Any, model: Any) -> None:
     if is_sagemaker_mp_enabled() or is_sagemaker_dp_enabled():
         _refuse("SageMaker's parallelism", "it replaces torch.distributed; start the job with torchrun")
     _check_parallelism(args.parallelism_config, model)
-    if args.auto_find_batch_size:
-        _refuse(
-            "auto_find_batch_size=True",
-            "a rank that runs out of memory would start over while its peers wait for its step; lower "
-            "per_device_train_batch_size and raise gradient_accumulation_steps",
-        )
     if args.enable_jit_checkpoint:
         _refuse(
             "enable_jit_checkpoint=True",
@@ -130,7 +124,7 @@ def _refuse(what: str, remedy: str) -> None:
     raise ValueError(f"GossipTrainer does not train with {what}: {remedy}")
 
 
-def check_join(args: Any, checkpoint: Any) -> None:
+def check_join(args: Any) -> None:
     """Refuse what cannot work when ranks make different numbers of steps. Local.
 
     Raises
@@ -138,11 +132,6 @@ def check_join(args: Any, checkpoint: Any) -> None:
     ValueError
         An argument is refused; the text names it and says what to do.
     """
-    if checkpoint is not None:
-        raise ValueError(
-            f"resume_from_checkpoint={checkpoint!r} with join=True: each rank's position in its own batches is "
-            "not saved; train without a checkpoint, or give all ranks the same number of batches and join=False"
-        )
     if args.average_tokens_across_devices:
         raise ValueError(
             "average_tokens_across_devices=True with join=True: all ranks would wait in every step; set it to False"
@@ -152,6 +141,28 @@ def check_join(args: Any, checkpoint: Any) -> None:
             f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r} with join=True: all ranks would "
             "wait after every batch; leave it out"
         )
+
+
+def check_search(args: Any, accelerator: Any) -> None:
+    """Refuse what a rank that runs out of memory would leave its peers waiting in, unknown to gossip. Local.
+
+    Raises
+    ------
+    ValueError
+        An argument is refused; the text names it and says what to do.
+    """
+    refused = {
+        "average_tokens_across_devices=True": args.average_tokens_across_devices,
+        f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r}": args.include_num_input_tokens_seen
+        != "no",
+        "dispatch_batches=True": accelerator.dataloader_config.dispatch_batches,
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(
+                f"{text} with auto_find_batch_size=True: all ranks would wait in every step for one that has run out "
+                "of memory; leave one of the two out"
+            )
 
 
 def check_lengths(lengths: Sequence[Sequence[int]], *, joins: bool) -> None:

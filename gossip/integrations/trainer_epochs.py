@@ -24,10 +24,15 @@ class UnevenEpoch:
         The model.
     trainer : Trainer
         The trainer, at the beginning of an epoch.
+    number : int
+        The number of complete epochs before this one.
+    num_steps : int
+        The number of optimizer steps that this rank's batches suffice for.
     """
 
-    def __init__(self, model: GossipDataParallel, trainer: Any) -> None:
+    def __init__(self, model: GossipDataParallel, trainer: Any, number: int, num_steps: int) -> None:
         self._model, self._trainer = model, trainer
+        self._number, self._num_steps = number, num_steps
         self._first, self._first_global = model.step, trainer.state.global_step
         self._loss = trainer._tr_loss.clone()
         self._due = dict.fromkeys(_DUE, False)
@@ -56,12 +61,36 @@ class UnevenEpoch:
         trainer._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree(self, made: int, own: int) -> None:
-        """Agree with the other ranks: a rank without batches wants to stop, but all continue while one has some."""
+        """Agree with the other ranks: a rank without batches wants to stop, but all continue while one has some.
+
+        The epoch is complete, and training can be resumed after it, unless a rank stopped before its last batch.
+        """
         trainer, control = self._trainer, self._trainer.control
         stops = control.should_training_stop and (own > 0 or made == 0)
-        said = json.dumps(self._due | {"stops": stops or trainer.state.global_step >= trainer.state.max_steps})
+        share = own / self._num_steps if control.should_training_stop and own > 0 else 1.0
+        stops_for_all = stops or trainer.state.global_step >= trainer.state.max_steps
+        said = json.dumps(self._due | {"stops": stops_for_all, "share": min(share, 1.0)})
         answers = self._model.world.gather_bytes(said.encode(), "agreeing on what is due at the end of an epoch")
         due = [json.loads(answer) for answer in answers]
         for name in _DUE:
             setattr(control, name, any(each[name] for each in due))
         control.should_training_stop = any(each["stops"] for each in due)
+        trainer.state.epoch = self._number + min(each["share"] for each in due)
+
+
+def complete_epochs(epoch: float | None) -> int:
+    """Return after how many epochs a checkpoint was saved, by the ``epoch`` of the trainer's state in it. Local.
+
+    Raises
+    ------
+    ValueError
+        It was saved within an epoch.
+    """
+    done = epoch or 0.0
+    if not float(done).is_integer():
+        raise ValueError(
+            f"resume_from_checkpoint with join=True: the checkpoint was saved after {done:.2f} epochs, and how far "
+            "each rank had come in its own batches is not saved; resume from a checkpoint that was saved at the end "
+            "of an epoch"
+        )
+    return int(done)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import nn
 from transformers import Trainer
 
 from gossip import GossipDataParallel, World, load, save
+from gossip.integrations.trainer_batch_size import BatchSizeSearch
 from gossip.integrations.trainer_checks import (
     check_accelerator,
     check_arguments,
     check_join,
     check_lengths,
     check_options,
+    check_search,
 )
-from gossip.integrations.trainer_epochs import UnevenEpoch
+from gossip.integrations.trainer_epochs import UnevenEpoch, complete_epochs
 from gossip.wrapper import DEFAULT_TIMEOUT
 
 _FOLDER = "gossip"
@@ -81,6 +84,7 @@ class GossipTrainer(Trainer):
         self._gossip_model: GossipDataParallel | None = None
         self._training = contextlib.ExitStack()
         self._epoch: UnevenEpoch | None = None
+        self._search: BatchSizeSearch | None = None
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -99,8 +103,26 @@ class GossipTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, with a model that ends up equal on all ranks. Collective."""
+        if self.args.auto_find_batch_size:
+            check_search(self.args, self.accelerator)
+        self._search = None
         with contextlib.ExitStack() as self._training:
             return super().train(*args, **kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        train = functools.partial(super()._inner_training_loop, *args, **kwargs)
+        if not self.args.auto_find_batch_size:
+            return train()
+        if self._search is None:
+            self._search = BatchSizeSearch(self, self._timeout)
+        return self._search.attempt(train, self._give_up)
+
+    def _give_up(self, error: BaseException) -> bool:
+        """End communication after an error of an attempt, unless it has not begun or has been ended. Local."""
+        if self._gossip_model is None:
+            return False
+        self._training.__exit__(type(error), error, error.__traceback__)
+        return True
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Return the Trainer's values, after comparing the ranks' numbers of batches. Collective."""
@@ -112,7 +134,7 @@ class GossipTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._joins:
-            check_join(self.args, resume_from_checkpoint)
+            check_join(self.args)
         if isinstance(self.optimizer, AcceleratedOptimizer):  # of an earlier train()
             self.optimizer = self.optimizer.optimizer
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -148,6 +170,11 @@ class GossipTrainer(Trainer):
         return None if self._steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)
 
     @property
+    def _timeout(self) -> timedelta:
+        timeout: timedelta = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
+        return timeout
+
+    @property
     def _steps_in_backward(self) -> bool:
         steps: bool = self._gossip_options.get("step_in_backward", True)
         return steps
@@ -156,15 +183,29 @@ class GossipTrainer(Trainer):
         if self._epoch is not None:
             self._epoch.put_off(self.control, (tr_loss, grad_norm, *args), kwargs)
             return
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._await_all("logging, evaluating or saving")
         if self._steps_in_backward and self.control.should_log and self._gossip_model is not None:
             grad_norm = self._gossip_model.grad_norm  # read only where it is logged, since reading waits for the GPU
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epochs_trained, steps_trained = super()._init_training_state(*args, **kwargs)
+        if not self._joins:
+            return epochs_trained, steps_trained
+        return complete_epochs(self.state.epoch), 0  # the steps of a rank with more batches are counted on all
+
+    def _await_all(self, what: str) -> None:
+        """Before a collective of the Trainer's own, see that no rank has run out of memory: it would not come."""
+        if self._search is not None and self._gossip_model is not None:
+            self._gossip_model.world.gather_bytes(b"", what)
+
     def _run_epoch(self, model: GossipDataParallel, **kwargs: Any) -> None:
+        self._await_all("beginning an epoch")
         if not self._joins:
             super()._run_epoch(model=model, **kwargs)
             return
-        self._epoch = epoch = UnevenEpoch(model, self)
+        self._epoch = epoch = UnevenEpoch(model, self, kwargs["epoch"], kwargs["num_update_steps_per_epoch"])
         try:
             with model.join():
                 super()._run_epoch(model=model, **kwargs)
@@ -216,8 +257,9 @@ class GossipTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        timeout = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
-        with contextlib.closing(World(timeout)) as world:  # a rank might not have access to the checkpoint's folder
+        with contextlib.closing(
+            World(self._timeout)
+        ) as world:  # a rank might not have access to the checkpoint's folder
             tensors = itertools.chain(self.model.parameters(), self.model.buffers())
             world.broadcast_(tensors, "broadcasting the best model from rank 0")
 

@@ -48,6 +48,13 @@ class OwnData(GossipTrainer):
         return DataLoader(self.train_dataset, batch_size=2)
 
 
+class Shuffled(OwnData):
+    """In another order in every epoch."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_dataset, batch_size=2, shuffle=True)
+
+
 class Watch(TrainerCallback):
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -104,8 +111,34 @@ def train(folder: Path, options: dict[str, Any]) -> None:
         setattr(refused.args, argument, value)
         with pytest.raises(ValueError, match=f"{argument}=.*join=True"):
             refused.train()
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*join=True"):
-        trainer.train(resume_from_checkpoint=True)
+
+
+def resume(folder: Path, options: dict[str, Any]) -> None:
+    """From the end of an epoch, where each rank begins its own batches anew, shuffled as without the interruption."""
+    data = Tokens(2 * num_batches(), first_sample())
+    given = {"learning_rate": LR, "train_dataset": data, "gossip": options, "join": True, "num_train_epochs": 3}
+    saving = {"save_strategy": "epoch"}
+    whole = make_trainer(folder, make_module(), Watch(), Shuffled, **given, **saving)
+    whole.train()
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (10, 15, 5)]
+    resumed = make_trainer(folder, make_module(), Watch(), Shuffled, **given)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    torch.testing.assert_close(flat(resumed.model), flat(whole.model), rtol=0, atol=0)
+    assert (resumed.state.global_step, resumed.state.epoch) == (15, 3.0)
+    losses = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, resumed)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+
+def do_not_resume_within_an_epoch(folder: Path) -> None:
+    """The rank that has written the trainer's state had no more batches, the other one had two."""
+    given = {"train_dataset": Tokens(2 * num_batches(), first_sample()), "join": True, "save_strategy": "epoch"}
+    stopped = make_trainer(folder, make_module(), Watch(), OwnData, max_steps=8, **given)
+    stopped.train()
+    assert (stopped.state.global_step, stopped.state.epoch) == (8, pytest.approx(1.6))
+    again = make_trainer(folder, make_module(), Watch(), OwnData, max_steps=20, **given)
+    with pytest.raises(ValueError, match=r"saved after 1.60 epochs.*at the end of an epoch"):
+        again.train(resume_from_checkpoint=True)
 
 
 def train_on_streams(folder: Path, options: dict[str, Any]) -> None:
@@ -133,6 +166,8 @@ def both(folder: Path) -> None:
         for name, options in (("fused", {}), ("plain", {"step_in_backward": False})):
             train(folder / name, options)
             train_on_streams(folder / name / "streams", options)
+            resume(folder / name / "resumed", options)
+        do_not_resume_within_an_epoch(folder / "stopped")
 
 
 def test_ranks_of_different_lengths_join(tmp_path: Path) -> None:

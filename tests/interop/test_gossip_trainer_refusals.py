@@ -51,7 +51,6 @@ def wrapped(_: TrainingArguments, module: nn.Module) -> dict[str, Any]:
 CASES: dict[str, tuple[Callable[[TrainingArguments, nn.Module], dict[str, Any]], str]] = {
     "DeepSpeed": (of_arguments(deepspeed={"zero_optimization": {"stage": 2}}), r"deepspeed=\{.*a whole replica"),
     "FSDP": (of_arguments(fsdp=True), r"fsdp=True.*a whole replica"),
-    "batch size": (of_arguments(auto_find_batch_size=True), r"auto_find_batch_size=True.*per_device_train_batch_size"),
     "just in time": (of_arguments(enable_jit_checkpoint=True), r"enable_jit_checkpoint=True.*save_steps"),
     "unused parameters": (of_arguments(ddp_find_unused_parameters=False), "ddp_find_unused_parameters=False.*no flag"),
     "buckets of DDP": (of_arguments(ddp_bucket_cap_mb=10), r"ddp_bucket_cap_mb=10.*gossip=\{.bucket_cap_mb"),
