@@ -38,6 +38,18 @@ def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
     assert re.search(PRINTED[page, number], run.stdout), run.stdout
 
 
+def test_the_example_of_accelerate_under_its_own_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(code("docs/accelerate.md", 0))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    port = ["--main_process_port", "0"]  # any that is free
+    run = subprocess.run(
+        [*launcher, *port, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(PRINTED["docs/accelerate.md", 0], run.stdout), run.stdout
+    assert len(run.stdout.splitlines()) == 3
+
+
 def test_a_trainer_of_another_kind_gossips() -> None:
     trainer = defined("docs/transformers.md", 1, GossipTrainer=GossipTrainer, Seq2SeqTrainer=Seq2SeqTrainer)
     assert issubclass(trainer["GossipSeq2SeqTrainer"], Seq2SeqTrainer)
