@@ -1,0 +1,111 @@
+"""What a group sends in a step is what one replica would, and what a rank keeps is its share of one."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from sharded_loops import ADAMW, make_mesh
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from gossip import GossipDataParallel, StepStats
+
+SIZE = 128
+NUM_LAYERS = 8
+NUM_BYTES = 4 * NUM_LAYERS * (SIZE + 1) * SIZE
+"""Of the parameters of a replica."""
+BUCKET_BYTES = 150_000
+
+
+def make_model(num_groups: int, ranks_per_group: int, **options: Any) -> GossipDataParallel:
+    module = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(NUM_LAYERS)])
+    mesh = None if ranks_per_group == 1 else make_mesh(num_groups, ranks_per_group)
+    if mesh is not None and "shard" not in options:
+        for layer in module:
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(module, mesh=mesh["shard"])
+    return GossipDataParallel(module, ADAMW, "ring", mesh=mesh, bucket_cap_mb=BUCKET_BYTES / 2**20, **options)
+
+
+def train(model: GossipDataParallel, num_steps: int) -> StepStats:
+    for _ in range(num_steps):
+        model(torch.ones(2, SIZE)).square().mean().backward()
+    stats = model.stats()
+    assert stats is not None
+    return stats
+
+
+def count_bytes(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> int:
+    with make_model(num_groups, ranks_per_group, **options) as model:
+        return train(model, 3).bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "ranks_per_group", "compression", "divided"),
+    [
+        (2, 2, None, "all"),
+        (2, 2, "bf16", "all"),
+        (2, 2, "int8", "all"),
+        (2, 2, "int4", "all"),
+        (2, 2, "int8", "optimizer"),
+        (3, 2, None, "optimizer"),
+        (2, 4, "int8", "all"),
+    ],
+)
+def test_a_group_sends_the_bytes_of_one_replica(
+    num_groups: int, ranks_per_group: int, compression: str | None, divided: str
+) -> None:
+    """Each rank its share of them. int8 and int4 add to the values what tells whether a message can be decoded."""
+    options: dict[str, Any] = {"compression": compression}
+    whole = run_ranks(count_bytes, num_groups, 1, options, world_size=num_groups)
+    if divided == "optimizer":
+        options["shard"] = divided
+    found = run_ranks(count_bytes, num_groups, ranks_per_group, options, world_size=num_groups * ranks_per_group)
+    num_peers = min(2, num_groups - 1)
+    bits = {None: 32, "bf16": 16, "int8": 8, "int4": 4}[compression]
+    values_bytes = num_peers * NUM_BYTES * bits / 32
+    for sent in whole:
+        assert values_bytes <= sent <= (1.0 if bits >= 16 else 1.15) * values_bytes
+    for group in range(num_groups):
+        shares = found[group * ranks_per_group : (group + 1) * ranks_per_group]
+        assert shares == [pytest.approx(whole[group] / ranks_per_group, rel=0.01)] * ranks_per_group
+        if bits >= 16:
+            assert sum(shares) == whole[group]
+
+
+def kept_bytes() -> int:
+    """Of all tensors that are alive, each memory once."""
+    gc.collect()
+    sizes = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and type(each) in (torch.Tensor, nn.Parameter):
+            storage = each.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> int:
+    before = kept_bytes()
+    with make_model(num_groups, ranks_per_group, **options) as model:
+        train(model, 3)
+        return kept_bytes() - before
+
+
+@pytest.mark.parametrize("divided", ["all", "optimizer"])
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_rank_keeps_its_share_of_a_replica_between_steps(compression: str | None, divided: str) -> None:
+    """Parameters, the optimizer's state and what is in flight; no gradients, and no parameters twice.
+
+    A compression works on a bucket at a time, in memory that is as large for a shard as for a replica.
+    """
+    options: dict[str, Any] = {"compression": compression}
+    whole = run_ranks(keep, 2, 1, options, world_size=2)[0]
+    assert whole >= 3 * NUM_BYTES
+    if divided == "optimizer":
+        options["shard"] = divided
+    for share in run_ranks(keep, 2, 2, options, world_size=4):
+        assert 0.98 * whole / 2 <= share <= 1.02 * whole / 2 + (0 if compression is None else BUCKET_BYTES)
