@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gossip.checkpoints.all_or_none import together
-from gossip.checkpoints.checkpoint_files import sync_folder
 from gossip.checkpoints.checkpoint_layout import exported_tensors
 from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.checkpoints.trained_models import TrainedModel, jointly
 
 
@@ -22,7 +22,10 @@ def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
 
     ``safetensors.torch.load_model(module, path)`` reads the file. The model is not changed, and training continues bit
     for bit. The file holds the mean over ranks of parameters and float buffers, summed in float32 or wider, rank 0's
-    integer buffers, and tied weights once. Rank 0 holds the whole result in memory, the others 16 MiB of it at a time.
+    integer buffers, and tied weights once.
+
+    Tensors are averaged, gathered and written one after the other: rank 0 holds, in CPU memory, a single one at a time,
+    at most the largest of the model, and a few chunks of 16 MiB; the other ranks hold a few chunks.
 
     Parameters
     ----------
@@ -60,8 +63,25 @@ def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
 
 def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
     replicas.check_alive()
-    tensors = replicas.averages(path)
-    together(replicas, f"exporting to {path}", lambda: _write(module, tensors, path) if replicas.process == 0 else None)
+    what = f"exporting to {path}"
+    with SafetensorsFile(path, replicas.exported(), _metadata(module)) as file:
+        together(replicas, what, lambda: file.begin() if replicas.process == 0 else None)
+        failure: Exception | None = None
+        for name, tensor in replicas.averages():
+            if tensor is not None and failure is None:
+                try:
+                    file.write(name, tensor)
+                except Exception as error:
+                    failure = error  # the others are told at the end: in between, they average with this rank
+            del tensor
+
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+            if replicas.process == 0:
+                file.finish()
+
+        together(replicas, what, finish)
     return path
 
 
@@ -72,26 +92,23 @@ def write_module(module: nn.Module, path: Path) -> None:
     ------
     OSError
         The file cannot be written. An existing file is intact.
+    CheckpointError
+        The folder does not exist, or the format does not have the dtype of a tensor.
     """
-    _write(module, {name: tensor.cpu().contiguous() for name, tensor in exported_tensors(module)}, path)
+    tensors = dict(exported_tensors(module))
+    with SafetensorsFile(path, tensors, _metadata(module)) as file:
+        file.begin()
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+        file.finish()
 
 
-def _write(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    import safetensors.torch
-
+def _metadata(module: nn.Module) -> dict[str, str]:
+    """Return what safetensors' own ``save_model`` leaves about tied weights."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tied = {
         name: names[id(parameter)]
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if names[id(parameter)] != name
     }
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        # The metadata is what safetensors' own save_model leaves about tied weights.
-        safetensors.torch.save_file(tensors, partial, metadata={"format": "pt", **tied})
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+    return {"format": "pt", **tied}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from gossip.checkpoints.checkpoint_layout import describe_buckets, describe_module, describe_optimizers
+from gossip.checkpoints.checkpoint_layout import (
+    describe_buckets,
+    describe_module,
+    describe_optimizers,
+    exported_tensors,
+)
 from gossip.checkpoints.random_states import rng_states
-from gossip.checkpoints.rank_averages import averages_over_ranks
+from gossip.checkpoints.rank_averages import Mean, means_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.manifest import describe_topology
@@ -117,7 +121,13 @@ class RankReplica(Replicas):
         (state,) = states
         return restore_replica(self._engine, self._optimizers, state)
 
-    def averages(self, path: Path) -> dict[str, torch.Tensor]:
+    def exported(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("meta") for name, tensor in exported_tensors(self._engine.module)}
+
+    def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((mean.name, mean.assemble(is_kept=self.process == 0)) for mean in self._means())
+
+    def _means(self) -> Iterator[Mean]:
         check_evaluated(self._optimizers, "export()")
         settle(self._engine, self._world)
-        return averages_over_ranks(self, self._engine, self._world, path)
+        return means_over_ranks(self, self._engine, self._world)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,11 +102,20 @@ class Replicas(ABC):
         """
 
     @abstractmethod
-    def averages(self, path: Path) -> dict[str, torch.Tensor]:
-        """Return the mean over ranks by name in process 0, elsewhere an empty dict, for the file ``path``. Collective.
+    def exported(self) -> dict[str, torch.Tensor]:
+        """Return name, shape and dtype of what :meth:`averages` yields, as tensors without values ("meta"). Local."""
+
+    @abstractmethod
+    def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Return an iterator over the mean of each tensor in process 0, elsewhere None, by name. Collective.
+
+        All processes must run through it to the end. No mean is computed before it is asked for; who drops each before
+        the next holds a single one at a time.
 
         Raises
         ------
-        CheckpointError
-            The file cannot be created; raised in every process.
+        ManifestError
+            The ranks' tensors differ in shape; raised in every process, before the iterator is returned.
+        ExchangeError
+            A process did not take part in time.
         """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gossip.checkpoints.checkpoint_layout import describe_module
+from gossip.checkpoints.joined_shards import join_shards, whole_shape
+from gossip.checkpoints.rank_averages import Mean
 from gossip.checkpoints.rank_replica import RankReplica
-from gossip.parameters.buffers import is_averaged
+from gossip.parameters.buffers import is_averaged, persistent_buffers
 from gossip.wrapper import GossipDataParallel
 
 
@@ -28,10 +29,10 @@ class ShardedReplica(RankReplica):
         shards = self._engine.shards
         assert shards is not None
         self._shards = shards
-        self.num_shards, self.place = shards.world.world_size, shards.world.rank
-        self.process = model.rank * self.num_shards + self.place
+        self.num_shards, self.place = shards.num_shards, shards.place
+        self.process = model.rank * shards.world.world_size + shards.world.rank
         self.ranks = range(self.process, self.process + 1)
-        self.world_size = self.num_processes = model.world_size * self.num_shards
+        self.world_size = self.num_processes = model.world_size * shards.world.world_size
 
     def gather(self, payload: bytes, what: str) -> list[bytes]:
         with self._engine.fatal():
@@ -40,28 +41,44 @@ class ShardedReplica(RankReplica):
             everyone = self._world.gather_bytes(joined, what)
         return [bytes.fromhex(each) for of_group in everyone for each in json.loads(of_group)]
 
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        left_out = super().restore(states)
+        self._shards.changed()
+        return left_out
+
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "shard": describe_module(self._engine.module)}
 
-    def averages(self, path: Path) -> dict[str, torch.Tensor]:
-        """Rank 0 holds the result; the others a shard of it, and the whole of one chunk at a time."""
-        shards = super().averages(path)
-        if self._model.rank:
-            return {}
-        lengths = self._lengths()
-        whole: dict[str, torch.Tensor] = {}
+    def exported(self) -> dict[str, torch.Tensor]:
+        lengths = self._lengths() if self.num_shards > 1 else {}
+        return {
+            name: tensor.new_empty(whole_shape(tensor.shape, *lengths[name])) if name in lengths else tensor
+            for name, tensor in super().exported().items()
+        }
+
+    def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Rank 0 holds the result; the others a chunk of their shard, and of all shards a chunk altogether."""
+        means = self._means()
+        lengths = self._lengths() if self.num_shards > 1 else {}
+        return ((mean.name, self._whole(mean, lengths.get(mean.name))) for mean in means)
+
+    def _whole(self, mean: Mean, divided: tuple[int, int] | None) -> torch.Tensor | None:
+        """Return the mean of a tensor, whole, on rank 0; ``divided`` says along which dimension it is, and its length.
+
+        The ranks of the first group have the means of all shards together, and buffers of their own.
+        """
+        is_first = self.process == 0
+        if self._model.rank or (divided is None and mean.name not in dict(persistent_buffers(self._engine.module))):
+            return mean.assemble(is_kept=is_first)
         with self._engine.fatal():
-            for name, tensor in shards.items():
-                if name in lengths:
-                    gathered = self._shards.gather(tensor, *lengths[name], f"gathering {name!r}")
-                elif is_averaged(tensor):
-                    gathered = tensor.clone()
-                    self._shards.world.average_(gathered, f"averaging buffer {name!r} over the shard group")
-                else:
-                    gathered = tensor
-                if self.process == 0 and gathered is not None:
-                    whole[name] = gathered
-        return whole
+            if divided is not None:
+                return join_shards(mean, *divided, self._shards.gather, self.num_shards, is_first=is_first)
+            tensor = mean.assemble(is_kept=True)
+            assert tensor is not None
+            if is_averaged(tensor):
+                values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                self._shards.world.average_(values, f"averaging buffer {mean.name!r} over the group")
+        return tensor if is_first else None
 
     def _lengths(self) -> Mapping[str, tuple[int, int]]:
-        return self._shards.replica.lengths()
+        return super()._lengths() if self.num_shards == 1 else self._shards.lengths()

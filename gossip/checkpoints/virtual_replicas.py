@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,17 +186,19 @@ class VirtualReplicas(Replicas):
             if not bool(reached.all()):
                 self._updater.reached[name] = reached
 
-    def averages(self, path: Path) -> dict[str, torch.Tensor]:
-        if not path.parent.is_dir():
-            raise CheckpointError(f"{path.parent} is not a folder; create it first")
-        weights, first = self._exchanges.weights(), self._shards[0]
-        averages = {}
+    def _stacks(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Yield of each tensor that is exported the stacks of all devices."""
         for name, _ in exported_tensors(self._workers.module):
-            of_shard = "parameters" if name in first.parameters else "buffers"
-            stacks = [getattr(shard, of_shard)[name].detach() for shard in self._shards]
-            values = mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
-            averages[name] = values.cpu().contiguous()
-        return averages
+            of_shard = "parameters" if name in self._shards[0].parameters else "buffers"
+            yield name, [getattr(shard, of_shard)[name].detach() for shard in self._shards]
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        return {name: stacks[0][0].to("meta") for name, stacks in self._stacks()}
+
+    def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        weights = self._exchanges.weights()
+        for name, stacks in self._stacks():
+            yield name, mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
 
 
 def _rows(stacks: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:

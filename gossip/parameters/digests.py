@@ -15,7 +15,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
     digest = hashlib.sha256()
     for tensor in tensors:
         for chunk in chunks_in_memory_order(tensor):
-            digest.update(chunk.detach().cpu().view(torch.uint8).numpy().data)
+            digest.update(chunk.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -28,6 +28,7 @@ class Everything(DroppingNet):
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("column", torch.arange(12.0).view(4, 3)[:, 1])
 
 
 def export_while_training(folder: str) -> None:
@@ -54,6 +55,7 @@ def export_while_training(folder: str) -> None:
         if model.rank == 0:
             module = Everything()
             module.sliced = nn.Parameter(module.sliced.detach().clone())  # safetensors takes no tensor with gaps
+            module.column = module.column.clone()
             load_model(module, path)
             assert module.third.weight is module.second.weight
             for name, tensor in module.state_dict().items():
@@ -112,6 +114,28 @@ def export_and_fail(folder: str) -> None:
     ):
         gossip.export(model, path)
     os.fsync = fsync
+    pwrite, places = os.pwrite, []
+
+    def fill(descriptor: int, data: memoryview, place: int) -> int:
+        places.append(place)
+        if len(places) == 3:  # the header and one tensor are written, and others are not averaged yet
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, place)
+
+    os.pwrite = fill
+    with pytest.raises(CheckpointError, match=r"exporting to .*: rank 0: No space left on device .*model.safetensors"):
+        gossip.export(model, path)
+    os.pwrite = pwrite
+    assert len(places) == (3 if model.rank == 0 else 0)
+    torch.distributed.barrier()
+    assert names_in(folder) == ["model.safetensors"]
+    torch.distributed.barrier()
+    if model.rank == 0:
+        (Path(folder) / ".model.safetensors.partial").mkdir()
+    with pytest.raises(CheckpointError, match=r"exporting to .*: rank 0: Is a directory .*\.model.safetensors.partial"):
+        gossip.export(model, path)
+    if model.rank == 0:
+        (Path(folder) / ".model.safetensors.partial").rmdir()
     torch.distributed.barrier()
     assert names_in(folder) == ["model.safetensors"]
     assert path.read_bytes() == before

@@ -1,0 +1,121 @@
+"""How much memory an export takes beside the model: a tensor and some chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file
+from sharded_models import make_sharded
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gossip
+from gossip.checkpoints.exporting import write_module
+from gossip.parameters import digests
+
+CHUNK_BYTES = 2**14
+SOME_BYTES = 12 * CHUNK_BYTES
+WIDTH, NUM_LAYERS = 256, 8
+LARGEST_BYTES = 2 * WIDTH * WIDTH * 4
+TOTAL_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4 + LARGEST_BYTES
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most memory at any time of the tensors that were made in the block by this thread.
+
+    Attributes
+    ----------
+    peak : int
+        In bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        given = {key for key, _ in map(key_and_storage, tensors_in((args, kwargs)))}
+        for key, storage in map(key_and_storage, tensors_in(results)):
+            if key not in given:
+                self._made[key] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return results
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"]
+
+
+def key_and_storage(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def make_module() -> nn.Module:
+    """Several layers, the last of twice the size of the others."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 2 * WIDTH, bias=False))
+
+
+def peak_of(export: Callable[[], object]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "CHUNK_BYTES", CHUNK_BYTES)
+        with PeakBytes() as peak:
+            export()
+    return peak.peak
+
+
+def test_memory_of_everything_at_once_would_be_noticed() -> None:
+    module = make_module()
+
+    def collect() -> None:
+        copies = [parameter.detach().clone() for parameter in module.parameters()]
+        torch.zeros(len(copies))
+
+    assert TOTAL_BYTES <= peak_of(collect) <= TOTAL_BYTES + SOME_BYTES
+
+
+def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -> int:
+    module, arguments = make_module(), {}
+    if shape is not None:
+        module, arguments = make_sharded(module, shape, shard)
+    with gossip.GossipDataParallel(module, partial(torch.optim.SGD, lr=0.1), "ring", **arguments) as model:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        return peak_of(lambda: gossip.export(model, folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2), (1, 4), (2, 1)], ids=str)
+def test_rank_0_holds_a_tensor_and_the_others_chunks(shape: tuple[int, int] | None, tmp_path: Path) -> None:
+    world_size = 2 if shape is None else shape[0] * shape[1]
+    peaks = run_ranks(export_from_ranks, tmp_path, shape, "fsdp", world_size=world_size)
+    assert LARGEST_BYTES <= peaks[0] <= LARGEST_BYTES + SOME_BYTES < 0.5 * TOTAL_BYTES
+    assert max(peaks[1:], default=0) <= SOME_BYTES < 0.9 * LARGEST_BYTES
+    exported = load_file(tmp_path / "model.safetensors")
+    assert sum(tensor.nbytes for tensor in exported.values()) == TOTAL_BYTES
+
+
+def test_virtual_workers_hold_a_mean_at_a_time(tmp_path: Path) -> None:
+    workers = gossip.VirtualWorkers(make_module(), 2, partial(torch.optim.SGD, lr=0.1), "ring")
+    assert peak_of(lambda: gossip.export(workers, tmp_path / "model.safetensors")) <= LARGEST_BYTES + SOME_BYTES
+
+
+def test_module_is_written_from_where_it_is(tmp_path: Path) -> None:
+    module = make_module()
+    module[0].weight = nn.Parameter(module[0].weight.detach().t())
+    assert peak_of(lambda: write_module(module, tmp_path / "model.safetensors")) <= SOME_BYTES
