@@ -61,7 +61,7 @@ def command() -> int:
 
 
 def _program() -> str:
-    """How a user has started it."""
+    """Return the command by which the program was started."""
     return "topologies" if Path(sys.argv[0]).name == "topologies" else "python -m topologies"
 
 

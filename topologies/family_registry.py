@@ -137,7 +137,7 @@ def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -
 
 
 def _as_plain_data(value: Any) -> Any:
-    """Return an option as data that JSON can hold, with tuples for sequences; what is none stays as it is."""
+    """Return an option as data that JSON can hold, with tuples for sequences; other objects are returned unchanged."""
     if isinstance(value, Mapping):
         return {str(key): _as_plain_data(item) for key, item in value.items()}
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):

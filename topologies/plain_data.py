@@ -1,4 +1,4 @@
-"""Recorded options: plain data that nobody can change."""
+"""Recorded options: immutable plain data."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ class _Seeded:
 
 
 def check_schedule(argument: str, value: object, world_size: int | str = "world_size") -> None:
-    """Refuse what is no topology."""
+    """Raise TypeError for an object that is not a topology."""
     if not isinstance(value, Schedule):
         raise TypeError(
             f"{argument} must be a Topology, got {value!r} ({type(value).__name__}); make one with "
@@ -360,7 +360,7 @@ def check_schedule(argument: str, value: object, world_size: int | str = "world_
 
 
 def _check_is_round(value: object, number: int) -> None:
-    """Refuse what is no round."""
+    """Raise TypeError for an object that is not a round."""
     if not isinstance(value, Round):
         raise TypeError(
             f"function must return a Round, got {type(value).__name__} for round {number}; wrap a matrix in "

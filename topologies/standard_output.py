@@ -1,4 +1,4 @@
-"""What a program does whose output nobody reads to its end, as in ``program | head``."""
+"""The end of a program whose output is not read to its end, as in ``program | head``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = TypeVar("Status", int, int | None)
 
 
 def ends_quietly(main: Callable[[], Status]) -> Status | int:
-    """What ``main`` returns; status 141, without a word, if the reader of standard output has gone.
+    """Return the status of ``main``, or 141 without a message if the reader of standard output has gone.
 
     SIGPIPE itself stays ignored, as Python has it: it would end a process for a socket that a peer has closed.
 
@@ -29,7 +29,7 @@ def ends_quietly(main: Callable[[], Status]) -> Status | int:
         try:
             return main()
         finally:
-            sys.stdout.flush()  # here, for at the interpreter's end nobody could catch the error
+            sys.stdout.flush()  # here, because an error at the interpreter's end could not be caught
     except BrokenPipeError:
         if not _reader_has_gone():
             raise  # of another pipe

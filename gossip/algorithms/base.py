@@ -22,7 +22,7 @@ Resized = Literal["mean", "zero"]
 
 
 class Requires(NamedTuple):
-    """What an algorithm requires of a topology's matrices W.
+    """The requirements of an algorithm for a topology's matrices W.
 
     Attributes
     ----------

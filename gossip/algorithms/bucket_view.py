@@ -14,7 +14,7 @@ PerParameter = float | torch.Tensor
 
 
 class Arrived(NamedTuple):
-    r"""What has arrived on one channel.
+    r"""The messages that have arrived on one channel.
 
     Attributes
     ----------

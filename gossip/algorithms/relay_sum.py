@@ -118,7 +118,7 @@ class _Relaying(RelaySum):
         return {name: message.to(bucket.values.dtype) for name, message in self._messages(bucket).items()}
 
     def _messages(self, bucket: BucketView) -> dict[str, torch.Tensor]:
-        """Return the messages by channel; where a rank has no edge of a colour, its message is sent to nobody."""
+        """Return the messages by channel; if a rank has no edge of a colour, that message is not sent."""
         total = self._total(bucket)
         return {
             channel: (total - relayed * behind).div_(self._size - behind)

@@ -291,13 +291,13 @@ def _add_values(
     gamma: float,
 ) -> None:
     for part in chunks(total.shape[-1], total.device):
-        spoilt = own[..., part].double().sum(-1, keepdim=True).mul_(0)
+        not_finite = own[..., part].double().sum(-1, keepdim=True).mul_(0)
         public = known[..., part].double()
         for message, weight in received:
             values = message[..., part].double()
-            spoilt += values.sum(-1, keepdim=True).mul_(0)
+            not_finite += values.sum(-1, keepdim=True).mul_(0)
             _add_weighted(total[..., part], _finite(values).sub_(public), weight)
-        _scale(part, spoilt, total, difference, gamma)
+        _scale(part, not_finite, total, difference, gamma)
 
 
 def _add_weighted(total: torch.Tensor, values: torch.Tensor, weight: float | torch.Tensor) -> None:
@@ -309,8 +309,8 @@ def _add_weighted(total: torch.Tensor, values: torch.Tensor, weight: float | tor
         total.add_(values, alpha=weight)
 
 
-def _scale(part: slice, spoilt: torch.Tensor, total: torch.Tensor, difference: torch.Tensor, gamma: float) -> None:
-    sums, scaled, factor = total[..., part], difference[..., part], (spoilt + gamma).to(difference.dtype)
+def _scale(part: slice, not_finite: torch.Tensor, total: torch.Tensor, difference: torch.Tensor, gamma: float) -> None:
+    sums, scaled, factor = total[..., part], difference[..., part], (not_finite + gamma).to(difference.dtype)
     for piece in chunks(sums.shape[-1], sums.device):
         scaled[..., piece].copy_(sums[..., piece]).mul_(factor)
 

@@ -17,7 +17,7 @@ NO_MEMORY = "int8, which keeps no state"
 
 
 class Compression(ABC):
-    """How buckets become messages; equal on every rank. An instance holds constants, :meth:`codec` makes the state.
+    """The encoding of buckets, equal on every rank. An instance holds constants, :meth:`codec` makes the state.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Compression(ABC):
 
 
 class BucketShape:
-    """What a codec knows about its bucket.
+    """The properties of a bucket that its codec knows.
 
     Attributes
     ----------

@@ -102,7 +102,7 @@ class Delivery:
 
     @property
     def on_host(self) -> tuple[Messages, Messages]:
-        """What was sent and what was received, in host memory; what was received may be changed."""
+        """The sent and the received parts, in host memory; the received ones may be changed."""
         if self._on_host is None:
             sent, received = (
                 {rank: message.cpu() for rank, message in messages.items()} for messages in (self._sent, self.received)

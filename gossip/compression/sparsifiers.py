@@ -143,13 +143,13 @@ class TopK(Sparsifier):
         part, kept = self.parts[number], self._kept[number]
         blocks = part.of(total)
         shape = *blocks.shape[:-1], self._num_kept(part.width)
-        spoilt = _zeros(total)
+        not_finite = _zeros(total)
         for payload, weight in messages:
             values = self._values(payload)[..., kept].double()
             places = self._places(payload)[..., kept].long()
-            spoilt += values.sum(-1, keepdim=True)
+            not_finite += values.sum(-1, keepdim=True)
             blocks.scatter_add_(-1, places.view(shape), _finite(values).mul_(weight).view(shape))
-        return spoilt.mul_(0)
+        return not_finite.mul_(0)
 
 
 class RandomK(Sparsifier):
@@ -187,12 +187,12 @@ class RandomK(Sparsifier):
 
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         del number
-        spoilt = _zeros(total)
+        not_finite = _zeros(total)
         for payload, weight in messages:
             values = self._values(payload).double()
-            spoilt += values.sum(-1, keepdim=True)
+            not_finite += values.sum(-1, keepdim=True)
             total.scatter_add_(-1, self._places.expand(values.shape), _finite(values).mul_(weight))
-        return spoilt.mul_(0)
+        return not_finite.mul_(0)
 
 
 class Sign(Sparsifier):
@@ -241,17 +241,17 @@ class Sign(Sparsifier):
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, place = self.parts[number], self._bits[number]
         blocks = part.of(total)
-        spoilt, steps = _zeros(total), total.new_zeros((*blocks.shape[:-1], 1))
+        not_finite, steps = _zeros(total), total.new_zeros((*blocks.shape[:-1], 1))
         for payload, weight in messages:
             scales = self._scales(part, payload).double()
-            spoilt += scales.sum(-1, keepdim=True)
+            not_finite += scales.sum(-1, keepdim=True)
             step = _finite(scales).mul_(weight)[..., None]
             steps += step
             planes = (payload[..., None, place] >> self._shifts).bitwise_and_(1).view(*payload.shape[:-1], -1)
             negative = planes[..., : part.num_blocks * part.width].view(blocks.shape).double()
             blocks.addcmul_(negative, step, value=-2)  # 1 - 2 b is the sign
         blocks.add_(steps)
-        return spoilt.mul_(0)
+        return not_finite.mul_(0)
 
 
 SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, "sign": Sign}

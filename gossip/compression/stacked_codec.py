@@ -38,7 +38,7 @@ class StackedArrival(NamedTuple):
 
 
 class StackedCodec(ABC):
-    """What the :class:`gossip.Codec` of each rank computes for one bucket, bit for bit, for all ranks at once."""
+    """The computation of each rank's :class:`gossip.Codec` for one bucket, for all ranks at once and bit for bit."""
 
     @abstractmethod
     def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:

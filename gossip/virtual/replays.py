@@ -51,7 +51,7 @@ class _Place:
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drop what is no longer needed."""
+        """Discard data that is no longer needed."""
         first = self.to_make[0].step if self.to_make else None
         self.shown = {step: values for step, values in self.shown.items() if first is not None and step >= first}
         self.made = [

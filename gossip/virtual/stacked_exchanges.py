@@ -309,9 +309,9 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         return [self.dealt(part) for part in values.split(sizes, -1)]
 
     def _check_own(self, shard: Shard, index: int, refused: torch.Tensor, round_index: int) -> None:
-        spoilt = refused & ~shard.blocks[index].isfinite().all(1)
-        if bool(spoilt.any()):
-            rank = shard.ranks.start + int(spoilt.nonzero()[0])
+        not_finite = refused & ~shard.blocks[index].isfinite().all(1)
+        if bool(not_finite.any()):
+            rank = shard.ranks.start + int(not_finite.nonzero()[0])
             raise GossipError(
                 f"rank {rank}: step {round_index + 1}, bucket {index}: what this rank sent in round {round_index} is "
                 "not finite: its own parameters are corrupted, and its peers have refused them; start again from a "

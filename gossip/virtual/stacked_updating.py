@@ -162,11 +162,11 @@ class StackedUpdater:
             for shard in self._shards:
                 own = slice(shard.ranks.start, shard.ranks.stop)
                 parameters = [shard.parameters[name] for name in names if shard.parameters[name].grad is not None]
-                spoilt = self._measure_and_clip(parameters)
+                not_finite = self._measure_and_clip(parameters)
                 idle = self.scales[own] == 0
-                left[-1].append(idle if spoilt is None else idle | spoilt.cpu())
-                if spoilt is not None:
-                    skipped[own] |= spoilt.cpu()
+                left[-1].append(idle if not_finite is None else idle | not_finite.cpu())
+                if not_finite is not None:
+                    skipped[own] |= not_finite.cpu()
         if bool(skipped.any()):
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
@@ -217,8 +217,8 @@ class StackedUpdater:
             factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
                 gradient.mul_(along_rows(factors, gradient))
-        spoilt = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
-        return spoilt if bool(spoilt.any()) else None
+        not_finite = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
+        return not_finite if bool(not_finite.any()) else None
 
     def count_bad_steps(self, is_bad: torch.Tensor, step: int) -> None:
         """Raise if a rank had gradients or messages that were not finite in too many consecutive steps."""

@@ -91,7 +91,7 @@ def degrees(topology: Schedule) -> Degrees:
 
 
 def connected(topology: Schedule) -> bool:
-    """Whether what any rank holds reaches every other over repeated periods (without one: over 16 exchanges).
+    """Whether the values of any rank reach every other rank over repeated periods (without one: over 16 exchanges).
 
     Examples
     --------

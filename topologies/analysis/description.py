@@ -18,9 +18,9 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Description:
-    """What :meth:`Topology.describe` found; ``str()`` is one page of text, :meth:`to_dict` plain JSON types.
+    """The result of :meth:`Topology.describe`; ``str()`` is one page of text, :meth:`to_dict` plain JSON types.
 
-    ``None`` stands for what is not defined: ``slem`` and ``spectral_gap`` unless the period is 1, ``exact_after`` if
+    ``None`` marks values that are not defined: ``slem`` and ``spectral_gap`` unless the period is 1, ``exact_after`` if
     it never is or without a period, ``diameter`` and ``rounds_to_tolerance`` if it is never reached; and for the
     diameter of more than 16,384 ranks, which is not measured.
 

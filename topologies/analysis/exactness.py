@@ -121,7 +121,7 @@ class Sums:
 
     @property
     def proven(self) -> Stochasticity | None:
-        """What the sums prove: "doubly", "row" or "column" stochastic, or ``None`` for neither."""
+        """The property that the sums prove: "doubly", "row" or "column" stochastic, or ``None`` for neither."""
         rows, columns = self.rows <= SUM_TOLERANCE, self.columns <= SUM_TOLERANCE
         if rows and columns:
             return "doubly"

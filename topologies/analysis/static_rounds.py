@@ -52,7 +52,7 @@ def is_exact_in_every_round(topology: Schedule) -> bool:
 
 
 def only_graph(topology: Schedule) -> nx.Graph:
-    """Who exchanges with whom in a topology that is static, undirected and without loops."""
+    """Return the graph of a topology that is static, undirected and without loops."""
     graph = only_exchange(topology).graph.to_undirected()
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     return graph
@@ -76,7 +76,7 @@ def _why_not_static(topology: Schedule) -> str | None:
 
 
 def only_exchange(topology: Schedule) -> Round:
-    """Of a topology that is static; a round of no exchange if it has none."""
+    """Return the one exchange of a static topology, or a round without an exchange if it has none."""
     exchanges = (
         phase.topology.round(exchange) for phase in topology.phases for exchange in range(phase.num_distinct(sampled=0))
     )

@@ -20,7 +20,7 @@ from topologies.validation import check_integer
 
 @dataclass(frozen=True)
 class RoundTraffic:
-    """What one round sends, in messages of one model each.
+    """The traffic of one round, in messages of one model each.
 
     A uniform group of g ranks exchanges by a ring all-reduce in the order of its ranks: each sends ``2 (g - 1) / g``
     messages to the next one, in ``2 (g - 1)`` steps; all else goes point to point, one message and one step an edge.
@@ -52,7 +52,7 @@ class RoundTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a schedule sends, over one period of exchanges (16 without a period); see :class:`RoundTraffic`.
+    """The traffic of a schedule over one period of exchanges (16 without a period); see :class:`RoundTraffic`.
 
     Attributes
     ----------

@@ -120,7 +120,7 @@ def _torus(topology: Topology) -> Layout:
 
 
 def _as_its_graph(topology: Topology) -> Layout:
-    """As the family that the option ``graph`` names, or as its graph."""
+    """Return the layout of the family that the option ``graph`` names, or of its graph."""
     graph = topology.options["graph"]
     return (
         layout_of(build(graph, topology.world_size))

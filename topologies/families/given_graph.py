@@ -131,8 +131,8 @@ def _given_round(graph: nx.Graph) -> Round:
         )
     if _never_settles(round_):
         warnings.warn(
-            "weights='given' never converges on this graph (nobody keeps anything, and all ways from a rank back to "
-            "itself have a common divisor: the values go round forever); scale the edge weights down",
+            "weights='given' never converges on this graph (every self weight is 0, and the lengths of all paths from "
+            "a rank back to itself have a common divisor: the values circulate forever); scale the edge weights down",
             UserWarning,
             stacklevel=2,
         )

@@ -346,7 +346,7 @@ def powers_of_two(world_size: int) -> tuple[int, ...]:
 
 
 def circulant(world_size: int, hops: Iterable[int]) -> Round:
-    """Return the round in which i reads i + hop mod n for every distinct hop, all and oneself with equal weights."""
+    """Return the round in which i reads i + hop mod n for every distinct hop, with equal weights, its own too."""
     distinct = {hop % world_size for hop in hops} | {0}
     return weighted_circulant(world_size, dict.fromkeys(distinct, 1.0 / len(distinct)))
 

@@ -132,8 +132,8 @@ def weighted_round(
     is_read = np.bincount(sources, minlength=world_size).astype(np.float64)
     if weights == "metropolis_hastings" and _swaps_for_ever(world_size, pairs, reads):
         warnings.warn(
-            "weights='metropolis_hastings' never converges on a regular bipartite graph (nobody keeps anything, "
-            "the two halves swap forever); use 'metropolis' or 'lazy'",
+            "weights='metropolis_hastings' never converges on a regular bipartite graph (every self weight is 0, "
+            "and the two halves exchange their values forever); use 'metropolis' or 'lazy'",
             UserWarning,
             stacklevel=2,
         )

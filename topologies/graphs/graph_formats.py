@@ -1,4 +1,4 @@
-"""Graphs from files and from node-link data; what is no such graph is refused, never read in part."""
+"""Graphs from files and from node-link data; a file that holds no such graph is refused, never read in part."""
 
 from __future__ import annotations
 

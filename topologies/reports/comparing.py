@@ -64,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found: ``str()`` is a table, :meth:`to_csv` and :meth:`to_dicts` are plain data.
+    """The result of :func:`compare`: ``str()`` is a table, :meth:`to_csv` and :meth:`to_dicts` are plain data.
 
     :func:`topologies.draw_comparison` makes a figure of it.
 
@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def heading(self) -> str:
-        """What is compared: ranks, nodes and messages."""
+        """The ranks, nodes and messages that are compared."""
         nodes = f" on nodes of {self.local_size}" if self.local_size > 1 else ""
         counted = self.message_bytes == 1.0
         messages = "bytes counted in messages" if counted else f"messages of {bytes_text(self.message_bytes)}"

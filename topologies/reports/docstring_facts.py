@@ -16,7 +16,7 @@ _MOST_SUMMARY_CHARACTERS = 130
 
 @dataclass(frozen=True)
 class Facts:
-    """What the docstring of a family states, as plain text.
+    """The statements of a family's docstring, as plain text.
 
     Attributes
     ----------
