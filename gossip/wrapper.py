@@ -336,7 +336,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         engine = self._live()
         engine.check_usable()
         engine.check_places()
-        engine.end_step()
+        engine.idle_step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients of this rank, between ``backward()`` and ``optimizer.step()``. Local.

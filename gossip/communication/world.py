@@ -382,7 +382,11 @@ class World:
             tensor.copy_(data)
 
     def gather_rows_(self, rows: torch.Tensor, what: str) -> None:
-        """Fill in the rows of the other ranks, in place. Collective.
+        """Fill in the rows of the other ranks, in place. Collective; see :meth:`begin_gathering_rows`."""
+        self.begin_gathering_rows(rows, what)()
+
+    def begin_gathering_rows(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
+        """Begin to fill in the rows of the other ranks, in place. Collective.
 
         Parameters
         ----------
@@ -390,15 +394,57 @@ class World:
             This rank's row holds its values; shape and dtype are the same on all ranks.
         what : str
             What it is done for, for error texts.
+
+        Returns
+        -------
+        callable
+            Waits until all rows are there.
         """
         if self.is_alone:
-            return
+            return lambda: None
         data = self._on_wire(rows)
         own = data[self.rank].reshape(-1).clone()
         group = self._open_group()
-        self._run([lambda sent, received: group._allgather_base(received[0], sent[0])], [own], [data.view(-1)], what)
-        if data is not rows:
-            rows.copy_(data)
+        wait = self._begin(
+            [lambda sent, received: group._allgather_base(received[0], sent[0])], [own], [data.view(-1)], what
+        )
+
+        def finish() -> None:
+            wait()
+            if data is not rows:
+                rows.copy_(data)
+
+        return finish
+
+    def begin_sum_of_rows(self, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+        """Begin to sum, over the ranks, what they have for each of them. Collective.
+
+        Parameters
+        ----------
+        rows : Tensor, [world_size, numel], contiguous
+            A row for each rank; shape and dtype are the same on all ranks.
+        what : str
+            What it is done for, for error texts.
+
+        Returns
+        -------
+        callable
+            Waits, and returns the sum of this rank's rows, [numel].
+        """
+        if self.is_alone:
+            return lambda: rows[0]
+        data = self._on_wire(rows)
+        summed = torch.empty_like(data[0])
+        group = self._open_group()
+        wait = self._begin(
+            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])], [data.view(-1)], [summed], what
+        )
+
+        def finish() -> torch.Tensor:
+            wait()
+            return summed.to(rows.device)
+
+        return finish
 
     def keys(self, name: str) -> dist.Store | None:
         """Return keys for other agreements of the ranks, over a separate connection; None if there is no store."""
@@ -452,6 +498,10 @@ class World:
 
     def _run(self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str) -> None:
         """Start each operation when the previous one has ended, and wait for the last."""
+        self._begin(posts, sent, received, what)()
+
+    def _begin(self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str) -> Callable[[], None]:
+        """Start each operation when the previous one has ended, and return what waits for the last."""
         assert self.device_paths is not None
         self.roll_call.note(what)
 
@@ -461,18 +511,22 @@ class World:
                 yield None
 
         pending = self.device_paths.submit(job, list(sent), list(received))
-        failure = self.wait_for(
-            OnDevice(pending, received[0].device), what, lambda: self.others, sequence=self.roll_call.sequence
-        )
-        if failure is None:
-            return
-        if pending.error is not None:
-            raise self.lost(failure, what, pending.error) from pending.error
-        raise self.lost(
-            failure,
-            f"{what}: not all of the {self.world_size} ranks took part within {failure.waited_s:.3g} s",
-            advice=f"; every rank{self._in_group()} must call it, after the same number of steps",
-        )
+        sequence = self.roll_call.sequence
+
+        def wait() -> None:
+            awaited = OnDevice(pending, received[0].device)
+            failure = self.wait_for(awaited, what, lambda: self.others, sequence=sequence)
+            if failure is None:
+                return
+            if pending.error is not None:
+                raise self.lost(failure, what, pending.error) from pending.error
+            raise self.lost(
+                failure,
+                f"{what}: not all of the {self.world_size} ranks took part within {failure.waited_s:.3g} s",
+                advice=f"; every rank{self._in_group()} must call it, after the same number of steps",
+            )
+
+        return wait
 
 
 def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -115,8 +115,8 @@ def launch(
     Raises
     ------
     ValueError
-        ``world_size``, ``local_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not that of the
-        externally started ranks, or torch was built without ``backend``.
+        ``world_size``, ``local_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not
+        that of the externally started ranks, or torch was built without ``backend``.
     TypeError
         ``function`` or ``args`` cannot be pickled.
     RuntimeError

@@ -146,6 +146,8 @@ class BucketwiseSteps(BackwardSteps):
         with self._watch.pause():
             self.updater.update_bucket(bucket, norm, progress.meter, partial(self._order.direct, indices, self.step))
         self._order.end(indices, self.step, progress.meter)
+        if self.shards is not None:
+            self.shards.updated(bucket.index)
 
     def _make_rest(self) -> None:
         while self._progress.num_launched < len(self.buckets):  # some buckets wait for gradients that were not computed

@@ -42,6 +42,7 @@ from gossip.step.wrapper_arguments import (
     check_arguments,
     check_asynchronous,
     check_follow_ups,
+    check_mesh_arguments,
     check_soft_deadline,
     check_undivided,
     prepare_algorithm,
@@ -94,6 +95,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     shards: LocalGroup | None = None
     has_compared = False
     try:
+        check_mesh_arguments(arguments)
         if arguments.mesh is not None:
             shards = _make_local_group(module, arguments, world.timeout)
             module = shards.replica
@@ -163,7 +165,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         shards=shards,
     )
     if shards is not None:
-        shards.attach(engine.combine_if_due)
+        shards.attach(buckets, engine.combine_if_due, engine.on_shared_gradient)
     if not world.is_alone:
         forks.watch(engine)
     for optimizer in optimizers:
@@ -200,12 +202,16 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
 def _make_local_group(module: nn.Module, arguments: Arguments, timeout: timedelta) -> LocalGroup:
     """Return the ranks with which this one trains a replica. Collective over them."""
     from gossip.parameters.sharding.replica_group import ReplicaGroup
+    from gossip.parameters.sharding.row_group import RowGroup
     from gossip.parameters.sharding.shard_group import ShardGroup
 
     assert arguments.mesh is not None
-    if arguments.shard == "none":
-        return ReplicaGroup(module, arguments.mesh, timeout)
-    return ShardGroup(module, arguments.mesh, timeout, is_whole=arguments.shard == "optimizer")
+    kinds: dict[str | None, type[ReplicaGroup | RowGroup | ShardGroup]] = {
+        None: ShardGroup,
+        "optimizer": RowGroup,
+        "none": ReplicaGroup,
+    }
+    return kinds[arguments.shard](module, arguments.mesh, timeout)
 
 
 def make_flag(world: World, what: str) -> Flag:

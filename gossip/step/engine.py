@@ -163,6 +163,7 @@ class StepEngine(Liveness, ABC):
             self._queue_callback()
         self.check_places()
         if self.shards is not None and not is_in_backward():
+            self.shards.take_edits()
             self.combine_if_due()  # before anything is gathered
             with self.fatal():
                 self.shards.before_forward(self.step)
@@ -190,14 +191,31 @@ class StepEngine(Liveness, ABC):
 
     def _queue_callback(self) -> None:
         self._recover_from_dead_backward()
-        if self._progress.backward is None:
+        if (
+            self._progress.backward is None and is_in_backward()
+        ):  # in an idle step others' gradients come outside of one
             self._progress.backward = BackwardPass(self._on_backward_ended)
             self._backward_began = time.perf_counter()
             self._backward_range.begin()
 
     # ------------------------------------------------------------------ inside a backward pass
 
+    def on_shared_gradient(self) -> bool:
+        """React to a gradient that becomes one of this rank's only together with those of other ranks.
+
+        Returns whether the backward pass makes a step.
+        """
+        if not self.synchronise:
+            return False
+        if self._progress.backward is None:
+            self.check_usable()
+        self._queue_callback()
+        return True
+
     def _on_backward_ended(self) -> None:
+        if self.shards is not None:
+            with self.fatal():
+                self.shards.complete_gradients(f"step {self.step}")
         progress = self._progress
         if progress.has_gradients:
             self.end_step()
@@ -209,8 +227,15 @@ class StepEngine(Liveness, ABC):
 
     # ------------------------------------------------------------------ the step itself
 
+    def idle_step(self) -> None:
+        """Make the step of a rank that has nothing to backpropagate."""
+        if self.shards is not None:
+            with self.fatal():
+                self.shards.complete_gradients(f"step {self.step}", is_idle=True)
+        self.end_step()
+
     def end_step(self) -> None:
-        """Make the step or its remaining part; for a rank without gradients, an idle step."""
+        """Make the step or its remaining part."""
         with self.fatal():
             self._begin_step()
             self._make_rest()
@@ -236,6 +261,8 @@ class StepEngine(Liveness, ABC):
             self._places.check_added()  # again, for loops that call the module directly
             self.updater.check_held()
             self._exchange_unfrozen()
+            if self.shards is not None:
+                self.shards.take_edits()
             if self.on_step_begin is not None:
                 self.on_step_begin()
 
@@ -295,6 +322,9 @@ class StepEngine(Liveness, ABC):
     def _end_all(self) -> None:
         """Send all buckets."""
         self._order.end(range(len(self.buckets)), self.step, self._progress.meter)
+        if self.shards is not None:
+            for bucket in self.buckets:
+                self.shards.updated(bucket.index)
 
     def _check_was_combined(self, bucket: AnyBucket) -> None:
         if self.exchanges.algorithm.before_forward and self.exchanges.in_flight[bucket.index] is not None:
@@ -310,6 +340,8 @@ class StepEngine(Liveness, ABC):
             self._optimizer_steps = False
 
     def _finish_step(self) -> None:
+        if self.shards is not None:
+            self.shards.finish_step()
         progress = self._progress
         progress.meter.epoch = self.epoch
         self._last_meter = progress.meter
@@ -349,6 +381,8 @@ class StepEngine(Liveness, ABC):
         with self.fatal(), torch.no_grad():
             for bucket in self.buckets:
                 bucket.reclaim()
+            if self.shards is not None:
+                self.shards.take_edits()
         self.combine_if_due()
         if closes:
             self.settle_late()
@@ -368,12 +402,13 @@ class StepEngine(Liveness, ABC):
             return  # a checkpoint recomputes what was computed with the present values
         if (backward := self._progress.backward) is not None and backward.is_under_way:
             return  # in another thread: what it has already sent belongs to the next step
-        with self._lock:
-            for index in indices:
-                if self.exchanges.in_flight[index] is not None:
-                    with self.fatal(), torch.inference_mode(False), torch.no_grad():
-                        self.buckets[index].reclaim()
-                        self.exchanges.combine_(index, self._progress.meter)
+        with self._lock, self.fatal(), torch.inference_mode(False), torch.no_grad():
+            due = [index for index in indices if self.exchanges.in_flight[index] is not None]
+            for index in due:
+                self.buckets[index].reclaim()
+                self.exchanges.combine_(index, self._progress.meter)
+            if due and self.shards is not None:
+                self.shards.changed()
 
     @torch.no_grad()
     def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:

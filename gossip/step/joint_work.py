@@ -125,7 +125,7 @@ class JointWork:
             with engine.fatal():
                 flag.say(False)
                 while flag.wait():
-                    engine.end_step()
+                    engine.idle_step()
                     flag.say(False)
                 self.jointly(lambda: None)  # what the flag says in the next block concerns later steps
         finally:

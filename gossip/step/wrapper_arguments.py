@@ -123,6 +123,32 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     resolve_transport(arguments.transport)
     _check_peer_loss(arguments)
+    if arguments.clip_grad_norm is not None:
+        if not arguments.step_in_backward:
+            raise ValueError(
+                f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
+                "model.clip_grad_norm_(...) before model.optimizer.step()"
+            )
+        _refuse_sparse(module)
+    if not isinstance(arguments.scaler, GradScaler | None):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
+    if arguments.open_scaler is not None and arguments.step_in_backward:
+        for name, parameter in module.named_parameters():
+            if parameter.dtype == torch.float16:
+                raise ValueError(
+                    f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
+                    "parameters in float32 and compute under torch.autocast"
+                )
+
+
+def check_mesh_arguments(arguments: Arguments) -> None:
+    """Refuse what does not go with groups of ranks that train a replica together.
+
+    Raises
+    ------
+    ValueError
+        An argument is refused; the text names it, its value and what is allowed.
+    """
     if arguments.shard is not None:
         check_choice("shard", arguments.shard, ("optimizer", "none"))
         if arguments.mesh is None:
@@ -140,22 +166,6 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
             'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '
             "its replica; leave one of them out"
         )
-    if arguments.clip_grad_norm is not None:
-        if not arguments.step_in_backward:
-            raise ValueError(
-                f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
-                "model.clip_grad_norm_(...) before model.optimizer.step()"
-            )
-        _refuse_sparse(module)
-    if not isinstance(arguments.scaler, GradScaler | None):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
-    if arguments.open_scaler is not None and arguments.step_in_backward:
-        for name, parameter in module.named_parameters():
-            if parameter.dtype == torch.float16:
-                raise ValueError(
-                    f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
-                    "parameters in float32 and compute under torch.autocast"
-                )
 
 
 def _check_peer_loss(arguments: Arguments) -> None:

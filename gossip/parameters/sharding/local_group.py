@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gossip.communication.transport import Transport
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
+from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.sharding.shard_mesh import DIMENSIONS
 
@@ -51,8 +52,19 @@ class LocalGroup:
     def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let the group start from the values of its first rank, where several ranks hold them. Collective."""
 
-    def attach(self, combine: Callable[[], None]) -> None:
-        """Begin to train; ``combine`` is called before values are read. Local."""
+    def attach(self, buckets: Iterable[Bucket], combine: Callable[[], None], on_gradient: Callable[[], bool]) -> None:
+        """Begin to train. Collective over the group.
+
+        Parameters
+        ----------
+        buckets : iterable of Bucket
+            Of what this rank trains.
+        combine : callable
+            To be called before values are read.
+        on_gradient : callable
+            To be called when the module gets a gradient, if that becomes one of the replica only later; returns whether
+            the backward pass makes a step.
+        """
 
     def divided(self, compression: Compression) -> Compression:
         """Return how a rank of this group encodes a bucket of the replica. Local."""
@@ -64,11 +76,31 @@ class LocalGroup:
 
     # ------------------------------------------------------------------ steps
 
+    def take_edits(self) -> None:
+        """Take over what was written to the module since the last step. Local."""
+
     def before_forward(self, step: int) -> None:
         """Prepare the module for a forward pass before this step. Local."""
 
+    def complete_gradients(self, where: str, *, is_idle: bool = False) -> None:
+        """Give the replica the gradients of a backward pass that has ended. Collective over the group.
+
+        Parameters
+        ----------
+        where : str
+            The step, for error texts.
+        is_idle : bool
+            Whether this rank has made no backward pass for the step.
+        """
+
+    def updated(self, index: int) -> None:
+        """Take note that a bucket has got its values of this step. Collective over the group."""
+
+    def finish_step(self) -> None:
+        """Wait until the module has the values of this step. Collective over the group."""
+
     def changed(self) -> None:
-        """Take note that the values have been replaced. Local."""
+        """Take note that the values have been replaced. Collective over the group."""
 
     def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:
         """Replace gradients by their means over the group, where nothing else has done so. Collective over the group.

@@ -145,7 +145,7 @@ def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divi
         torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
 
 
-def train_apart(divided: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def train_apart(divided: str) -> tuple[torch.Tensor, int]:
     """Ranks of a group begin with other values and use other layers, and one is idle in a step."""
     torch.manual_seed(dist.get_rank())
     module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
@@ -165,10 +165,10 @@ def train_apart(divided: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         if place == 0:
             y = module["one"](y)
         y.square().mean().backward()
-    unused = model.optimizer.state.get(module["unused"].weight)
+    num_updated = len(model.optimizer.state)
     values = values_of(module)
     model.close()
-    return values, unused
+    return values, num_updated
 
 
 def train_together() -> torch.Tensor:
@@ -191,12 +191,13 @@ def train_together() -> torch.Tensor:
     return values
 
 
-def test_ranks_of_a_group_may_use_other_parameters_and_be_idle() -> None:
-    found = run_ranks(train_apart, "none", world_size=4)
+@pytest.mark.parametrize("divided", ["optimizer", "none"])
+def test_ranks_of_a_group_may_use_other_parameters_and_be_idle(divided: str) -> None:
+    found = run_ranks(train_apart, divided, world_size=4)
     wanted = run_ranks(train_together, world_size=2)
-    for rank, (values, unused) in enumerate(found):
+    for rank, (values, num_updated) in enumerate(found):
         torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
-        assert unused is None, "what no rank of the group uses is not updated"
+        assert num_updated == 4, "what no rank of the group uses is not updated"
 
 
 def differ_within_a_group() -> None:
@@ -220,11 +221,13 @@ def test_ranks_of_a_group_that_differ_are_refused_everywhere() -> None:
         assert "clip_grad_norm must be a positive norm, got -1.0" in text
 
 
-def look_after_edits() -> None:
+def look_after_edits(divided: str) -> None:
     """What is written between steps counts, and what was gathered before is not read again."""
     mesh = make_mesh(2, 2)
-    module = shard(Net().double(), mesh, reshard_after_forward=False)
-    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    module = Net().double()
+    if divided == "all":
+        shard(module, mesh, reshard_after_forward=False)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=None if divided == "all" else divided)
     x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
     loss_of(model, x).backward()
     with torch.no_grad():
@@ -251,8 +254,79 @@ def look_after_edits() -> None:
     assert not torch.equal(values_of(module), before)
 
 
-def test_edits_averages_and_the_end_leave_the_module_whole() -> None:
-    run_ranks(look_after_edits, world_size=4)
+@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
+def test_edits_averages_and_the_end_leave_the_module_whole(divided: str) -> None:
+    run_ranks(look_after_edits, divided, world_size=4)
+
+
+def watch_reductions() -> tuple[int, int]:
+    """How many reductions have begun, and ended, when the first layer's gradient is about to be made."""
+    mesh = make_mesh(1, 2)
+    layers = [nn.Linear(4, 4) for _ in range(5)]
+    module = nn.Sequential(*layers)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer", bucket_cap_mb=1e-5)
+    world = model._live().shards.world
+    begun, ended, found = [], [], []
+    begin = world.begin_sum_of_rows
+
+    def begin_and_count(rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+        begun.append(what)
+        wait = begin(rows, what)
+
+        def wait_and_count() -> torch.Tensor:
+            ended.append(what)
+            return wait()
+
+        return wait_and_count
+
+    world.begin_sum_of_rows = begin_and_count  # type: ignore[method-assign]
+    layers[0].register_full_backward_pre_hook(lambda *_: found.append((len(begun), len(ended))))
+    model(torch.randn(2, 4)).sum().backward()
+    model.close()
+    return found[0]
+
+
+def test_gradients_are_averaged_beside_the_backward_pass() -> None:
+    for begun, ended in run_ranks(watch_reductions, world_size=2):
+        assert begun == 8, "a weight and a bias of each of the four later layers"
+        assert ended == 6, "two run beside the pass"
+
+
+def keep_half_precision(divided: str) -> torch.Tensor:
+    mesh = make_mesh(2, 2)
+    model = GossipDataParallel(Net().bfloat16(), ADAMW, "ring", mesh=mesh, shard=divided)
+    for x in batches(3, torch.bfloat16):
+        loss_of(model, x).backward()
+    values = values_of(model.module)
+    model.close()
+    return values
+
+
+def test_half_precision_is_averaged_alike_however_a_group_divides_it() -> None:
+    rows, whole = (run_ranks(keep_half_precision, divided, world_size=4) for divided in ("optimizer", "none"))
+    for values, others in zip(rows, whole, strict=True):
+        assert values.dtype == torch.bfloat16
+        assert torch.equal(values, others)
+    assert torch.equal(rows[0], rows[1])
+
+
+def change_module(how: str) -> None:
+    mesh = make_mesh(2, 1)
+    module = Net()
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer") as model:
+        if how == "unfrozen":
+            module.frozen.weight.requires_grad_(True)
+        elif how == "replaced":
+            module.load_state_dict(dict(module.state_dict()), assign=True)
+        else:
+            module.added = nn.Parameter(torch.ones(2))
+        with pytest.raises(GossipError, match=rf"parameter '\w[\w.]*' was {how}.*close\(\) the model and wrap"):
+            model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "replaced", "added"])
+def test_a_module_that_was_changed_after_wrapping_is_refused(how: str) -> None:
+    run_ranks(change_module, how, world_size=2)
 
 
 def skip_what_is_not_finite() -> None:
@@ -295,13 +369,18 @@ def whole(mesh: DeviceMesh) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
     "hybrid": (over_all, {}, "hybrid sharding"),
     "plain": (lambda _: nn.Linear(4, 4), {}, "the module is not sharded; apply torch.distributed.fsdp.fully_shard"),
+    "a scalar": (
+        lambda _: nn.ParameterDict({"scale": nn.Parameter(torch.ones(()))}),
+        {"shard": "optimizer"},
+        "parameter 'scale' is a scalar, which cannot be divided among ranks",
+    ),
     "kept whole": (whole, {"shard": "none"}, "fully_shard was applied to it; leave out one of them"),
     "whole messages": (
         lambda _: nn.Linear(4, 4),
         {"shard": "none", "algorithm": "sparse_loco", "topology": "complete"},
         "algorithm SparseLoCo.* needs the whole message",
     ),
-    "sharded twice": (whole, {"shard": "optimizer"}, "is sharded already; leave it out"),
+    "sharded twice": (whole, {"shard": "optimizer"}, "fully_shard was applied to it; leave out one of them"),
     "unknown": (whole, {"shard": "parameters"}, 'shard must be "optimizer" or "none", got .parameters.'),
     "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
     "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
@@ -344,14 +423,15 @@ def test_meshes_of_other_names_and_parameters_that_were_assigned_are_refused() -
     run_ranks(name_dimensions, world_size=2)
 
 
-def weigh(ranks_per_group: int) -> tuple[int, int, int]:
+def weigh(ranks_per_group: int, divided: str = "all") -> tuple[int, int, int]:
     """Bytes of parameters, of the optimizer's state, and of what a step sends."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     mesh = None
     if ranks_per_group > 1:
         mesh = make_shard_mesh(ranks_per_group, "cpu")
-        fully_shard(module, mesh=mesh["shard"])
-    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        if divided == "all":
+            fully_shard(module, mesh=mesh["shard"])
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=None if divided == "all" else divided) as model:
         for _ in range(2):
             model(torch.ones(2, 64)).square().sum().backward()
         held = sum(bucket.block.untyped_storage().nbytes() for bucket in model._buckets)
@@ -361,10 +441,17 @@ def weigh(ranks_per_group: int) -> tuple[int, int, int]:
         return held, sum(each.untyped_storage().nbytes() for each in moments), stats.bytes_sent
 
 
-def test_a_rank_holds_and_sends_its_share() -> None:
+@pytest.mark.parametrize("divided", ["all", "optimizer"])
+def test_a_rank_holds_and_sends_its_share(divided: str) -> None:
     whole = run_ranks(weigh, 1, world_size=2)[0]
-    for share in run_ranks(weigh, 2, world_size=4):
+    for share in run_ranks(weigh, 2, divided, world_size=4):
         assert [2 * part for part in share] == list(whole)
+
+
+def test_a_rank_that_has_the_whole_replica_sends_its_share() -> None:
+    held, state, sent = run_ranks(weigh, 1, world_size=2)[0]
+    for share in run_ranks(weigh, 2, "none", world_size=4):
+        assert (share[0], share[1], 2 * share[2]) == (held, state, sent)
 
 
 def make_wrong_meshes() -> None:
