@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gossip import GossipDataParallel
+from gossip.private_torch import fsdp_modules
 
 NUM_STEPS = 3
 NUM_BATCHES = 3  # per step
 
-WAYS = ("sync", "last backward", "resharded late", "no_sync", "both", "sync and no_sync in turn")
+WAYS = ("sync", "last backward", "resharded late", "resharded never", "no_sync", "both", "sync and no_sync in turn")
 
 
 def make_module(mesh: Any, **options: Any) -> nn.Sequential:
@@ -33,12 +34,16 @@ def make_module(mesh: Any, **options: Any) -> nn.Sequential:
 def set_switches(module: Any, way: str, number: int) -> None:
     """Before one of a step's batches."""
     is_last = number == NUM_BATCHES - 1
-    if way in ("sync", "last backward", "resharded late", "both") or (way.endswith("turn") and number != 1):
+    if way in ("sync", "last backward", "resharded late", "resharded never", "both") or (
+        way.endswith("turn") and number != 1
+    ):
         module.set_requires_gradient_sync(is_last or (way.endswith("turn") and number != 0))
     if way == "last backward":
         module.set_is_last_backward(is_last)
     if way == "resharded late":
         module.set_reshard_after_backward(is_last)
+    if way == "resharded never":
+        module.set_reshard_after_backward(False)
 
 
 def pausing(model: nn.Module, way: str, number: int) -> contextlib.AbstractContextManager[None]:
@@ -46,6 +51,11 @@ def pausing(model: nn.Module, way: str, number: int) -> contextlib.AbstractConte
         return contextlib.nullcontext()
     pauses = way in ("no_sync", "both") or (way.endswith("turn") and number == 1)
     return model.no_sync() if pauses else contextlib.nullcontext()
+
+
+def reshard(module: nn.Module) -> None:
+    for part in fsdp_modules(module):
+        part.reshard()
 
 
 def accumulate(way: str, options: dict[str, Any], by_hand: bool) -> torch.Tensor:
@@ -62,6 +72,9 @@ def accumulate(way: str, options: dict[str, Any], by_hand: bool) -> torch.Tensor
                 if not by_hand:
                     assert model.step == step + (number == NUM_BATCHES - 1)
             end_step()
+            if by_hand:  # it would go on with what was gathered before
+                reshard(module)
+        reshard(module)
         return values_of(module)
 
 
