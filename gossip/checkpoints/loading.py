@@ -240,15 +240,22 @@ def _read(path: Path, replicas: Replicas) -> _Contents:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     num_ranks, num_shards = manifest["world_size"], manifest.get("num_shards", 1)
-    if (num_ranks, num_shards) == (replicas.world_size, replicas.num_shards):
+    is_same_shard = _is_divided_alike(replicas, manifest)
+    if num_ranks == replicas.world_size and is_same_shard:
         states = [_read_rank(path, manifest, rank) for rank in replicas.ranks]
     else:
-        is_same_shard = num_shards == replicas.num_shards
         places = [replicas.place] if is_same_shard else range(num_shards)
         old_ranks = [range(place, num_ranks, num_shards) for place in places]
         means = [mean_state(_read_rank(path, manifest, rank) for rank in ranks) for ranks in old_ranks]
         states = [means[0] if is_same_shard else replicas.resharded(means)] * len(replicas.ranks)
     return _Contents(path, manifest, states)
+
+
+def _is_divided_alike(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
+    """Return whether the shards of the checkpoint are the shards that there are now."""
+    if manifest.get("num_shards", 1) != replicas.num_shards:
+        return False
+    return replicas.num_shards == 1 or manifest.get("shard") == json.loads(json.dumps(replicas.describe()["shard"]))
 
 
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -280,7 +287,8 @@ def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]
 def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Return in words what the run loses because of what has changed, and whether the messages in flight are kept."""
     num_shards = manifest.get("num_shards", 1)
-    if (manifest["world_size"], num_shards) != (replicas.world_size, replicas.num_shards):
+    is_divided_alike = _is_divided_alike(replicas, manifest)
+    if manifest["world_size"] != replicas.world_size or not is_divided_alike:
         before, now = manifest["world_size"] // num_shards, replicas.world_size // replicas.num_shards
         changes = [
             f"the replicas themselves: there were {before} and are now {now}, which all start from the mean of "
@@ -288,10 +296,10 @@ def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str]
             "the states of the random number generators, and data and parts of all ranks but 0",
             "the messages in flight, and accumulated gradients",
         ]
-        if num_shards != replicas.num_shards:
+        if not is_divided_alike:
             changes.append(
                 f"the state of the algorithm: a replica was divided into {num_shards} shards, and is now divided into "
-                f"{replicas.num_shards}"
+                f"{replicas.num_shards}{' others' * (num_shards == replicas.num_shards)}"
             )
         return changes, False
     changes, here = [], replicas.describe()

@@ -103,8 +103,8 @@ class RankReplica(Replicas):
         }
 
     def _lengths(self) -> Mapping[str, tuple[int, int]]:
-        """By a parameter's name the dimension along which shards divide it, and its length there."""
-        return {name: (0, parameter.shape[0]) for name, parameter in self._model.module.named_parameters()}
+        """By a divided parameter's name the dimension along which it is, and its length there."""
+        return {}
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
@@ -112,7 +112,8 @@ class RankReplica(Replicas):
             [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
             for optimizer in self._optimizers
         ]
-        return reshard(states, self._lengths(), of_optimizers, self.place, self.num_shards)
+        shapes = {name: parameter.shape for name, parameter in self._model.module.named_parameters()}
+        return reshard(states, shapes, self._lengths(), of_optimizers, self.place, self.num_shards)
 
     def unfreeze(self, names: Sequence[str]) -> None:
         self._engine.unfreeze(names)

@@ -50,7 +50,7 @@ class ShardedReplica(RankReplica):
         return {**super().describe(), "shard": describe_module(self._engine.module)}
 
     def exported(self) -> dict[str, torch.Tensor]:
-        lengths = self._lengths() if self.num_shards > 1 else {}
+        lengths = self._lengths()
         return {
             name: tensor.new_empty(whole_shape(tensor.shape, *lengths[name])) if name in lengths else tensor
             for name, tensor in super().exported().items()
@@ -59,7 +59,7 @@ class ShardedReplica(RankReplica):
     def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Rank 0 holds the result; the others a chunk of their shard, and of all shards a chunk altogether."""
         means = self._means()
-        lengths = self._lengths() if self.num_shards > 1 else {}
+        lengths = self._lengths()
         return ((mean.name, self._whole(mean, lengths.get(mean.name))) for mean in means)
 
     def _whole(self, mean: Mean, divided: tuple[int, int] | None) -> torch.Tensor | None:
@@ -81,4 +81,4 @@ class ShardedReplica(RankReplica):
         return tensor if is_first else None
 
     def _lengths(self) -> Mapping[str, tuple[int, int]]:
-        return super()._lengths() if self.num_shards == 1 else self._shards.lengths()
+        return self._shards.lengths() if self.num_shards > 1 else {}

@@ -35,11 +35,13 @@ class LocalGroup:
     ----------
     num_shards, place : int
         Into how many shards the replica is divided, and which of them this rank holds.
+    bucket_size : int
+        How many times as large as a bucket of the replica is what the group makes of it here.
     averages_gradients : bool
         Whether :meth:`reduce_` has anything to do.
     """
 
-    num_shards, place = 1, 0
+    num_shards, place, bucket_size = 1, 0, 1
     averages_gradients: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:

@@ -17,6 +17,7 @@ def chunk_length(length: int, num_shards: int) -> int:
 
 def reshard(
     states: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, torch.Size],
     lengths: Mapping[str, tuple[int, int]],
     names: Sequence[Sequence[str]],
     place: int,
@@ -28,8 +29,10 @@ def reshard(
     ----------
     states : sequence of mapping
         Of the old shards, in order, the sections of their files. Rows that pad them are zeros.
+    shapes : mapping of str to torch.Size
+        By a parameter's name, the shape of the whole.
     lengths : mapping of str to (int, int)
-        By a parameter's name, the dimension along which it is divided, and its whole length there.
+        By the name of a parameter that is divided now, the dimension along which it is, and its whole length there.
     names : sequence of sequence of str
         For each optimizer the names of its parameters, in the order of its groups.
     place, num_shards : int
@@ -49,16 +52,25 @@ def reshard(
     """
     first = states[0]
 
-    def divided(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        dimension, length = lengths[name]
-        whole = torch.cat(list(parts), dimension)
-        if whole.shape[dimension] < length:
+    def joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        shape, part = shapes[name], parts[0]
+        if part.shape == shape:  # every shard has it whole, or the first one all of it
+            return part
+        others = [index for index in range(len(shape)) if index >= part.dim() or part.shape[index] != shape[index]]
+        if part.dim() != len(shape) or len(others) != 1 or len(parts) * part.shape[others[0]] < shape[others[0]]:
             raise CheckpointError(
-                f"parameter {name!r} has {length} rows, but the {len(parts)} shards of the checkpoint have "
-                f"{whole.shape[dimension]}; build the model as it was when it was saved"
+                f"parameter {name!r} has the shape {list(shape)}, which {len(parts)} shards of {list(part.shape)} in "
+                "the checkpoint do not make up; build the model as it was when it was saved"
             )
+        return torch.cat(list(parts), others[0]).narrow(others[0], 0, shape[others[0]])
+
+    def divided(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = joined(name, parts)
+        if name not in lengths:
+            return whole
+        dimension, length = lengths[name]
         chunk = chunk_length(length, num_shards)
-        own = whole.narrow(dimension, 0, length).split(chunk, dimension)[place : place + 1]
+        own = whole.split(chunk, dimension)[place : place + 1]
         shape = list(whole.shape)
         shape[dimension] = chunk
         part = whole.new_zeros(shape)

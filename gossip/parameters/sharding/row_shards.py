@@ -16,7 +16,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.sharding.resharding import chunk_length
 from gossip.private_torch import call_gradient_hooks, mirror_module
 
-_MAX_PENDING = 2  # operations of a bucket that run beside the backward pass; each holds a copy of the bucket
+_MAX_PENDING = 1  # operations that run beside the backward pass; each holds the whole values of a bucket
 
 
 class RowShards(nn.Module):

@@ -26,9 +26,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(self.norm(self.first(x)).tanh())
+        y: torch.Tensor = self.frozen(self.last(self.norm(self.first(x)).tanh()))
         return y
 
 
@@ -122,7 +123,9 @@ def test_other_numbers_of_groups_and_shards_start_from_the_mean(
     torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [("none", "fsdp"), ("optimizer", "none"), ("fsdp", "none")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("none", "fsdp"), ("optimizer", "none"), ("fsdp", "optimizer"), ("optimizer", "fsdp")]
+)
 def test_groups_that_share_a_replica_otherwise_start_from_the_mean(before: str, after: str, tmp_path: Path) -> None:
     saved = run_ranks(save_and_go_on, (2, 2), "adapt_while_communicating", tmp_path, before, world_size=4)
     for values, _ in run_ranks(load, (2, 2), tmp_path, after, world_size=4):
@@ -150,3 +153,18 @@ def test_export_is_the_whole_averaged_model(shard: str, tmp_path: Path) -> None:
         torch.testing.assert_close(exported[name], values, rtol=0, atol=1e-6)
     net = Net()
     safetensors.torch.load_model(net, tmp_path / "model.safetensors")
+
+
+def export_averaged(folder: Path) -> list[torch.Tensor]:
+    with make_model((3, 2), shard="optimizer") as model:
+        train(model, range(2))
+        model.global_avg()
+        gossip.export(model, folder / "model.safetensors")
+        return [parameter.detach().clone() for parameter in model.module.parameters()]
+
+
+def test_export_of_equal_replicas_writes_them_as_they_are(tmp_path: Path) -> None:
+    found = run_ranks(export_averaged, tmp_path, world_size=6)[0]
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for (name, _), values in zip(Net().named_parameters(), found, strict=True):
+        assert torch.equal(exported[name], values), name
