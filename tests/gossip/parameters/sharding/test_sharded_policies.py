@@ -186,7 +186,7 @@ CANNOT_BE_REDUCED = {
     "reduced as complex numbers": Row(
         lambda: nn.Linear(4, 4),
         mixed(reduce_dtype=torch.complex64),
-        r"'weight' is sharded with reduce_dtype torch.complex64",
+        r"parameter 'weight' is sharded with reduce_dtype torch.complex64; only float64",
     ),
     "fp8": Row(lambda: of_dtype(torch.float8_e4m3fn), {}, r"parameter 'rows' .* torch.float8_e4m3fn; only float64"),
     "complex": Row(lambda: of_dtype(torch.complex64), {}, r"parameter 'rows' .* torch.complex64; only float64"),
