@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,11 @@ class _Replica:
         """Save the replica, and put the average in place of rank 0's weights. Collective."""
         save(self._model, self._place(folder))
         with self._model.averaged():
-            weights[models.index(self._model)] = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in self._model.state_dict().items()
-            }
+            weights[models.index(self._model)] = _copied(self._model.state_dict())
 
     def find(self, _: list[nn.Module], folder: str) -> None:
-        """Note where the replica was saved."""
+        """Note where the replica was saved, once rank 0 has written its files. Collective."""
+        self._accelerator.wait_for_everyone()
         self._folder = self._place(folder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,6 +200,24 @@ class _Replica:
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
         """Restore the replica. Collective."""
         load(self._model, self._folder)
+
+
+def _copied(weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return copies of the tensors. Tied ones stay tied: the file must have them once, or it cannot be loaded.
+
+    The accelerator removes what is there twice from an OrderedDict only.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    copied: OrderedDict[str, Any] = OrderedDict()
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            copied[name] = value
+            continue
+        place = value.data_ptr() or name, value.shape, value.stride(), value.dtype
+        if place not in copies:
+            copies[place] = value.clone()
+        copied[name] = copies[place]
+    return copied
 
 
 # ---------------------------------------------------------------------- the accelerator's methods

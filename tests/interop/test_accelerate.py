@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerate.checkpointing
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from collectives import collectives_counted
 from recursion import Momentum, dense_recursion
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -247,8 +249,6 @@ def test_what_is_saved_and_resumed(tmp_path: Path) -> None:
         assert (rest["rate"], rest["step"]) == (whole["rate"], whole["step"]) == (0.05 * 0.5**6, NUM_STEPS)
         assert torch.equal(whole["in the end"], outcomes[0][0]["in the end"]), "the same on all ranks"
         saved = make_module()
-        from safetensors.torch import load_file
-
         saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
         assert torch.equal(flat(saved), half["average"])
     first, second = (whole["moments"] for whole, _, _ in outcomes)
@@ -308,6 +308,63 @@ def test_two_models_are_saved_beside_each_other(tmp_path: Path) -> None:
     assert not torch.equal(*saved)
     for model in models:
         model.close()
+
+
+class Tied(nn.Module):
+    """One weight at both ends, as of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def save_and_load_tied_weights(folder: Path) -> None:
+    torch.manual_seed(0)
+    accelerator = accelerator_of()
+    model = prepare(accelerator, Tied(), SGD, topology="ring")[0]
+    for _ in range(3):
+        accelerator.backward(model(torch.full((1, 4), 1.0 + accelerator.process_index)).sum())
+    saved = flat(model)
+    accelerator.save_state(str(folder))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    accelerator.load_state(str(folder))
+    assert torch.equal(flat(model), saved)
+    assert model.module.last.weight is model.module.first.weight
+    model.close()
+
+
+def test_tied_weights_are_saved_once_and_loaded(tmp_path: Path) -> None:
+    launch(save_and_load_tied_weights, tmp_path, world_size=2)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert len(weights) == 1
+
+
+def test_a_rank_loads_only_what_rank_0_has_written_to_the_end(tmp_path: Path) -> None:
+    launch(load_at_once, tmp_path, world_size=2)
+
+
+def load_at_once(folder: Path) -> None:
+    """Rank 0 writes its files after the other one has left ``save_state``."""
+    accelerator = accelerator_of()
+    model = prepare(accelerator, make_module(), SGD, topology="ring")[0]
+    store = dist.PrefixStore("left", dist.distributed_c10d._get_default_store())
+    written = accelerate.checkpointing.save
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        if accelerator.is_main_process:
+            store.wait(["rank 1"])
+        written(*args, **kwargs)
+
+    with mock.patch.object(accelerate.checkpointing, "save", late):
+        accelerator.save_state(str(folder))
+    if not accelerator.is_main_process:
+        store.set("rank 1", "")
+    accelerator.load_state(str(folder))
+    model.close()
 
 
 @pytest.mark.parametrize(
