@@ -7,9 +7,10 @@ import inspect
 import math
 import os
 import re
+import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gossip.lab.experiments.run_settings import ConfigurationError, nearest
@@ -80,14 +81,27 @@ def blaming(
         no option.
     """
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, LookupError):
+        text = f"{type(error).__name__}: {text}"  # by itself it is no more than the key
     given = [name for name in options if name not in _OF_HYDRA]
     blamed = named_in(text, given) or next(filter(works_without, given), None)
+    module = str(options.get("_target_", "")).rpartition(".")[0]
+    text += "".join([f" ({line})" for line in _lines_of(module, error)][-1:])
     if blamed is None:
         values = ", ".join(f"{place}.{name}={shown(options[name])}" for name in given)
         return ConfigurationError(f"{values or place}: {text}")
     allowed = _ALLOWED_BY_TORCH.get(blamed) if place == "optimizer" and text.startswith("Invalid") else None
     rule = f"; it must be {allowed}" if allowed is not None else ""
     return ConfigurationError(f"{place}.{blamed}={shown(options[blamed])}: {text}{rule}")
+
+
+def _lines_of(module: str, error: BaseException) -> Iterator[str]:
+    """Where a user's own module was, when it raised; nothing of this package's and torch's."""
+    if module.partition(".")[0] in ("", "gossip", "torch"):
+        return
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == module:
+            yield f"{frame.f_code.co_filename}, line {number}"
 
 
 def named_in(text: str, names: Iterable[str]) -> str | None:

@@ -35,7 +35,7 @@ def verdict(document: Document) -> Iterator[str]:
         assert value is not None
         reference = next((row for row in rows if row.method == "ddp"), None)
         among = f"of {len(compared)} gossip settings {_named(chosen)} has the best averaged model, "
-        alone = f"the averaged model of {_named(chosen)} is "
+        alone = f"the averaged model of {_named(chosen)}: "
         yield (
             f"{', '.join([f'{world_size} ranks', *filter(None, others)])}: {among if len(compared) > 1 else alone}"
             f"{_compared(value, quantity, equal)}{_costs(chosen, reference)}."

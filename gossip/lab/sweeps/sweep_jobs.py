@@ -168,7 +168,7 @@ def make_job(
         topology=str(value_of(config, "topology.name")) if is_gossip else None,
         world_size=int(value_of(config, "launch.world_size")),
         partition=_partition(config["data"].get("partition") or {}),
-        condition=", ".join(override for override in told if override in run.reference) or None,
+        condition=", ".join(_plain(override) for override in told if override in run.reference) or None,
         algorithm=_algorithm(config, choices["algorithm"]) if is_gossip else None,
         compression=choices["compression"] if is_gossip else None,
         engine=str(value_of(config, "engine")),
@@ -205,6 +205,11 @@ def topology_label(config: Mapping[str, Any]) -> str:
     if config["topology"]["warmup_rounds"]:
         label += f", after {config['topology']['warmup_rounds']} all-reduces"
     return label
+
+
+def _plain(override: str) -> str:
+    """As it is written on the command line: hydra escapes the colon of ``data=my_module:make``."""
+    return override.replace("\\:", ":")
 
 
 def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:

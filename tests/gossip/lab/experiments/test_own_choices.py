@@ -81,6 +81,14 @@ def test_what_is_named_is_trusted_besides(folder: Path, monkeypatch: pytest.Monk
         own_choices.offer(["model=nowhere:Net"], CONFIGS)
 
 
+def test_what_a_function_of_the_user_raises_is_said_with_its_place(folder: Path) -> None:
+    module = folder / "my_module.py"
+    module.write_text(MODULE + "\n\ndef lacking(key: str = 'a'):\n    return {}['images']\n")
+    done = train(folder, "data=my_module:lacking", *TINY, fresh=True)
+    line = len(module.read_text().splitlines())
+    assert done.stderr.splitlines() == [f"error: data.key=a: KeyError: 'images' ({module}, line {line})"]
+
+
 def test_arrays_and_datasets_are_data_sets() -> None:
     inputs, targets = np.ones((4, 3)), np.array([0, 1, 2, 1])
     data = as_data((inputs, targets, inputs[:2], targets[:2]), "mine")

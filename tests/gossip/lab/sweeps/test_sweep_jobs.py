@@ -57,6 +57,8 @@ def test_what_a_sweep_varies_for_all_reduce_too_is_the_condition_of_a_row() -> N
     setting = make_job(run, composed(*run.overrides), CHOICES, keys).setting
     assert (setting.label, setting.condition) == ("ring, optimizer.momentum=0.5", "model=cnn, optimizer.lr=0.2")
     assert job("topology=ring").setting.condition is None
+    own_data = make_job(Run((r"data=my_module\:make",), (r"data=my_module\:make",)), composed(), CHOICES, ["data"])
+    assert own_data.setting.condition == "data=my_module:make"
 
 
 def test_job_setting_is_the_same_for_all_seeds() -> None:
