@@ -103,6 +103,7 @@ class _OnStream:
         self.error: Exception | None = None
         self.awaited: str = "its own turn to be posted"
         self.finished_at: Mapping[str, float] = {}
+        self._received = received
         self._device = stream.device
         self._module = torch.get_device_module(self._device.type)
         stream.wait_stream(self._module.current_stream(self._device))
@@ -125,7 +126,10 @@ class _OnStream:
 
     def wait(self, _: timedelta) -> bool:
         """Make the current stream wait; the host does not wait, and the backend's own time-out applies."""
-        self._module.current_stream(self._device).wait_event(self._event)
+        current = self._module.current_stream(self._device)
+        current.wait_event(self._event)
+        for tensor in self._received:
+            tensor.record_stream(current)  # the caller's stream may be another one than that of the allocation
         return True
 
 
@@ -179,6 +183,7 @@ class _Staged:
         if self._ticket.error is None:
             for tensor in self._received:
                 tensor.copy_(self._copies[id(tensor)], non_blocking=True)
+                tensor.record_stream(torch.get_device_module(tensor.device.type).current_stream(tensor.device))
         return True
 
 

@@ -371,13 +371,17 @@ class World:
             chunk.copy_(wide.div_(self.world_size))
         tensor.copy_(flat.view(tensor.shape))
 
-    def sum_(self, tensor: torch.Tensor, what: str) -> None:
-        """Replace ``tensor`` by its sum over ranks, in place. Collective."""
+    def sum_(self, tensor: torch.Tensor, what: str, *, holds_host: bool = True) -> None:
+        """Replace ``tensor`` by its sum over ranks, in place. Collective.
+
+        Unless it ``holds_host``, the host does not wait for a device that it need not wait for.
+        """
         if self.is_alone:
             return
         data = self._on_wire(tensor)
         group = self._open_group()
-        self._run([lambda _, received: group.allreduce([received[0]])], [data], [data], what)
+        posts: list[_Post] = [lambda _, received: group.allreduce([received[0]])]
+        self._begin(posts, [data], [data], what, holds_host=holds_host)()
         if data is not tensor:
             tensor.copy_(data)
 
@@ -406,7 +410,11 @@ class World:
         own = data[self.rank].reshape(-1).clone()
         group = self._open_group()
         wait = self._begin(
-            [lambda sent, received: group._allgather_base(received[0], sent[0])], [own], [data.view(-1)], what
+            [lambda sent, received: group._allgather_base(received[0], sent[0])],
+            [own],
+            [data.view(-1)],
+            what,
+            holds_host=False,
         )
 
         def finish() -> None:
@@ -437,7 +445,11 @@ class World:
         summed = torch.empty_like(data[0])
         group = self._open_group()
         wait = self._begin(
-            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])], [data.view(-1)], [summed], what
+            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
+            [data.view(-1)],
+            [summed],
+            what,
+            holds_host=False,
         )
 
         def finish() -> torch.Tensor:
@@ -500,8 +512,13 @@ class World:
         """Start each operation when the previous one has ended, and wait for the last."""
         self._begin(posts, sent, received, what)()
 
-    def _begin(self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str) -> Callable[[], None]:
-        """Start each operation when the previous one has ended, and return what waits for the last."""
+    def _begin(
+        self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str, *, holds_host: bool = True
+    ) -> Callable[[], None]:
+        """Start each operation when the previous one has ended, and return what waits for the last.
+
+        That ``holds_host`` until the device has ended its part, or only lets what follows on the device wait.
+        """
         assert self.device_paths is not None
         self.roll_call.note(what)
 
@@ -514,7 +531,7 @@ class World:
         sequence = self.roll_call.sequence
 
         def wait() -> None:
-            awaited = OnDevice(pending, received[0].device)
+            awaited = OnDevice(pending, received[0].device) if holds_host else pending
             failure = self.wait_for(awaited, what, lambda: self.others, sequence=sequence)
             if failure is None:
                 return

@@ -93,11 +93,12 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         The ranks differ, or another rank has refused; raised on every rank.
     """
     shards: LocalGroup | None = None
+    local = World(world.timeout, arguments.mesh.get_group("shard")) if arguments.mesh is not None else None
     has_compared = False
     try:
         check_mesh_arguments(arguments)
-        if arguments.mesh is not None:
-            shards = _make_local_group(module, arguments, world.timeout)
+        if local is not None:
+            shards = _make_local_group(module, arguments, local)
             module = shards.replica
         topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
         if shards is not None:
@@ -106,13 +107,15 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     except Exception as error:
         # The other ranks are about to compare manifests: tell them, so that they do not wait.
         refusal = {CONSTRUCTION: f"refused ({error})"}
-        if shards is not None and not has_compared:
+        if local is not None and not has_compared:
             with contextlib.suppress(GossipError):
-                compare_manifests(shards.world, refusal)
+                compare_manifests(local, refusal)
         with contextlib.suppress(GossipError):
             compare_manifests(world, refusal)
         if shards is not None:
             shards.close()
+        elif local is not None:
+            local.close()
         raise
     compare_manifests(world, manifest)
 
@@ -200,8 +203,8 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
     return World(timeout, process_group)
 
 
-def _make_local_group(module: nn.Module, arguments: Arguments, timeout: timedelta) -> LocalGroup:
-    """Return the ranks with which this one trains a replica. Collective over them."""
+def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:
+    """Return the group of the ranks ``world``, with which this one trains a replica. Local."""
     from gossip.parameters.sharding.replica_group import ReplicaGroup
     from gossip.parameters.sharding.row_group import RowGroup
     from gossip.parameters.sharding.shard_group import ShardGroup
@@ -212,7 +215,7 @@ def _make_local_group(module: nn.Module, arguments: Arguments, timeout: timedelt
         "optimizer": RowGroup,
         "none": ReplicaGroup,
     }
-    return kinds[arguments.shard](module, arguments.mesh, timeout)
+    return kinds[arguments.shard](module, arguments.mesh, world)
 
 
 def make_flag(world: World, what: str) -> Flag:

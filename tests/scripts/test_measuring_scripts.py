@@ -1,4 +1,4 @@
-"""The scripts that time compressions, ways of exchange, uneven ranks and virtual workers run, and print a table."""
+"""The scripts that measure compressions, ways of exchange, memory, uneven ranks and virtual workers print a table."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
         ("compression_speed.py", ["--numel", "5000", "--repetitions", "1"], ["none", "bf16", "int8", "int4", "choco"]),
         ("virtual_speed.py", ["--world-sizes", "3", "8", "--repetitions", "1", "--loop-up-to", "3"], ["3", "8"]),
         ("exchange_ways.py", ["--world-size", "2", "--repetitions", "1"], ["2 | 1", "2 | 64", "2 | 16800"]),
+        (
+            "sharded_memory.py",
+            ["--width", "16", "--depth", "2"],
+            ["each rank a replica", "shard=none", "shard=optimizer, 4 ranks", "fully_shard, 4 ranks"],
+        ),
         (
             "uneven_ranks.py",
             ["--world-size", "2", "--steps", "4", "--compute-ms", "1", "--seeds", "1", "--width", "8"],

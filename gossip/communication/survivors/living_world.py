@@ -400,7 +400,8 @@ class LivingWorld(PatientWorld):
         self.jointly(broadcast)
 
     @torch.no_grad()
-    def sum_(self, tensor: torch.Tensor, what: str) -> None:
+    def sum_(self, tensor: torch.Tensor, what: str, *, holds_host: bool = True) -> None:
+        del holds_host  # the host adds up
         if self.is_alone or tensor.numel() == 0:
             return
         before = tensor.clone()

@@ -46,8 +46,16 @@ class PeakMemory:
         gc.collect()
         with contextlib.suppress(AttributeError):  # glibc's
             ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        self.restart()
         self._before = _status_bytes("VmRSS")
+
+    def restart(self) -> None:
+        """Forget the peak until now; what it is compared with stays."""
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+    def now(self) -> int:
+        """What it holds now."""
+        return max(0, _status_bytes("VmRSS") - self._before)
 
     def bytes(self) -> int:
         """Until now."""

@@ -37,7 +37,7 @@ class DividedGroup(LocalGroup):
             largest = max(float(torch.frombuffer(bytearray(each), dtype=torch.float64)) for each in norms)
             return torch.tensor(largest, dtype=norm.dtype, device=norm.device)
         power = norm.to(torch.float64) ** order
-        self.world.sum_(power, "the norm of all gradients")
+        self.world.sum_(power, "the norm of all gradients", holds_host=power.is_cpu)
         return (power ** (1.0 / order)).to(norm.dtype)
 
     def any(self, flag: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch
 from torch import nn
@@ -26,23 +25,20 @@ class ReplicaGroup(LocalGroup):
         Not sharded.
     mesh : DeviceMesh
         Of the dimensions "gossip" and "shard".
-    timeout : timedelta
-        How long any wait for the other ranks of the group may last before it raises.
-
-    Notes
-    -----
-    Construction is collective over the group.
+    world : World
+        The ranks of the group.
     """
 
     averages_gradients = True
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, timeout: timedelta) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
+        del mesh
         if fsdp_modules(module):
             raise ValueError(
                 'shard="none" keeps the whole module on every rank, but fully_shard was applied to it; leave out '
                 "one of them"
             )
-        super().__init__(module, module, World(timeout, mesh.get_group("shard")))
+        super().__init__(module, module, world)
 
     def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
         self.world.broadcast_(tensors, "broadcasting parameters and buffers within the group")
@@ -71,7 +67,7 @@ class ReplicaGroup(LocalGroup):
             else:
                 means[index].view(parameter.shape).copy_(parameter.grad)
                 counts[index] = 1.0
-        self.world.sum_(flat, f"{what}: averaging gradients over the ranks of the group")
+        self.world.sum_(flat, f"{what}: averaging gradients over the ranks of the group", holds_host=flat.is_cpu)
         flat[:num_values].div_(self.world.world_size)
         is_found = [True] * len(parameters) if has_all else (counts > 0).tolist()
         for parameter, mean, found in zip(parameters, means, is_found, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,23 +29,19 @@ class RowGroup(DividedGroup):
         Not sharded.
     mesh : DeviceMesh
         Of the dimensions "gossip" and "shard".
-    timeout : timedelta
-        How long any wait for the other ranks of the group may last before it raises.
-
-    Notes
-    -----
-    Construction is collective over the group.
+    world : World
+        The ranks of the group.
     """
 
     replica: RowShards
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, timeout: timedelta) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
+        del mesh
         if fsdp_modules(module):
             raise ValueError(
                 'shard="optimizer" divides a module that is not sharded, but fully_shard was applied to it; leave out '
                 "one of them"
             )
-        world = World(timeout, mesh.get_group("shard"))
         super().__init__(module, RowShards(module, world), world)
         self.bucket_size = world.world_size  # of whole parameters, bucket_cap_mb is for these
         self._division: GradientDivision | None = None

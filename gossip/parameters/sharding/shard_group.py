@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.sharding.divided_group import DividedGroup
 from gossip.parameters.sharding.local_shards import LocalShards, unsharded_parameters
+from gossip.parameters.sharding.watched_collectives import unwatch_collectives, watch_collectives
 from gossip.private_torch import fsdp_modules, fsdp_parameters
 
 
@@ -26,25 +26,22 @@ class ShardGroup(DividedGroup):
         Sharded by ``fully_shard`` over ``mesh["shard"]``.
     mesh : DeviceMesh
         Of the dimensions "gossip" and "shard".
-    timeout : timedelta
-        How long any wait for the other ranks of the group can last before it raises.
-
-    Notes
-    -----
-    Construction is collective over the group.
+    world : World
+        The ranks of the group.
     """
 
     replica: LocalShards
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, timeout: timedelta) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
         _check_sharding(module, mesh)
-        super().__init__(module, LocalShards(module), World(timeout, mesh.get_group("shard")))
+        super().__init__(module, LocalShards(module), world)
         self._step = 0
         self._on_state_dict: Any = None
 
     def attach(self, buckets: Iterable[Bucket], combine: Callable[[], None], on_gradient: Callable[[], bool]) -> None:
         del buckets, on_gradient  # FSDP reduces gradients by itself
         self.replica.attach()
+        watch_collectives(self._module, self.world, lambda: f"step {self._step}")
         self._on_state_dict = self._module.register_state_dict_pre_hook(lambda *_: combine())
 
     def before_forward(self, step: int) -> None:
@@ -70,6 +67,7 @@ class ShardGroup(DividedGroup):
         """Remove the hooks, and let the module keep what it has. Local."""
         if self._on_state_dict is not None:
             self._on_state_dict.remove()
+            unwatch_collectives(self._module)
         self.replica.close()
         super().close()
 
@@ -83,9 +81,15 @@ def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
         )
     shard = mesh["shard"]
     for each in fsdp_parameters(module):
+        if each.mesh.device_type != mesh.device_type:
+            raise ValueError(
+                f"mesh is on {mesh.device_type!r}, but the module is sharded over a mesh on {each.mesh.device_type!r}; "
+                "make both with the same device_type"
+            )
         if each.mesh.ndim != 1 or not torch.equal(each.mesh.mesh, shard.mesh):
             raise ValueError(
-                f'mesh: the module is sharded over {each.mesh}, which is not mesh["shard"], {shard}; apply '
+                f"mesh: the module is sharded over the ranks {each.mesh.mesh.tolist()}, which are not those of "
+                f'mesh["shard"], {shard.mesh.tolist()}; apply '
                 'fully_shard(..., mesh=mesh["shard"]): between the groups there is gossip, which a mesh that also '
                 "replicates (hybrid sharding) would all-reduce"
             )

@@ -69,12 +69,12 @@ class Row(NamedTuple):
 REFUSED = {
     make.__name__: Row(make, text)
     for make, text in (
-        (over_one_group_of_four, r'^mesh: the module is sharded over .*shard=4.* which is not mesh\["shard"\]'),
+        (over_one_group_of_four, r"^mesh: .* over the ranks \[0, 1, 2, 3\], which are not those of "),
         (
             over_a_transposed_mesh,
-            r'^mesh: the module is sharded over .* which is not mesh\["shard"\], .*; apply fully_sh',
+            r"^mesh: .* over the ranks \[[01], [23]\], which are not those of .*, \[[02], [13]\]; apply fully_shard",
         ),
-        (over_the_gossip_dimension, r'^mesh: the module is sharded over .*gossip=2.* which is not mesh\["shard"\]'),
+        (over_the_gossip_dimension, r"^mesh: .* over the ranks \[[01], [23]\], which are not those of "),
         (
             with_swapped_names,
             r"^mesh must have .*'gossip', 'shard'., got .'shard', 'gossip'.; make it by gossip.make_sh",

@@ -28,7 +28,9 @@ def make_model(num_groups: int, ranks_per_group: int, **options: Any) -> GossipD
         for layer in module:
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(module, mesh=mesh["shard"])
-    return GossipDataParallel(module, ADAMW, "ring", mesh=mesh, bucket_cap_mb=BUCKET_BYTES / 2**20, **options)
+    # With "optimizer" it is the size of what the group has of a bucket together.
+    cap = BUCKET_BYTES * (ranks_per_group if options.get("shard") == "optimizer" else 1)
+    return GossipDataParallel(module, ADAMW, "ring", mesh=mesh, bucket_cap_mb=cap / 2**20, **options)
 
 
 def train(model: GossipDataParallel, num_steps: int) -> StepStats:

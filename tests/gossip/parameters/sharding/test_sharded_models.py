@@ -457,6 +457,11 @@ def test_a_rank_that_has_the_whole_replica_sends_its_share() -> None:
 def make_wrong_meshes() -> None:
     with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides the 3 there are, got 2"):
         make_shard_mesh(2)
+    with pytest.raises(ValueError, match=r'device_type must be "cpu", or "cuda" .*, got .gpu.'):
+        make_shard_mesh(3, "gpu")
+    own = 3 if dist.get_rank() == 1 else 1
+    with pytest.raises(ValueError, match=r"rank 0 has local_size=1, .*, and rank 1 has local_size=3, "):
+        make_shard_mesh(own, "cpu")
     assert make_shard_mesh(3, "cpu").mesh.tolist() == [[0, 1, 2]]
 
 
