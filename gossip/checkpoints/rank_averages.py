@@ -23,7 +23,7 @@ class Mean(NamedTuple):
     Attributes
     ----------
     name : str
-        Of the tensor.
+        The name of the tensor.
     tensor : Tensor
         This rank's, from which the mean has shape, dtype and the order of elements in memory.
     chunks : iterator of Tensor

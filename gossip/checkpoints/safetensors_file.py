@@ -51,7 +51,7 @@ class SafetensorsFile:
     Parameters
     ----------
     path : Path
-        Of the complete file. Until then it is ``.NAME.partial`` in the same folder.
+        The path of the complete file. Until then it is ``.NAME.partial`` in the same folder.
     tensors : mapping of str to Tensor
         Shape and dtype by name of all that will be written; values are not read, so the device "meta" will do.
     metadata : mapping of str to str

@@ -41,7 +41,7 @@ _TOGETHER_BYTES = 2**20  # tensors below this size are broadcast in messages of 
 _parents_groups: list[object] = []  # in a forked child, the groups that its parent has joined
 
 _Result = TypeVar("_Result")
-_Post = Callable[[Tensors, Tensors], Any]
+Post = Callable[[Tensors, Tensors], Any]
 """Starts an operation that sends the first tensors and fills the second ones."""
 
 
@@ -319,12 +319,12 @@ class World:
         assert self.membership is not None
         own = torch.frombuffer(bytearray(row.ljust(length, b"\0")), dtype=torch.uint8).to(self.control_device)
         rows = own.new_empty(self.world_size, length)
-        group = self._open_group()
+        group = self.open_group()
         if self.membership.backends.get("cpu") == "gloo":
             # gloo's own allgather uses a ring, in which every rank waits for n - 1 successive messages.
             options = dist.GatherOptions()
             options.rootRank = 0
-            posts: list[_Post] = [
+            posts: list[Post] = [
                 lambda sent, received: group.gather([list(received[0])] * (self.rank == 0), list(sent), options),
                 lambda _, received: group.broadcast(received[0], 0),
             ]
@@ -341,11 +341,11 @@ class World:
         """
         if self.is_alone:
             return
-        group = self._open_group()
+        group = self.open_group()
         for load in _loads(tensors):
             # As bytes, because gloo supports only some dtypes but copies all of them equally.
             rows = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in load]
-            data = self._on_wire(rows[0] if len(rows) == 1 else torch.cat(rows))
+            data = self.on_wire(rows[0] if len(rows) == 1 else torch.cat(rows))
             self._run([lambda _, received: group.broadcast(received[0], 0)], [data], [data], what)
             for tensor, row in zip(load, data.split([row.numel() for row in rows]), strict=True):
                 if row.data_ptr() != tensor.data_ptr():
@@ -378,85 +378,12 @@ class World:
         """
         if self.is_alone:
             return
-        data = self._on_wire(tensor)
-        group = self._open_group()
-        posts: list[_Post] = [lambda _, received: group.allreduce([received[0]])]
-        self._begin(posts, [data], [data], what, holds_host=holds_host)()
+        data = self.on_wire(tensor)
+        group = self.open_group()
+        posts: list[Post] = [lambda _, received: group.allreduce([received[0]])]
+        self.begin(posts, [data], [data], what, holds_host=holds_host)()
         if data is not tensor:
             tensor.copy_(data)
-
-    def gather_rows_(self, rows: torch.Tensor, what: str) -> None:
-        """Fill in the rows of the other ranks, in place. Collective; see :meth:`begin_gathering_rows`."""
-        self.begin_gathering_rows(rows, what)()
-
-    def begin_gathering_rows(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
-        """Begin to fill in the rows of the other ranks, in place. Collective.
-
-        Parameters
-        ----------
-        rows : Tensor, [world_size, ...], contiguous
-            This rank's row holds its values; shape and dtype are the same on all ranks.
-        what : str
-            What it is done for, for error texts.
-
-        Returns
-        -------
-        callable
-            Waits until all rows are there.
-        """
-        if self.is_alone:
-            return lambda: None
-        data = self._on_wire(rows)
-        own = data[self.rank].reshape(-1).clone()
-        group = self._open_group()
-        wait = self._begin(
-            [lambda sent, received: group._allgather_base(received[0], sent[0])],
-            [own],
-            [data.view(-1)],
-            what,
-            holds_host=False,
-        )
-
-        def finish() -> None:
-            wait()
-            if data is not rows:
-                rows.copy_(data)
-
-        return finish
-
-    def begin_sum_of_rows(self, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
-        """Begin to sum, over the ranks, what they have for each of them. Collective.
-
-        Parameters
-        ----------
-        rows : Tensor, [world_size, numel], contiguous
-            A row for each rank; shape and dtype are the same on all ranks.
-        what : str
-            What it is done for, for error texts.
-
-        Returns
-        -------
-        callable
-            Waits, and returns the sum of this rank's rows, [numel].
-        """
-        if self.is_alone:
-            return lambda: rows[0]
-        data = self._on_wire(rows)
-        summed = torch.empty_like(data[0])
-        group = self._open_group()
-        wait = self._begin(
-            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
-            [data.view(-1)],
-            [summed],
-            what,
-            holds_host=False,
-        )
-
-        def finish() -> torch.Tensor:
-            wait()
-            return summed.to(rows.device)
-
-        return finish
 
     def keys(self, name: str) -> dist.Store | None:
         """Return keys for other agreements of the ranks, over a separate connection; None if there is no store."""
@@ -493,12 +420,13 @@ class World:
         kind = next(iter(self.membership.backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` itself, or a copy on a device that a backend supports."""
         assert self.device_paths is not None
         return tensor if self.device_paths.serves(tensor.device) else tensor.to(self.control_device)
 
-    def _open_group(self) -> Group:
+    def open_group(self) -> Group:
+        """Return the communicator of all ranks, of which there are several."""
         assert self.group is not None
         return self.group
 
@@ -508,16 +436,17 @@ class World:
             return ""
         return f" of process_group (ranks {list(self.membership.ranks)} of the default one)"
 
-    def _run(self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str) -> None:
+    def _run(self, posts: Sequence[Post], sent: Tensors, received: Tensors, what: str) -> None:
         """Start each operation when the previous one has ended, and wait for the last."""
-        self._begin(posts, sent, received, what)()
+        self.begin(posts, sent, received, what)()
 
-    def _begin(
-        self, posts: Sequence[_Post], sent: Tensors, received: Tensors, what: str, *, holds_host: bool = True
+    def begin(
+        self, posts: Sequence[Post], sent: Tensors, received: Tensors, what: str, *, holds_host: bool = True
     ) -> Callable[[], None]:
-        """Start each operation when the previous one has ended, and return what waits for the last.
+        """Start each operation when the previous one has ended, and return what waits for the last. Collective.
 
-        That ``holds_host`` until the device has ended its part, or only lets what follows on the device wait.
+        Tensors are such as :meth:`on_wire` returns; ``what`` is for error texts. Waiting ``holds_host`` until the
+        device has ended its part, or else only what follows on the device.
         """
         assert self.device_paths is not None
         self.roll_call.note(what)

@@ -205,17 +205,16 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
 
 def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:
     """Return the group of the ranks ``world``, with which this one trains a replica. Local."""
+    from gossip.parameters.sharding.local_group import check_dense
     from gossip.parameters.sharding.replica_group import ReplicaGroup
     from gossip.parameters.sharding.row_group import RowGroup
     from gossip.parameters.sharding.shard_group import ShardGroup
 
     assert arguments.mesh is not None
-    kinds: dict[str | None, type[ReplicaGroup | RowGroup | ShardGroup]] = {
-        None: ShardGroup,
-        "optimizer": RowGroup,
-        "none": ReplicaGroup,
-    }
-    return kinds[arguments.shard](module, arguments.mesh, world)
+    check_dense(module)
+    if arguments.shard is None:
+        return ShardGroup(module, arguments.mesh, world)
+    return RowGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
 
 
 def make_flag(world: World, what: str) -> Flag:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gossip.communication.row_collectives import begin_gathering_rows
 from gossip.communication.transport import Exchange, LateDifference, Transport
 from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
@@ -137,7 +138,7 @@ class _GatheredExchange(Exchange):
             own[part] = difference
         if not arrival.is_finite:
             own.fill_(torch.nan)  # all ranks of the group refuse it, or none
-        self._world.gather_rows_(rows, self._what)
+        begin_gathering_rows(self._world, rows, self._what)()
         return Arrival.of(rows.view(-1)[: self._numel])
 
 

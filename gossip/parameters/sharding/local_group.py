@@ -36,7 +36,7 @@ class LocalGroup:
     num_shards, place : int
         Into how many shards the replica is divided, and which of them this rank holds.
     bucket_size : int
-        How many times as large as a bucket of the replica is what the group makes of it here.
+        How many times larger than a bucket here the values are that the group handles for it at a time.
     averages_gradients : bool
         Whether :meth:`reduce_` has anything to do.
     """
@@ -52,7 +52,7 @@ class LocalGroup:
     # ------------------------------------------------------------------ construction
 
     def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the group start from the values of its first rank, where several ranks hold them. Collective."""
+        """Copy the values of the group's first rank to the others, where ranks hold the same values. Collective."""
 
     def attach(self, buckets: Iterable[Bucket], combine: Callable[[], None], on_gradient: Callable[[], bool]) -> None:
         """Begin to train. Collective over the group.
@@ -64,8 +64,8 @@ class LocalGroup:
         combine : callable
             To be called before values are read.
         on_gradient : callable
-            To be called when the module gets a gradient, if that becomes one of the replica only later; returns whether
-            the backward pass makes a step.
+            To be called when the module gets a gradient that becomes one of the replica only later, averaged over the
+            group; returns whether the backward pass makes a step.
         """
 
     def divided(self, compression: Compression) -> Compression:
@@ -96,13 +96,13 @@ class LocalGroup:
         """
 
     def updated(self, index: int) -> None:
-        """Take note that a bucket has got its values of this step. Collective over the group."""
+        """React to the update of a bucket in this step. Collective over the group."""
 
     def finish_step(self) -> None:
         """Wait until the module has the values of this step. Collective over the group."""
 
     def changed(self) -> None:
-        """Take note that the values have been replaced. Collective over the group."""
+        """React to values that were replaced outside a step. Collective over the group."""
 
     def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:
         """Replace gradients by their means over the group, where nothing else has done so. Collective over the group.
@@ -180,3 +180,20 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by "
             "gossip.make_shard_mesh(local_size)"
         )
+
+
+def check_dense(module: nn.Module) -> None:
+    """Refuse sparse gradients, which cannot be averaged over a group.
+
+    Raises
+    ------
+    ValueError
+        Names the parameter.
+    """
+    for prefix, part in module.named_modules():
+        for key, parameter in part.named_parameters(prefix, recurse=False):
+            if getattr(part, "sparse", False) is True and parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {key!r} has sparse gradients, which cannot be averaged over the ranks of a group; "
+                    f"build module {prefix or 'itself'!r} with sparse=False"
+                )

@@ -28,7 +28,7 @@ class LocalShards(nn.Module):
     Raises
     ------
     ValueError
-        The gradients of a parameter cannot be reduced: they are sparse, or of another dtype than a bucket may have.
+        The gradients of a parameter cannot be reduced: they are of another dtype than a bucket may have.
     """
 
     _module: nn.Module
@@ -110,13 +110,6 @@ class _Receiver:
 
 def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) -> None:
     """Refuse what ``fully_shard`` could not gather and reduce; it would fail in the middle of a pass."""
-    for prefix, part in module.named_modules():
-        for key, parameter in part.named_parameters(prefix, recurse=False):
-            if getattr(part, "sparse", False) is True and parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {key!r} has sparse gradients, which cannot be reduced over a shard group; build module "
-                    f"{prefix or 'itself'!r} with sparse=False"
-                )
     for name, parameter in module.named_parameters():
         each = sources.get(id(parameter))
         for option, dtype in zip(

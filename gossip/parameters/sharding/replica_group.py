@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gossip.communication.transport import Transport
 from gossip.communication.world import World, accumulation_dtype
@@ -23,16 +22,13 @@ class ReplicaGroup(LocalGroup):
     ----------
     module : Module
         Not sharded.
-    mesh : DeviceMesh
-        Of the dimensions "gossip" and "shard".
     world : World
         The ranks of the group.
     """
 
     averages_gradients = True
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
-        del mesh
+    def __init__(self, module: nn.Module, world: World) -> None:
         if fsdp_modules(module):
             raise ValueError(
                 'shard="none" keeps the whole module on every rank, but fully_shard was applied to it; leave out '

@@ -28,7 +28,7 @@ def reshard(
     Parameters
     ----------
     states : sequence of mapping
-        Of the old shards, in order, the sections of their files. Rows that pad them are zeros.
+        The sections of the files of the old shards, in order. Rows that pad them are zeros.
     shapes : mapping of str to torch.Size
         By a parameter's name, the shape of the whole.
     lengths : mapping of str to (int, int)

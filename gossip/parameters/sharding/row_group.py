@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket
@@ -27,16 +26,13 @@ class RowGroup(DividedGroup):
     ----------
     module : Module
         Not sharded.
-    mesh : DeviceMesh
-        Of the dimensions "gossip" and "shard".
     world : World
         The ranks of the group.
     """
 
     replica: RowShards
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
-        del mesh
+    def __init__(self, module: nn.Module, world: World) -> None:
         if fsdp_modules(module):
             raise ValueError(
                 'shard="optimizer" divides a module that is not sharded, but fully_shard was applied to it; leave out '

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gossip.communication.row_collectives import begin_gathering_rows, begin_sum_of_rows
 from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
@@ -61,15 +62,15 @@ class RowShards(nn.Module):
         self._names = {name for name, _ in module.named_parameters()}
 
     def lengths(self) -> dict[str, tuple[int, int]]:
-        """By a divided parameter's name the dimension along which it is divided, and its length there. Local."""
+        """Return by a parameter's name the dimension along which it is divided, and its length there. Local."""
         return {name: (0, whole.shape[0]) for name, whole in self._wholes.items()}
 
     def wholes(self) -> Iterable[nn.Parameter]:
-        """The parameters of which this rank has rows."""
+        """Return the module's parameters of which this rank trains some rows. Local."""
         return self._wholes.values()
 
     def whole(self, name: str) -> nn.Parameter:
-        """The module's parameter of that name."""
+        """Return the module's parameter of that name. Local."""
         return self._wholes[name]
 
     def check(self) -> None:
@@ -143,9 +144,9 @@ class GradientDivision:
     Parameters
     ----------
     shards : RowShards
-        Whose gradients are made.
+        The shards that receive the averaged gradients.
     buckets : iterable of Bucket
-        Of the parameters of ``shards``, in launch order.
+        The buckets of the shards' parameters, in launch order.
     world : World
         The ranks of the group.
     on_gradient : callable
@@ -211,7 +212,7 @@ class GradientDivision:
                 bucket.views(values[place])[number].copy_(rows_of(whole.grad, place, size))
             whole.grad = None
         what = f"bucket {bucket.index}, {where}: averaging gradients over the ranks of the group"
-        self._pending.append(partial(self._hand_over, bucket, self._world.begin_sum_of_rows(rows, what), has_all))
+        self._pending.append(partial(self._hand_over, bucket, begin_sum_of_rows(self._world, rows, what), has_all))
         while len(self._pending) > _MAX_PENDING:
             self._pending.popleft()()
 
@@ -240,9 +241,9 @@ class RowGathering:
     Parameters
     ----------
     shards : RowShards
-        Whose rows are gathered.
+        The shards whose rows are gathered.
     buckets : iterable of Bucket
-        Of the parameters of ``shards``.
+        The buckets of the shards' parameters.
     world : World
         The ranks of the group.
     """
@@ -253,14 +254,14 @@ class RowGathering:
         self._pending: deque[Callable[[], None]] = deque()
 
     def begin(self, index: int) -> None:
-        """Begin with the rows of a bucket, which must not change until :meth:`finish`. Collective."""
+        """Begin to gather the rows of a bucket, as they are now. Collective."""
         bucket = self._buckets.get(index)
         if bucket is None:
             return  # of buffers
         rows = bucket.block.new_empty(self._world.world_size, bucket.block.numel())
         rows[self._world.rank].copy_(bucket.block)
-        wait = self._world.begin_gathering_rows(
-            rows, f"bucket {index}: gathering parameters from the ranks of the group"
+        wait = begin_gathering_rows(
+            self._world, rows, f"bucket {index}: gathering parameters from the ranks of the group"
         )
         self._pending.append(partial(self._push, bucket, rows, wait))
         while len(self._pending) > _MAX_PENDING:
@@ -271,7 +272,7 @@ class RowGathering:
         self._shards.push(bucket.names, [bucket.views(row) for row in rows])
 
     def finish(self) -> None:
-        """Wait for all rows that have been begun with. Collective."""
+        """Wait until all gathering that has begun is complete. Collective."""
         while self._pending:
             self._pending.popleft()()
 

@@ -18,14 +18,14 @@ from gossip.private_torch import fsdp_modules, fsdp_parameters
 
 
 class ShardGroup(DividedGroup):
-    """The shard group of this rank, and what of its replica this rank holds.
+    """A group whose replica ``fully_shard`` has divided: each rank trains and exchanges its shards.
 
     Parameters
     ----------
     module : Module
         Sharded by ``fully_shard`` over ``mesh["shard"]``.
     mesh : DeviceMesh
-        Of the dimensions "gossip" and "shard".
+        The mesh, with the dimensions "gossip" and "shard".
     world : World
         The ranks of the group.
     """

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
+from gossip import GossipDataParallel, GossipError, ManifestError, World, launch, make_shard_mesh
+from gossip.parameters.sharding import row_shards
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -265,13 +267,12 @@ def watch_reductions() -> tuple[int, int]:
     layers = [nn.Linear(4, 4) for _ in range(5)]
     module = nn.Sequential(*layers)
     model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer", bucket_cap_mb=1e-5)
-    world = model._live().shards.world
     begun, ended, found = [], [], []
-    begin = world.begin_sum_of_rows
+    begin = row_shards.begin_sum_of_rows
 
-    def begin_and_count(rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+    def begin_and_count(world: World, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
         begun.append(what)
-        wait = begin(rows, what)
+        wait = begin(world, rows, what)
 
         def wait_and_count() -> torch.Tensor:
             ended.append(what)
@@ -279,9 +280,9 @@ def watch_reductions() -> tuple[int, int]:
 
         return wait_and_count
 
-    world.begin_sum_of_rows = begin_and_count  # type: ignore[method-assign]
     layers[0].register_full_backward_pre_hook(lambda *_: found.append((len(begun), len(ended))))
-    model(torch.randn(2, 4)).sum().backward()
+    with mock.patch.object(row_shards, "begin_sum_of_rows", begin_and_count):
+        model(torch.randn(2, 4)).sum().backward()
     model.close()
     return found[0]
 
@@ -375,6 +376,11 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
         "parameter 'scale' is a scalar, which cannot be divided among ranks",
     ),
     "kept whole": (whole, {"shard": "none"}, "fully_shard was applied to it; leave out one of them"),
+    "sparse": (
+        lambda _: nn.Sequential(nn.Embedding(4, 4, sparse=True)),
+        {"shard": "optimizer"},
+        "parameter '0.weight' has sparse gradients, .*; build module '0' with sparse=False",
+    ),
     "whole messages": (
         lambda _: nn.Linear(4, 4),
         {"shard": "none", "algorithm": "sparse_loco", "topology": "complete"},
