@@ -1,4 +1,4 @@
-"""Runs that are started again, by torchrun, SLURM or with ``resume=auto``: which one is it, and what is left of it."""
+"""Restarted runs (by torchrun, SLURM or ``resume=auto``): identify the earlier attempt and what it left behind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.run_settings import ConfigurationError
 
 AUTO = "auto"
-"""What ``resume`` is for the newest run of this configuration, instead of a folder."""
+"""The value of ``resume`` that selects the newest run of the same configuration instead of a given folder."""
 
 _RESTARTS = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "SLURM": "SLURM_RESTART_COUNT"}
 _NOT_COMPARED = ("resume", "output_root", "trusted_targets")
 
 
 class State(enum.Enum):
-    """What there is to be done in a folder."""
+    """The state of a run folder, which decides how a restarted run proceeds."""
 
     BEGIN = "there is no run in it"
     BEGIN_AGAIN = "there is one without a checkpoint"
@@ -32,7 +32,10 @@ class State(enum.Enum):
 
 
 def restarter(environment: Mapping[str, str] | None = None) -> str | None:
-    """Who has started this run again after an attempt that did not end well; None in a first attempt."""
+    """Return the launcher ("torchrun" or "SLURM") that restarted this run after a failed attempt.
+
+    None in a first attempt.
+    """
     environment = os.environ if environment is None else environment
     for name, variable in _RESTARTS.items():
         if environment.get(variable, "0").isdecimal() and int(environment.get(variable, "0")) > 0:
@@ -41,9 +44,10 @@ def restarter(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def identities(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What torchrun and SLURM call this run, the same in all its attempts; empty where nobody restarts it.
+    """Return the identifiers that torchrun and SLURM give this run, stable over all its attempts.
 
-    Torchrun's id is the user's word for it, unless it is its default: then its own process stands for it.
+    Empty where no launcher restarts the run. For torchrun this is the run id that the user chose (``--rdzv-id``);
+    with the default id, host name and process id of torchrun identify the run instead.
     """
     environment = os.environ if environment is None else environment
     found = {}
@@ -56,11 +60,12 @@ def identities(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def find(output_root: Path, asked: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of the newest run in ``output_root`` that is the one that is asked for; None if there is none. Local.
+    """Return the folder of the newest matching run in ``output_root``; None if there is none. Local.
 
-    Its configuration is the same, but for what may change when a run goes on. If torchrun or SLURM has started this
-    process again, the run is theirs; otherwise, or if they have none and ``resume=auto`` is asked for, it is one that
-    has ended, or has a checkpoint.
+    A run matches if its configuration equals ``asked`` in every key that must not change when a run is resumed. If
+    torchrun or SLURM has restarted this process, only a run that was started by the same launcher under the same
+    identifier is found. Otherwise, or if the launcher has no such run and ``resume=auto`` is set, the newest matching
+    run that has completed or has a checkpoint is found.
     """
     who, wanted = restarter(environment), _comparable(asked)
     same = [found for found in _newest_first(output_root) if _comparable(_saved_configuration(found)) == wanted]
@@ -72,9 +77,9 @@ def find(output_root: Path, asked: Mapping[str, Any], environment: Mapping[str, 
 
 
 def state_of(folder: Path, resume: str | None = AUTO, environment: Mapping[str, str] | None = None) -> State:
-    """What there is to be done in ``folder`` where the run in it is to go on. Local.
+    """Return the state of ``folder`` for a run that is to be resumed in it. Local.
 
-    Without ``resume=auto`` a run of somebody else's, which a process that was started again finds there, is none.
+    In a restarted process without ``resume=auto``, a run that another launcher or job started counts as no run.
     """
     if not (folder / run_folder.CONFIG_FILE).is_file():
         return State.BEGIN
@@ -94,7 +99,7 @@ def _state_of_run(folder: Path) -> State:
 
 
 def _is_of(folder: Path, who: str, environment: Mapping[str, str] | None) -> bool:
-    """Whether the run in ``folder`` is the one that torchrun or SLURM has started this process for."""
+    """Whether torchrun or SLURM has started this process as another attempt at the run in ``folder``."""
     own = identities(environment).get(who)
     return own is not None and _read_json(folder / run_folder.STARTED_BY_FILE).get(who) == own
 
@@ -118,7 +123,7 @@ def _saved_configuration(folder: Path) -> Mapping[str, Any]:
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a configuration makes it another run."""
+    """Return the part of a configuration in which two attempts at the same run must agree."""
     left_out = (*_NOT_COMPARED, *resuming.MAY_CHANGE)
     return {key: value for key, value in config.items() if key not in left_out}
 

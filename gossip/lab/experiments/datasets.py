@@ -1,4 +1,4 @@
-"""Data sets that need no download: scikit-learn's digits, Python's own source as text, CIFAR-10 from a local folder."""
+"""Data sets without a download: scikit-learn's digits, Python's own source as text, CIFAR-10 from a local folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 
 VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
-"""The characters of :func:`stdlib_text` in the order of their tokens; token 0 stands for every other character."""
+"""The vocabulary of :func:`stdlib_text`, in token order; token 0 stands for every character that is not in it."""
 
 _CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
 _CIFAR10_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 _CIFAR10_TEST_FILE = "test_batch.bin"
 
-# Tests, tables that are no prose of a programmer, and packages that not every supported Python version ships.
+# Tests, generated tables rather than hand-written code, and packages missing from some supported Python versions.
 _LEFT_OUT_FOLDERS = frozenset(
     (
         *("test", "tests", "idlelib", "encodings", "pydoc_data", "distutils", "ensurepip", "lib2to3"),
@@ -41,14 +41,18 @@ class Data:
     Attributes
     ----------
     name : str
+        The name of the data set.
     train_inputs, train_targets : Tensor, [N, ...]
+        The training split.
     test_inputs, test_targets : Tensor, [M, ...]
+        The test split.
     num_classes : int
+        The number of classes, or the size of the vocabulary.
     train_labels : Tensor, int64 [N]
-        What :func:`gossip.lab.experiments.partition.partition` divides by: the class of an image, the index of the
-        source module that a piece of text was cut from.
+        The labels by which :func:`gossip.lab.experiments.partition.partition` divides the samples: the class of an
+        image, or the index of the source module that a piece of text was cut from.
     notes : str
-        What a reader of the results must know besides the name, such as the Python version of the text.
+        Further facts that a reader of the results needs, such as the Python version of the text.
     """
 
     name: str
@@ -72,9 +76,9 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     Parameters
     ----------
     test_fraction : float
-        Part that is held out, between 0 and 1, in the proportions of the classes.
+        The fraction that is held out, between 0 and 1, stratified by class.
     split_seed : int
-        Decides which images are held out; independent of the seed of the training.
+        The seed that selects the held-out images; independent of the training seed.
 
     Raises
     ------
@@ -107,33 +111,33 @@ def stdlib_text(
 ) -> Data:
     """The source of Python's standard library as text for a character language model.
 
-    The modules (files) are sorted by name, shuffled by ``split_seed``, and taken until ``max_bytes`` are reached: first
-    those of the test split, then those of the training split, so that no module is in both. Each one is cut into pieces
-    of ``context_length + 1`` characters that overlap by one; a remainder that does not fill a piece is left out.
-    Tests, tables (encodings, pydoc_data) and packages that newer versions of Python dropped are left out too.
+    The modules (files) are sorted by name, shuffled with ``split_seed``, and read until ``max_bytes`` are reached:
+    first those of the test split, then those of the training split, so that no module is in both. Each module is cut
+    into pieces of ``context_length + 1`` characters that overlap by one; a remainder that does not fill a piece is
+    discarded. Tests, tables (encodings, pydoc_data) and packages that newer versions of Python dropped are excluded.
 
     Parameters
     ----------
     context_length : int
-        Characters per sample.
+        The number of characters per sample.
     max_bytes : int
-        Size of both splits together; at the default about 14,000 training samples.
+        The total size of both splits; the default gives about 14,000 training samples.
     test_fraction : float
-        Part of the bytes that is held out, between 0 and 1.
+        The fraction of the bytes that is held out, between 0 and 1.
     split_seed : int
-        Decides which modules are read and which are held out.
+        The seed that selects the modules to read and those to hold out.
 
     Returns
     -------
     Data
-        The vocabulary is :data:`VOCABULARY` whatever the files hold. ``train_labels`` numbers the modules of the
-        training split in the order of their names, so that neighbouring labels are modules of one package. The text
-        depends on the Python version, which ``notes`` names.
+        The vocabulary is :data:`VOCABULARY`, independent of the content of the files. ``train_labels`` numbers the
+        modules of the training split in the order of their names, so that neighbouring labels belong to modules of the
+        same package. The text depends on the Python version, which ``notes`` states.
 
     Raises
     ------
     ValueError
-        An argument is out of range, or a split would hold no sample.
+        An argument is out of range, or a split would be empty.
     FileNotFoundError
         This Python was installed without its source files.
     """
@@ -149,25 +153,25 @@ def text_files(
     test_fraction: float = 0.1,
     split_seed: int = 0,
 ) -> Data:
-    """Text files of one's own, read and divided as :func:`stdlib_text` does with its modules.
+    """The user's own text files, read and split in the same way as the modules of :func:`stdlib_text`.
 
-    Of a single file the end is held out.
+    If there is only one file, its end is held out.
 
     Parameters
     ----------
     folder : str or Path
-        Searched for files.
+        The folder that is searched for files.
     pattern : str
-        Which of them, as :meth:`pathlib.Path.glob` takes it: ``**/`` stands for sub-folders.
+        The glob pattern of the files, as for :meth:`pathlib.Path.glob`; ``**/`` matches sub-folders.
     context_length, max_bytes, test_fraction, split_seed
-        As of :func:`stdlib_text`.
+        As for :func:`stdlib_text`.
 
     Raises
     ------
     ValueError
-        An argument is out of range, or a split would hold no sample.
+        An argument is out of range, or a split would be empty.
     FileNotFoundError
-        There is no such file.
+        No file matches the pattern.
     """
     found = Path(folder).expanduser()
     sources = sorted(path for path in found.glob(pattern) if path.is_file())
@@ -230,8 +234,9 @@ def cifar10(folder: str | Path) -> Data:
     Parameters
     ----------
     folder : str or Path
-        Holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, itself or in a sub-folder cifar-10-batches-bin.
-        A record is one byte with the class and 3,072 bytes with the pixels: red, green, blue, each row by row.
+        The folder that holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, either directly or in a
+        sub-folder cifar-10-batches-bin. A record is one byte for the class and 3,072 bytes for the pixels: the red,
+        green and blue channels, each in row-major order.
 
     Raises
     ------
@@ -250,21 +255,21 @@ def cifar10(folder: str | Path) -> Data:
 
 
 def as_data(made: Any, name: str) -> Data:
-    """What a user's function has returned, as a data set.
+    """Convert the return value of a user's data function to :class:`Data`.
 
     Parameters
     ----------
     made : Data, four arrays, or two datasets
-        Arrays are ``(train_inputs, train_targets, test_inputs, test_targets)``, tensors or numpy's. Datasets, of which
-        the second one is held out, have a length and samples ``(input, target)``, as torchvision's do; all of them are
-        read into memory.
+        The arrays are ``(train_inputs, train_targets, test_inputs, test_targets)``, as torch tensors or numpy arrays.
+        The two datasets, of which the second is held out, are map-style: they have a length and samples
+        ``(input, target)``, like those of torchvision. They are read into memory completely.
     name : str
-        Of the function.
+        The name of the function, for the error message.
 
     Raises
     ------
     TypeError, ValueError
-        It is none of these, or targets are no classes from 0 on.
+        The value is none of these, or the targets are not class indices from 0 on.
     """
     if isinstance(made, Data):
         return made
@@ -313,7 +318,7 @@ def _image_data(
     test_images: npt.NDArray[np.generic],
     test_targets: npt.NDArray[np.generic],
 ) -> Data:
-    """Standardise images [N, C, H, W] and put everything into tensors."""
+    """Standardise images [N, C, H, W] per channel and convert everything to tensors."""
     train_inputs = torch.from_numpy(train_images.astype(np.float32))
     test_inputs = torch.from_numpy(test_images.astype(np.float32))
     std, mean = torch.std_mean(train_inputs, dim=(0, 2, 3), keepdim=True)
@@ -332,11 +337,11 @@ def _image_data(
 
 
 def _stdlib_sources() -> list[Path]:
-    """The source files of the standard library, sorted by name."""
+    """Return the source files of the standard library, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     sources: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        # _sysconfigdata* and config-* describe the machine on which Python was built.
+        # _sysconfigdata* and config-* depend on the machine on which Python was built.
         subfolders[:] = [
             name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
         ]
@@ -353,7 +358,7 @@ def _stdlib_sources() -> list[Path]:
 
 
 def _read_texts(paths: Sequence[Path], max_bytes: int) -> list[tuple[Path, bytes]]:
-    """The files' content up to ``max_bytes`` in all; the last one is cut off there."""
+    """Read the files up to ``max_bytes`` in total; the last one is truncated."""
     texts = []
     for path in paths:
         if max_bytes <= 0:
@@ -365,7 +370,7 @@ def _read_texts(paths: Sequence[Path], max_bytes: int) -> list[tuple[Path, bytes
 
 
 def _cut(texts: Sequence[tuple[Path, bytes]], context_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut every text into pieces, int64 [N, context_length + 1]; and the index of the text of each one, int64 [N]."""
+    """Return the pieces of all texts, int64 [N, context_length + 1], and the text index of each piece, int64 [N]."""
     pieces = [torch.empty(0, context_length + 1, dtype=torch.int64)]
     labels = [torch.empty(0, dtype=torch.int64)]
     num_used = 0
@@ -389,7 +394,7 @@ def _tokenize(text: str) -> npt.NDArray[np.int64]:
 
 
 def _cifar10_folder(folder: Path) -> Path:
-    """Where under ``folder`` the files are."""
+    """Return ``folder`` or its sub-folder that holds the CIFAR-10 files."""
     names = (*_CIFAR10_TRAIN_FILES, _CIFAR10_TEST_FILE)
     nested = folder / "cifar-10-batches-bin"
     found = nested if nested.is_dir() else folder
@@ -404,7 +409,7 @@ def _cifar10_folder(folder: Path) -> Path:
 
 
 def _read_cifar10_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Images [N, 3, 32, 32] and classes [N] of one file."""
+    """Read the images [N, 3, 32, 32] and the classes [N] of one file."""
     content = np.fromfile(path, dtype=np.uint8)
     if content.size == 0 or content.size % _CIFAR10_RECORD_BYTES:
         raise ValueError(

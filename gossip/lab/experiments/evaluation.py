@@ -13,33 +13,33 @@ from gossip import World
 
 _BATCH_SIZE = 256
 _REPLICA_BATCH_SIZE = 4096
-"""Samples of all replicas at once: logits over a vocabulary are large."""
+"""Samples per batch, summed over all replicas; bounded because logits over a vocabulary are large."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean cross-entropy in nats, and the part of the predictions that is right (for text: of the next characters)."""
+    """Mean cross-entropy in nats and accuracy: the fraction of correct predictions (for text, of next characters)."""
 
     loss: float
     accuracy: float
 
     def named(self, name: str) -> dict[str, float]:
-        """For a record, whose keys begin with ``name``."""
+        """Return both values as entries of a record, under keys that begin with ``name``."""
         return {f"{name}_loss": self.loss, f"{name}_accuracy": self.accuracy}
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
-    """Of logits [..., num_classes] and targets [...]: images and text alike."""
+    """Compute the cross-entropy of logits [..., num_classes] and targets [...], for images and text alike."""
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def evaluate(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Evaluation:
-    """Evaluate ``module`` in eval mode; its mode is put back. Local."""
+    """Evaluate ``module`` in eval mode and restore its previous mode. Local."""
     return _evaluation(_totals(module, inputs, targets))
 
 
 def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, world: World) -> Evaluation:
-    """Evaluate a module that is the same on all ranks, each rank on its part of the samples. Collective."""
+    """Evaluate a module that is identical on all ranks; each rank evaluates its share of the samples. Collective."""
     totals = _totals(module, inputs[world.rank :: world.world_size], targets[world.rank :: world.world_size])
     world.sum_(totals, "summing the evaluation of the averaged model")
     return _evaluation(totals)
@@ -47,7 +47,7 @@ def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Te
 
 @torch.no_grad()
 def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-    """Evaluate every replica on all samples, all replicas at once. Local."""
+    """Evaluate every replica on all samples, all replicas in one batched forward pass. Local."""
     was_training = workers.module.training
     workers.module.eval()
     totals = torch.zeros(workers.world_size, 3, dtype=torch.float64)
@@ -67,7 +67,7 @@ def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targ
 
 @torch.no_grad()
 def _totals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed loss, right predictions, all predictions: float64 [3]."""
+    """Return the summed loss, the number of correct predictions and the number of predictions: float64 [3]."""
     was_training = module.training
     module.eval()
     totals = torch.zeros(3, dtype=torch.float64)

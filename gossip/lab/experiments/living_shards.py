@@ -1,4 +1,4 @@
-"""What a rank trains on while others are lost, leave and join."""
+"""Assignment of samples to a rank while other ranks are lost, leave and join (elastic membership)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from gossip.lab.experiments.sample_batches import Shards
 
 
 class LivingShards:
-    """The samples of one rank, whoever else trains; the number of steps and the schedule stay.
+    """The samples of one rank under changing membership; the number of steps and the schedule do not change.
 
-    Among the ranks of the beginning they are those of :class:`Shards`. Then, by ``data.on_loss``: "redistribute" deals
-    all samples again among those who train, each of whom goes through its own again and again. "leave" lets everybody
-    keep what it has: those of a lost rank are not trained on, until one that joins takes them.
+    As long as the initial ranks train, the samples are those of :class:`Shards`. After a change of membership,
+    ``data.on_loss`` decides. "redistribute" divides all samples again among the ranks that train, and each rank
+    repeats its own samples. With "leave" every rank keeps its samples: those of a lost rank are not trained on until a
+    rank that joins takes them over.
 
     Parameters
     ----------
     experiment : Experiment
+        The experiment that is run.
     world : World
-        Of the model.
+        The communication world of the model, which knows the current members.
 
     Attributes
     ----------
     changes : list of dict
-        From which "step" on which "members" train, by their numbers, and who "before".
+        One entry per change of membership: the "step" from which it applies, the "members" that train from then on (by
+        member number) and the members "before".
     """
 
     def __init__(self, experiment: Experiment, world: World) -> None:
@@ -39,7 +42,7 @@ class LivingShards:
         self.changes: list[dict[str, Any]] = []
 
     def batches(self, *, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each step of an epoch from ``first`` on this rank's batch."""
+        """Yield this rank's batch for each step of an epoch, beginning with step ``first`` of that epoch."""
         shards, data = self._experiment.shards, self._experiment.data
         for batch in range(first, shards.steps_per_epoch):
             step = epoch * shards.steps_per_epoch + batch
@@ -62,7 +65,7 @@ class LivingShards:
             indices = self._experiment.divide(len(self._members), settings.seed + len(self.changes))
             self._dealt = Shards(indices, settings.batch_size, settings.seed + len(self.changes), repeats=True)
         if self._world.rank == 0:
-            logger.warning(  # whose rank is not 0 tells nothing less
+            logger.warning(  # the message is complete on rank 0 alone; the other ranks need not log it
                 "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",
                 step,
                 len(self._members),
@@ -78,11 +81,14 @@ class LivingShards:
         return f"{num_samples} of {len(self._experiment.data.train_targets)} samples are trained on by nobody"
 
     def _share(self) -> int:
-        """Whose share at the beginning this rank has."""
+        """Return the initial rank whose share of the samples this rank now has."""
         return self._shares()[self._world.member]
 
     def _shares(self) -> dict[int, int]:
-        """By member; those who joined have the shares of those who are gone, then any."""
+        """Return the initial shard of each member.
+
+        Members that joined take over the shards of members that are gone; once none is left, any shard.
+        """
         world_size = self._experiment.settings.world_size
         shares = {member: member for member in self._members if member < world_size}
         free = [rank for rank in range(world_size) if rank not in shares]

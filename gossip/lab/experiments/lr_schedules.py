@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run, as factors of the optimizer's own."""
+"""Learning-rate schedules over the steps of a run, as multiples of the optimizer's learning rate."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def constant(optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0) -> LambdaLR:
-    """The optimizer's learning rate throughout, after a linear warm-up.
+    """A constant learning rate after a linear warm-up.
 
     Parameters
     ----------
     optimizer : Optimizer
+        The optimizer whose learning rate is scheduled.
     total_steps : int
-        Steps of the whole run.
+        The number of steps of the whole run.
     warmup_fraction : float
-        Part of the run in which the rate rises linearly from 0, between 0 and 1.
+        The fraction of the run, between 0 and 1, in which the learning rate rises linearly from 0.
 
     Raises
     ------
@@ -31,7 +32,7 @@ def constant(optimizer: Optimizer, total_steps: int, *, warmup_fraction: float =
 def linear(
     optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0, final_fraction: float = 0.0
 ) -> LambdaLR:
-    """A linear warm-up, then a line down to ``final_fraction`` of the rate; parameters as of :func:`cosine`."""
+    """A linear warm-up, then linear decay to ``final_fraction`` of the rate; parameters as for :func:`cosine`."""
     warmup_steps = _warmup_steps(total_steps, warmup_fraction)
     _check_fraction("final_fraction", final_fraction)
 
@@ -44,20 +45,21 @@ def linear(
 def cosine(
     optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0, final_fraction: float = 0.0
 ) -> LambdaLR:
-    r"""A linear warm-up, then half a period of a cosine down to ``final_fraction`` of the learning rate.
+    r"""A linear warm-up, then cosine decay (half a period) to ``final_fraction`` of the learning rate.
 
-    After the warm-up, with p from 0 to 1 the part of the remaining steps that is done and f = ``final_fraction``, the
-    factor is :math:`f + (1 - f) (1 + \cos \pi p) / 2`.
+    After the warm-up, the factor is :math:`f + (1 - f) (1 + \cos \pi p) / 2`, where f = ``final_fraction`` and p, from
+    0 to 1, is the completed fraction of the remaining steps.
 
     Parameters
     ----------
     optimizer : Optimizer
+        The optimizer whose learning rate is scheduled.
     total_steps : int
-        Steps of the whole run.
+        The number of steps of the whole run.
     warmup_fraction : float
-        Part of the run in which the rate rises linearly from 0, between 0 and 1.
+        The fraction of the run, between 0 and 1, in which the learning rate rises linearly from 0.
     final_fraction : float
-        Where the rate ends, between 0 and 1.
+        The final learning rate as a fraction of the optimizer's, between 0 and 1.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The folders that a command makes: hydra makes them before anything is checked, and a refusal takes them back."""
+"""Removal of new folders after a refusal: hydra creates the run folder before anything has been checked."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_HYDRAS_NOTES = "multirun.yaml"  # of a sweep that has not begun a run
-_made: list[Path] = []  # by this command, deepest first
+_HYDRAS_NOTES = "multirun.yaml"  # written by hydra for a sweep, before its first run
+_made: list[Path] = []  # folders created by this command, deepest first
 
 
 def missing(folder: Path) -> list[Path]:
-    """Which of ``folder`` and the folders above it are not there, deepest first."""
+    """Return those of ``folder`` and its parents that do not exist, deepest first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove those of ``folders`` that are empty or there no longer; deepest first."""
+    """Remove the empty ones among ``folders``, given deepest first; those that do not exist are ignored."""
     for path in folders:
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def remove_new() -> None:
-    """Remove what is empty of the folders that hydra has made for this command, but for its own notes. Local."""
+    """Remove the folders that hydra created for this command and that hold nothing but hydra's own notes. Local."""
     if _made and _made[0].is_dir() and [path.name for path in _made[0].iterdir()] == [_HYDRAS_NOTES]:
         (_made[0] / _HYDRAS_NOTES).unlink()
     remove_empty(_made)
@@ -33,12 +33,12 @@ def remove_new() -> None:
 
 def _note(place: Any) -> None:
     _made.clear()
-    with contextlib.suppress(Exception):  # what cannot be resolved hydra itself says in a moment
+    with contextlib.suppress(Exception):  # hydra itself reports a path that cannot be resolved
         _made.extend(missing(Path(str(place.dir)).absolute()))
 
 
 def note_callback() -> Any:
-    """Hydra's callback that notes which folders there were before. (Its class is made when hydra is loaded.)"""
+    """Return the hydra callback that notes which folders are new. The class is defined here to import hydra lazily."""
     from hydra.experimental.callback import Callback
 
     class NoteCallback(Callback):

@@ -1,4 +1,4 @@
-"""The text of ``--help``: every option in the files of a configuration, with the comment that stands beside it."""
+"""The text of ``--help``: every option in the config files, with the comment on its line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gossip.lab.experiments.registered_choices import options_of, registered, su
 FLAGS = ("--help", "-h")
 
 _LINE = re.compile(r"( *)([\w/]+):(?: +([^#\s].*?))?(?:\s+# (.*))?$")
-_NO_OPTIONS = ("defaults", "hydra")  # what follows is hydra's
-_OF_A_FILE = ("_target_", "name", "options={}")  # what the choice of a file says already
+_NO_OPTIONS = ("defaults", "hydra")  # sections that belong to hydra
+_OF_A_FILE = ("_target_", "name", "options={}")  # implied by the choice of the file
 _OTHER_FLAGS = """\
   -m, --multirun   run every combination of several values: -m topology=ring,torus seed=0,1
   --cfg job        print the configuration that the other arguments amount to, and run nothing
@@ -21,15 +21,16 @@ _OTHER_FLAGS = """\
 
 
 def help_text(script: str, config_folder: Path, config_name: str) -> str:
-    """What ``--help`` prints.
+    """Return the text that ``--help`` prints.
 
     Parameters
     ----------
     script : str
-        How the user started it.
+        The script as the user invoked it, ``sys.argv[0]``.
     config_folder : Path
+        The folder of the config files.
     config_name : str
-        Of the primary configuration.
+        The name of the primary config.
     """
     primary = config_folder / f"{config_name}.yaml"
     above = config_folder / "train.yaml" if "- train\n" in primary.read_text(encoding="utf-8") else None
@@ -39,7 +40,7 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
         *_comment(primary),
         "",
         "Flags",
-        *_OTHER_FLAGS.splitlines()[config_name == "bench" :],  # which measures all in one run
+        *_OTHER_FLAGS.splitlines()[config_name == "bench" :],  # bench has no multirun: one run measures everything
         "",
         "Options, with their values unless you set them",
         *_options(primary),
@@ -50,7 +51,7 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
         lines += ["", f"{group}=FILE, for which there are"]
         for path in sorted((config_folder / group).glob("*.yaml")):
             lines += ["", f"{group}={path.stem}", *(f"  {line}" for line in _comment(path))]
-            if group != "experiment":  # an experiment's file sets the options of others
+            if group != "experiment":  # an experiment file only overrides options of other groups
                 lines += _options(path, group)
         if group in OWN:
             own = OWN[group]
@@ -62,14 +63,14 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
 
 
 def _groups(config_folder: Path, config_name: str) -> set[str]:
-    """Those that the configuration chooses a file of."""
+    """Return the config groups from which the primary config selects a file."""
     is_bench = config_name == "bench"
     folders = {path.parent.relative_to(config_folder).as_posix() for path in config_folder.rglob("*.yaml")} - {"."}
     return {group for group in folders if group.startswith("bench") == is_bench}
 
 
 def _comment(path: Path) -> list[str]:
-    """The comment with which a file begins."""
+    """Return the lines of the comment at the top of a config file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [line[2:] for line in _while_comment(lines) if not line.startswith("# @")]
 
@@ -82,7 +83,7 @@ def _while_comment(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _options(path: Path, group: str = "") -> list[str]:
-    """One line per option: the key as the command line takes it, its value and its comment."""
+    """Return one line per option: the key as it is written on the command line, its value and its comment."""
     rows = [row for row in _rows(path, group.replace("/", ".")) if row[0].partition(".")[0] not in _NO_OPTIONS]
     if group:
         rows = [row for row in rows if not row[0].removeprefix(f"{group}.").startswith(_OF_A_FILE)]

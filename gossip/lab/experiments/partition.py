@@ -1,4 +1,4 @@
-"""Which training samples belong to which rank: the same for all, or as unequal as real decentralized data."""
+"""Partition of the training samples over the ranks: IID, or non-IID like real decentralized data."""
 
 from __future__ import annotations
 
@@ -22,39 +22,43 @@ def partition(
     shards_per_rank: int | None = None,
     seed: int = 0,
 ) -> tuple[npt.NDArray[np.int64], ...]:
-    """Give every sample to exactly one rank.
+    """Assign every sample to exactly one rank.
 
-    Local: a function of its arguments alone, so that every rank computes the same partition. Every rank gets at least
-    one sample.
+    Local: the partition depends on the arguments alone, so that every rank computes the same one. Every rank gets at
+    least one sample.
 
-    - ``"iid"``: shuffled and dealt; sizes differ by at most one.
-    - ``"by_class"``: sorted by label, cut into ``shards_per_rank * world_size`` shards (sizes differ by at most one),
-      dealt at random (McMahan et al. 2017, section 3). Most ranks see about ``shards_per_rank`` classes.
-    - ``"dirichlet"``: the share of each class c that rank i gets is q_c[i], with q_c ~ Dir(``alpha``, ..., ``alpha``)
-      drawn per class over the ranks (Yurochkin et al. 2019, section 4). Small ``alpha``: a class lies on few ranks;
-      large: iid. Sizes differ.
+    - ``"iid"``: the samples are shuffled and divided evenly; sizes differ by at most one.
+    - ``"by_class"``: the samples are sorted by label and cut into ``shards_per_rank * world_size`` shards (sizes differ
+      by at most one), which are assigned at random (McMahan et al. 2017, section 3). Most ranks see about
+      ``shards_per_rank`` classes.
+    - ``"dirichlet"``: rank i gets the share q_c[i] of each class c, with q_c ~ Dir(``alpha``, ..., ``alpha``) drawn
+      per class over the ranks (Yurochkin et al. 2019, section 4). With a small ``alpha`` a class is concentrated on few
+      ranks; a large ``alpha`` approaches IID. Sizes differ.
 
     Parameters
     ----------
     labels : array of int, [N]
-        The class (or source) of each sample, a CPU tensor or an array.
+        The class (or source) of each sample, as a CPU tensor or an array.
     world_size : int
+        The number of ranks.
     scheme : str
+        The partition scheme: ``"iid"``, ``"by_class"`` or ``"dirichlet"``.
     alpha : float, optional
-        Concentration, positive, 0.5 by default; for ``"dirichlet"`` only.
+        The concentration of the Dirichlet distribution, positive, 0.5 by default; for ``"dirichlet"`` only.
     shards_per_rank : int, optional
-        2 by default; for ``"by_class"`` only.
+        The number of shards per rank, 2 by default; for ``"by_class"`` only.
     seed : int
+        The seed of the random assignment.
 
     Returns
     -------
     tuple of ndarray, int64
-        For each rank the indices of its samples, ascending.
+        The sample indices of each rank, in ascending order.
 
     Raises
     ------
     ValueError
-        An unknown scheme, an option that the scheme does not have, a value out of range, or too few samples.
+        The scheme is unknown or does not have the given option, a value is out of range, or there are too few samples.
 
     Source: B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
     2017; M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019. T.-M. H. Hsu

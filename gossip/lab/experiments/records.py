@@ -1,4 +1,4 @@
-"""Records of a run as JSON lines: one object a line, readable while the run goes on and by any tool."""
+"""Records of a run as JSON lines: one object per line, readable by any tool and while the run is in progress."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from types import TracebackType
 from typing import Any, Self
 
 TOGETHER_FILE = "workers.jsonl"
-"""The records of a run whose ranks are all in one process: means over them."""
+"""The record file of a run whose ranks all share one process; its records are means over the ranks."""
 
 
 class JsonlWriter:
-    """Appends records to a file, one JSON object a line; a context manager.
+    """Appends records to a file, one JSON object per line; a context manager.
 
-    JSON has no NaN and no infinity: such a number is written as ``null``, so that the key shows that it was measured. A
-    last line that an earlier, killed run left unfinished is removed when the file is opened.
+    JSON has neither NaN nor infinity: such a number is written as ``null``, so that the key still shows that it was
+    measured. An incomplete last line, left by an earlier run that was killed, is removed when the file is opened.
 
     Parameters
     ----------
     path : str or Path
-        Appended to if it exists; missing folders are made.
+        The file; an existing one is appended to, and missing folders are created.
     flush_every : int
-        Lines after which they are handed to the operating system; ``close`` does so in any case.
+        The number of lines after which the buffer is flushed to the operating system; ``close`` always flushes.
 
     Raises
     ------
@@ -58,7 +58,8 @@ class JsonlWriter:
         Raises
         ------
         TypeError
-            A value is not JSON's: neither number, string, bool or None, nor a list or dict of them. Nothing is written.
+            A value cannot be represented in JSON: it is neither a number, a string, a bool or None, nor a list or dict
+            of these. Nothing is written.
         """
         try:
             line = json.dumps(without_non_finite(record), allow_nan=False)
@@ -78,13 +79,13 @@ class JsonlWriter:
         self.write({"step": step, **values})
 
     def sync(self) -> None:
-        """Wait until the disk has what was written."""
+        """Flush, and wait until everything that was written has reached the disk (``os.fsync``)."""
         self._file.flush()
         self._num_unflushed = 0
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close the file; a second call does nothing."""
+        """Flush and close the file; further calls have no effect."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -97,16 +98,16 @@ class JsonlWriter:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file that :class:`JsonlWriter` wrote, in order.
+    """Read the records of a file that :class:`JsonlWriter` wrote, in order.
 
-    A last line without its line end is left out: the run is writing it, or was killed while it did.
+    A last line without a newline is ignored: the run is still writing it, or was killed while writing it.
 
     Raises
     ------
     FileNotFoundError
-        There is no such file.
+        The file does not exist.
     ValueError
-        A finished line is not a JSON object; the text names file and line.
+        A complete line is not a JSON object; the message names file and line.
     """
     records = []
     lines = Path(path).read_bytes().split(b"\n")[:-1]
@@ -116,29 +117,32 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def record_files(folder: Path, world_size: int) -> list[Path]:
-    """The files with a run's records: one for all ranks, or one per rank in their order; of a run with both, all."""
+    """Return the record files of a run: one for all ranks, or one per rank in rank order, or both if both exist."""
     together = folder / TOGETHER_FILE
     of_ranks = [folder / f"rank{rank}.jsonl" for rank in range(world_size)]
     return [together, *(path for path in of_ranks if path.exists())] if together.exists() else of_ranks
 
 
 def other_file(path: Path) -> Path:
-    """Where the records are of steps that ranks made in one process if ``path`` has those of one rank, and back."""
+    """Return the file to which the records go with the other engine.
+
+    For the file of one rank, this is the file of a run with all ranks in one process; for the latter, that of rank 0.
+    """
     return path.with_name("rank0.jsonl" if path.name == TOGETHER_FILE else TOGETHER_FILE)
 
 
 def cut_jsonl(path: str | Path, step: int) -> int:
-    """Remove the records from ``step`` on, and a last line that is not finished. Local.
+    """Remove the records from ``step`` on, and an incomplete last line. Local.
 
     Returns
     -------
     int
-        How many records are left; 0 if there is no such file.
+        The number of records that remain; 0 if the file does not exist.
 
     Raises
     ------
     ValueError
-        A finished line is not a record of a step; nothing is removed.
+        A complete line is not a JSON object; nothing is removed.
     """
     if not Path(path).exists():
         return 0
@@ -154,7 +158,7 @@ def cut_jsonl(path: str | Path, step: int) -> int:
 
 
 def without_non_finite(value: Any) -> Any:
-    """``value`` with None in place of every NaN and infinity, which JSON does not have."""
+    """Return ``value`` with None in place of every NaN and infinity, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

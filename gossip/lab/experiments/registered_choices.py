@@ -1,4 +1,4 @@
-"""What a user's modules have registered, offered on the command line like the files of a group: ``topology=name``."""
+"""Names that a user's modules have registered, selectable on the command line like config files: ``topology=name``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "algorithm": ALGORITHMS,
     "compression": COMPRESSIONS,
 }
-"""By the group of the configuration."""
+"""The registries, keyed by the config group that they extend."""
 
 _IMPORTS = "imports="
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _NEEDED = "???"
-"""omegaconf's mark of a value that must be set."""
+"""OmegaConf's marker for a mandatory value."""
 
 
 def offer(arguments: Sequence[str], config_folder: Path) -> None:
-    """Import what the command line says, and let hydra choose what that registers by its name. Local.
+    """Import the modules named by ``imports=`` and make the names that they register selectable in hydra. Local.
 
     Parameters
     ----------
     arguments : sequence of str
-        Of the command line.
+        The command-line arguments.
     config_folder : Path
-        Where the groups are: what has a file there is chosen by that.
+        The folder of the config groups. A name that has a file there is not registered again; the file is used.
 
     Raises
     ------
@@ -51,24 +51,34 @@ def offer(arguments: Sequence[str], config_folder: Path) -> None:
 
 
 def registered(group: str, config_folder: Path) -> Iterator[str]:
-    """The names of a group that have no file."""
+    """Yield the registered names of a config group that have no file of their own in ``config_folder``."""
     for name in REGISTRIES[group].available() if group in REGISTRIES else ():
         if not (config_folder / group / f"{name}.yaml").is_file():
             yield name
 
 
 def summary_of(group: str, name: str) -> str:
-    """The first line of a docstring."""
+    """Return the first line of the docstring of a registered name."""
     return (inspect.getdoc(REGISTRIES[group].get(name)) or "").partition("\n")[0]
 
 
 def options_of(group: str, name: str) -> dict[str, Any]:
-    """Those of a registered name; a topology's first argument is the world size."""
+    """Return the options of a registered name; a topology's first argument, the world size, is not among them."""
     return plain_options(REGISTRIES[group].get(name), leaving_out=int(group == "topology"))
 
 
 def plain_options(make: Callable[..., Any], *, leaving_out: int = 0) -> dict[str, Any]:
-    """The options that have plain defaults, with these; and those that have to be set; but for the first arguments."""
+    """Return the options of a callable with their defaults; required options are marked as mandatory.
+
+    Options whose default is not plain data are omitted.
+
+    Parameters
+    ----------
+    make : callable
+        The function or class whose signature is read.
+    leaving_out : int
+        The number of leading parameters to skip.
+    """
     parameters = list(inspect.signature(make).parameters.values())
     return {
         parameter.name: _NEEDED if parameter.default is parameter.empty else parameter.default
@@ -78,7 +88,7 @@ def plain_options(make: Callable[..., Any], *, leaving_out: int = 0) -> dict[str
 
 
 def _value(argument: str) -> Any:
-    """What an argument sets; nothing, if hydra cannot read it and will say so."""
+    """Return the value that an override assigns, or ``()`` if it cannot be parsed; hydra reports such errors later."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -1,4 +1,4 @@
-"""Where a run stands; saved with its model, and restored."""
+"""The progress of a run, saved with the model in every checkpoint and restored from it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ from gossip.lab.experiments.training_methods import Method
 
 
 class RunState:
-    """Where one rank of a run stands and what it has counted: what a checkpoint holds beside the model.
+    """The progress and the accumulated costs of one rank: the content of a checkpoint besides the model.
 
     Parameters
     ----------
     experiment : Experiment
+        The experiment that is run.
     method : Method
+        The training method, which holds the model.
     folder : Path
-        Of the run.
+        The folder of the run.
 
     Attributes
     ----------
     scheduler : LRScheduler
+        The learning-rate scheduler.
     report : RankReport
-        Of all steps, those before a checkpoint too.
+        The costs of all steps of the run, including those before a checkpoint.
     step : int
-        Number of steps made.
+        The number of completed steps.
     living_shards : LivingShards or None
-        What this rank trains on, where ranks may be lost and join.
+        The samples that this rank trains on, where ranks may be lost and may join; otherwise None.
     position : int
-        The same in terms of the data: ``epoch * steps_per_epoch`` and the steps of the epoch. Another number than
-        ``step`` once the number of ranks, and with it the length of an epoch, has changed.
+        The progress in terms of the data: ``epoch * steps_per_epoch`` plus the completed steps of the current epoch.
+        It differs from ``step`` once the number of ranks, and with it the length of an epoch, has changed.
     """
 
     def __init__(self, experiment: Experiment, method: Method, folder: Path) -> None:
@@ -60,23 +63,26 @@ class RunState:
 
     @property
     def total_steps(self) -> int:
-        """Number of steps when the run ends."""
+        """The number of steps that will have been completed when the run ends."""
         return self.step + self._all_positions - self.position
 
     @property
     def earlier_wall_time_s(self) -> float:
-        """Seconds that the run took up to the checkpoint that it was resumed from."""
+        """The wall time in seconds up to the checkpoint from which the run was resumed."""
         return self._earlier_wall_time_s
 
     def advance(self, record: Mapping[str, Any]) -> None:
-        """Count one step."""
+        """Count one completed step, add its record to the report and step the scheduler."""
         self.report.add(record)
         self.scheduler.step()
         self.step += 1
         self.position += 1
 
     def save(self) -> None:
-        """Write a checkpoint; if that fails, say so and go on. Collective, after a step whose record is written."""
+        """Write a checkpoint; a failure is logged and training continues.
+
+        Collective; to be called after a step whose record has been written.
+        """
         assert self._method.model is not None
         epoch, step_in_epoch = divmod(self.position, self._steps_per_epoch)
         try:
@@ -91,17 +97,17 @@ class RunState:
                 steps_per_epoch=self._steps_per_epoch,
                 wall_time_s=self._earlier_wall_time_s + time.perf_counter() - self._started_at,
             )
-        except CheckpointError as error:  # the same on every rank; all are still in step
+        except CheckpointError as error:  # raised on every rank alike, so the ranks remain in step
             if self._world.rank == 0:
                 logger.error("no checkpoint of step {}, training goes on: {}", self.step, error)
 
     def join(self) -> None:
-        """Be where the others are: this rank has joined them. Local.
+        """Take over the progress of the run that this rank has just joined. Local.
 
         Raises
         ------
         ConfigurationError
-            The run was resumed: how much of the data it had gone through is known to its ranks alone.
+            The run was resumed: only the ranks that resumed it know its position in the data.
         """
         assert self._method.model is not None
         if self._experiment.settings.resumes:
@@ -112,16 +118,16 @@ class RunState:
         self._renew_scheduler()
 
     def load(self) -> None:
-        """Go on from the newest valid checkpoint. Collective.
+        """Resume from the newest valid checkpoint. Collective.
 
-        With another number of ranks than it was saved by, the data go on at the same part of the epoch (rounded down
-        to whole steps), the learning rate where its schedule is then, and every rank counts on from the report of old
-        rank 0.
+        If the checkpoint was saved by a different number of ranks, the data continue at the same fraction of the epoch
+        (rounded down to whole steps), the learning rate continues at the corresponding point of its schedule, and
+        every rank continues the report of the former rank 0.
 
         Raises
         ------
         CheckpointError
-            There is none that fits.
+            There is no checkpoint that fits.
         """
         assert self._method.model is not None
         checkpoint = gossip.load(self._method.model, self._checkpoints, scheduler=self.scheduler, report=self.report)
@@ -131,7 +137,7 @@ class RunState:
         if self._experiment.settings.steps is None:
             self.position = data["epoch"] * self._steps_per_epoch
             self.position += data["step_in_epoch"] * self._steps_per_epoch // data["steps_per_epoch"]
-        else:  # the run is as long, however long an epoch is
+        else:  # the total number of steps is given and does not depend on the length of an epoch
             self.position = data["epoch"] * data["steps_per_epoch"] + data["step_in_epoch"]
         world_size = self._experiment.settings.world_size
         if checkpoint.world_size != world_size:
@@ -148,7 +154,7 @@ class RunState:
                 )
 
     def _renew_scheduler(self) -> None:
-        """A schedule over as many steps as there are now, at its place."""
+        """Replace the scheduler by one over the present total number of steps, advanced to the present position."""
         for group in self._method.optimizer.param_groups:
             group["lr"] = group.pop("initial_lr", group["lr"])
         self.scheduler = self._experiment.make_scheduler(self._method.optimizer, self._all_positions)

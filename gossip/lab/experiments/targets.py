@@ -1,6 +1,7 @@
-"""What a configuration may name in ``_target_``: classes and functions that do no harm whatever they are given.
+"""The allow-list for ``_target_``: classes and functions that are harmless for any arguments.
 
-Such a name is imported and called, and a configuration may come from elsewhere: with ``resume=FOLDER`` it does.
+A target is imported and called, and a configuration may come from an untrusted source: with ``resume=FOLDER`` it is
+read from that folder.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from typing import Any
 from gossip.lab.experiments.run_settings import ConfigurationError
 
 OPTION = "trusted_targets"
-"""The option by which a user trusts more. Only that of the command counts, not that of a folder which goes on."""
+"""The option by which a user extends the allow-list. It is read from the command line, never from a resumed folder."""
 
 TARGET = "_target_"
 
 
 @dataclass(frozen=True)
 class _Package:
-    """Definitions that may be named.
+    """A group of definitions that a target may name.
 
     Attributes
     ----------
     written : str
-        What the name begins with; only what is below it is imported.
+        The prefix of the target; nothing outside this package is imported.
     defined : str
-        The module, or the package of modules, in which the object must be defined: a name can lead to anything that a
-        module has imported, as ``torch.optim.adam.torch.load`` does.
+        The module, or the package of modules, in which the object must be defined: a dotted name can lead to anything
+        that a module has imported, as ``torch.optim.adam.torch.load`` does.
     functions : bool
-        Whether public functions are among them; if not, only classes.
+        Whether public functions are allowed; if not, only classes.
     """
 
     written: str
@@ -57,24 +58,26 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "optimizer": (_OPTIMIZERS, _own("gossip.optimizers.accum_adam")),
     "scheduler": (_own("gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
 }
-"""By the section of the configuration, nested targets included; elsewhere there are none."""
+"""The allowed definitions by config section, which apply to nested targets too; other sections allow no target."""
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
-    """Refuse every ``_target_`` that is neither allowed where it stands nor trusted. Local.
+    """Refuse every ``_target_`` that is neither allowed in its section nor trusted. Local.
 
-    Nothing is called. Names are checked before anything is imported, and only what is allowed or trusted is imported;
-    then it is checked what the names stand for. Interpolations, which hydra would resolve into more, are refused.
+    Nothing is called. All names are checked before anything is imported, and only allowed or trusted names are
+    imported; then the objects that they denote are checked. Interpolations, which hydra would resolve further, are
+    refused.
 
     Parameters
     ----------
     config : mapping
-        Resolved and plain. ``trusted_targets`` lists packages, modules, classes and functions that may be named too.
+        The resolved configuration as plain data. ``trusted_targets`` lists further packages, modules, classes and
+        functions that may be named.
 
     Raises
     ------
     ConfigurationError
-        The text names the target, where it stands, what is allowed there and how to trust it.
+        A target is refused. The message names the target, its place, what is allowed there and how to trust it.
     """
     trusted = trusted_names(config)
     found = list(_targets(config))
@@ -94,22 +97,22 @@ def check_targets(config: Mapping[str, Any]) -> None:
 
 
 def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str) -> None:
-    """Refuse what a run that continues would import unless this command names it too. Local.
+    """Refuse modules that a resumed run would import and that the present command does not name as well. Local.
 
     Parameters
     ----------
     config : mapping
-        The folder's configuration.
+        The configuration saved in the folder of the run.
     asked : mapping
-        What this command amounts to.
+        The configuration that results from the present command.
     path : str
-        The file that holds ``config``, for the error.
+        The file that holds ``config``, for the error message.
 
     Raises
     ------
     ConfigurationError
-        A module in ``imports`` of ``config`` is not among this command's ``imports`` or ``trusted_targets``. The text
-        names all that must be trusted, the targets of the folder included.
+        A module in ``imports`` of ``config`` is in neither ``imports`` nor ``trusted_targets`` of the command. The
+        message names everything that must be trusted, including the targets of the saved configuration.
     """
     trusted = trusted_names(asked)
     names = [str(name) for name in config.get("imports") or ()]
@@ -126,12 +129,12 @@ def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str
 
 
 def locate(place: str, name: str) -> Any:
-    """What a target names.
+    """Import and return the object that a target names.
 
     Raises
     ------
     ConfigurationError
-        There is no such thing.
+        The object cannot be imported.
     """
     first, *others = name.split(".")
     found: Any = None
@@ -152,12 +155,12 @@ def locate(place: str, name: str) -> Any:
 
 
 def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the user trusts besides.
+    """Return the names that the user trusts in addition to the allow-list (``trusted_targets``).
 
     Raises
     ------
     ConfigurationError
-        It is no list of names.
+        ``trusted_targets`` is not a list of names.
     """
     names = config.get(OPTION) or ()
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -166,14 +169,14 @@ def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _targets(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Where targets stand, as on the command line, and their names."""
+    """Yield the dotted key of every ``_target_``, as it is written on the command line, and its value."""
     for place, value in _leaves(config):
         if place.rpartition(".")[2] == TARGET and value is not None:
             yield place, value
 
 
 def _leaves(content: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and all that is not a mapping or a list. The value of ``_target_`` is a leaf whatever it is."""
+    """Yield the dotted keys and values of all leaves. The value of ``_target_`` is a leaf whatever its type."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             below = f"{place}.{key}" if place else str(key)
@@ -201,7 +204,7 @@ def _is_trusted(name: str, trusted: Sequence[str]) -> bool:
 
 
 def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
-    """Refuse a name that leads to something else than what may be named."""
+    """Refuse a name that resolves to an object defined outside the allowed and the trusted packages."""
     target = locate(place, name)
     if not inspect.isclass(target) and not inspect.isroutine(target):
         raise ConfigurationError(f"{place}={name} is no class or function, but {target!r}")
@@ -217,7 +220,7 @@ def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
 
 
 def _refused(targets: Sequence[tuple[str, str]], trusted: Sequence[str]) -> list[tuple[str, str]]:
-    """Those whose names are neither allowed where they stand nor trusted."""
+    """Return the targets whose names are neither allowed in their section nor trusted."""
     return [
         (place, name)
         for place, name in targets
@@ -226,7 +229,7 @@ def _refused(targets: Sequence[tuple[str, str]], trusted: Sequence[str]) -> list
 
 
 def _refusal(refused: Sequence[tuple[str, str, str]], trusted: Sequence[str]) -> ConfigurationError:
-    """The error for targets, each with its place, its name and where it is defined."""
+    """Build the error for refused targets, each given by its place, its name and its qualified definition."""
     texts = []
     for place, name, defined in refused:
         allowed = [f"{'functions' if kind.functions else 'classes'} of {kind.defined}" for kind in _allowed_at(place)]
@@ -242,5 +245,5 @@ def _refusal(refused: Sequence[tuple[str, str, str]], trusted: Sequence[str]) ->
 
 
 def _trusting(names: Sequence[str], trusted: Sequence[str]) -> str:
-    """The option that trusts these names too; it takes the place of the one that the command has."""
+    """Return the ``trusted_targets`` option that adds these names to those that the command trusts already."""
     return f"{OPTION}=[{','.join(dict.fromkeys([*trusted, *names]))}]"

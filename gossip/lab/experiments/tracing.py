@@ -1,4 +1,4 @@
-"""A few steps of a run under torch.profiler, one Chrome trace per rank, with every exchange from launch to arrival."""
+"""Profiling of a few steps with torch.profiler: one Chrome trace per rank, with each exchange from start to arrival."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from topologies import Round, Topology
 FORWARD = "forward"
 BACKWARD = "backward"
 _FIRST_STEP, _NUM_STEPS = 5, 5  # the first steps allocate and warm up
-_FIRST_ROW = 1_000_000_000  # above any thread's id
+_FIRST_ROW = 1_000_000_000  # larger than any thread id
 
 
 @dataclass(frozen=True)
 class TracedExchange:
-    """One exchange: where it belongs to, and a question for ``time.perf_counter()`` at its end, None before."""
+    """One exchange of a bucket in a step.
+
+    ``finished_at`` returns the ``time.perf_counter()`` value of its end, or None while it is under way.
+    """
 
     step: int
     bucket: int
@@ -34,16 +37,16 @@ class TracedExchange:
 
 
 class Tracer:
-    """Profiles steps 5 to 9 of a run, or its last five if it is shorter, and writes a trace that Perfetto opens.
+    """Profiles steps 5 to 9 of a run, or the last five of a shorter one, and writes a trace that Perfetto can open.
 
-    Each bucket has a row of its own for its exchanges: they run in threads that torch.profiler does not see.
+    The exchanges of each bucket have a row of their own, because they run in threads that torch.profiler does not see.
 
     Parameters
     ----------
     path : Path
-        Written once the last exchange of the window has arrived.
+        The trace file; it is written once the last exchange of the profiled window has arrived.
     total_steps : int
-        Of the run.
+        The number of steps of the run.
     """
 
     def __init__(self, path: Path, total_steps: int) -> None:
@@ -56,7 +59,7 @@ class Tracer:
         self._forward_started_at: list[float] = []
 
     def step_begins(self, step: int) -> None:
-        """Call before each step's forward pass."""
+        """Start profiling at the first step of the window. Call before the forward pass of each step."""
         if step == self._begin:
             self._profiler = profile()
             self._profiler.start()
@@ -65,7 +68,7 @@ class Tracer:
             self._forward_started_at.append(time.perf_counter())
 
     def step_ended(self, step: int) -> None:
-        """Call after each step."""
+        """Stop profiling at the last step of the window, and write the trace when possible. Call after each step."""
         if self._is_active and step == self._end - 1:
             assert self._profiler is not None
             self._profiler.stop()
@@ -76,12 +79,12 @@ class Tracer:
     def exchange_started(
         self, step: int, bucket: int, bytes_sent: int, started_at: float, finished_at: Callable[[], float | None]
     ) -> None:
-        """Note an exchange, if it is one of the window's."""
+        """Record an exchange if it starts within the profiled window."""
         if self._is_active:
             self._exchanges.append(TracedExchange(step, bucket, bytes_sent, started_at, finished_at))
 
     def close(self) -> None:
-        """Write what there is, without exchanges that have not arrived."""
+        """Write the trace, without the exchanges that have not arrived."""
         if self._is_active and self._profiler is not None:
             self._profiler.stop()
             self._is_active = False
@@ -99,11 +102,11 @@ class Tracer:
         partial.replace(self._path)
 
     def _exchange_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """As complete events, with the names of their rows."""
+        """Return the exchanges as complete ("X") trace events, preceded by the events that name their rows."""
         forwards = sorted(event["ts"] for event in events if event.get("name") == FORWARD and event["ph"] == "X")
         if not forwards:
             return []
-        # Both clocks saw the forward passes begin, the profiler's a little later.
+        # Both clocks recorded when the forward passes began, the profiler's slightly later: this gives their offset.
         offset_us = min(
             ts - 1e6 * started_at for ts, started_at in zip(forwards, self._forward_started_at, strict=False)
         )
@@ -136,7 +139,7 @@ class Tracer:
 
 
 class TracedTransport(DistributedTransport):
-    """Tells a tracer of each exchange; else as its base."""
+    """A :class:`gossip.DistributedTransport` that reports each exchange to a tracer."""
 
     def __init__(self, world: World, topology: Topology, tracer: Tracer, *, sums_on_wire: bool = True) -> None:
         super().__init__(world, topology, sums_on_wire=sums_on_wire)

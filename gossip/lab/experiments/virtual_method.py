@@ -1,4 +1,4 @@
-"""All ranks of a run in one process: the same data, initial values and steps as one process per rank has."""
+"""All ranks of a run in one process, with the same data, initial values and steps as with one process per rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_o
 
 
 class VirtualMethod:
-    """A :class:`gossip.lab.experiments.training_methods.Method`: :class:`gossip.VirtualWorkers`, as ``model``.
+    """The :class:`gossip.lab.experiments.training_methods.Method` whose ``model`` is :class:`gossip.VirtualWorkers`.
 
-    With method=ddp their gradients are averaged, and they exchange nothing else.
+    With method=ddp the gradients of the replicas are averaged, and nothing else is exchanged.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -56,7 +56,7 @@ class VirtualMethod:
     @staticmethod
     @contextlib.contextmanager
     def surroundings(num_threads: int | None) -> Iterator[None]:
-        """Within the block torch uses so many threads, and does not warn of what is slow."""
+        """Set torch's number of threads and suppress its performance warnings within the block."""
         before = torch.get_num_threads()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's, of attention
@@ -67,14 +67,18 @@ class VirtualMethod:
                 torch.set_num_threads(before)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs of all replicas, one after the other."""
+        """Return the outputs of all replicas, concatenated in rank order."""
         start = time.perf_counter()
         outputs: torch.Tensor = self.model(inputs)
         self._forward_s = time.perf_counter() - start
         return outputs
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
-        """Make the step; what a rank of a cluster would send in it, and what was skipped by a replica."""
+        """Make one step.
+
+        Returns the times of the passes, the bytes that one rank of a cluster would send in this step, and the numbers
+        of skipped updates and refused messages.
+        """
         start = time.perf_counter()
         loss.backward()
         backward_s = time.perf_counter() - start
@@ -93,26 +97,26 @@ class VirtualMethod:
         return round(2 * (len(self.ranks) - 1) / len(self.ranks) * gradient_bytes)
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-        """All replicas at once."""
+        """Evaluate all replicas in one batched forward pass per batch of samples."""
         return evaluate_replicas(self.model, inputs, targets)
 
     def consensus_distance(self) -> tuple[float, float]:
-        """As :meth:`gossip.VirtualWorkers.consensus_distance`."""
+        """See :meth:`gossip.VirtualWorkers.consensus_distance`."""
         return self.model.consensus_distance()
 
     def averaged(self) -> contextlib.AbstractContextManager[Any]:
-        """As :meth:`gossip.VirtualWorkers.averaged`."""
+        """See :meth:`gossip.VirtualWorkers.averaged`."""
         return self.model.averaged()
 
     def global_avg(self) -> None:
-        """As :meth:`gossip.VirtualWorkers.global_avg`."""
+        """See :meth:`gossip.VirtualWorkers.global_avg`."""
         self.model.global_avg()
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no communication to end."""
 
 
 def _average_gradients(parameter: torch.Tensor) -> None:
-    """All-reduce, on stacked gradients [n, ...]."""
+    """Replace stacked gradients [n, ...] by their mean, as an all-reduce would."""
     assert parameter.grad is not None
     parameter.grad.copy_(parameter.grad.mean(0, keepdim=True).expand_as(parameter.grad))
