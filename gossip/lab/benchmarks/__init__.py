@@ -1,4 +1,4 @@
-"""Step time, bytes and memory of gossip against all-reduce and other libraries, on links that cost what they cost.
+"""Step time, bytes and memory of gossip compared with all-reduce and other libraries, on links of realistic speed.
 
-One run measures all methods in the same processes, in alternating order: see configs/bench.yaml.
+One run measures all methods in the same processes, in alternating order; see configs/bench.yaml.
 """

@@ -1,4 +1,4 @@
-"""The command line of ``gossip bench``: hydra, and what a user's mistakes look like."""
+"""The command line of ``gossip bench``: composes the configuration with hydra and reports a user's mistakes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gossip.lab.experiments.train_command import REFUSED, report
 
 
 def main(config_folder: Path, config_name: str) -> int:
-    """Run what ``sys.argv`` says.
+    """Run the benchmark that ``sys.argv`` describes.
 
     Returns
     -------
     int
-        The exit status: 0; 1 if a worker failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
-        raises ``SystemExit(143)``.
+        The exit status: 0 on success; 1 if a worker failed; 2 if the requested benchmark cannot be run; 130 after
+        Ctrl-C. SIGTERM raises ``SystemExit(143)``.
     """
     if set(FLAGS).intersection(sys.argv[1:]):
         print(help_text(sys.argv[0], config_folder, config_name))
@@ -40,7 +40,7 @@ def main(config_folder: Path, config_name: str) -> int:
             raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
         _run_hydra(config_folder, config_name)
     except BrokenPipeError:
-        raise  # whether standard output's reader has gone is seen to above
+        raise  # a closed standard output is handled by the caller
     except (Exception, KeyboardInterrupt) as error:
         status = report(error, config_folder, config_name)
         if status == REFUSED:
@@ -50,7 +50,7 @@ def main(config_folder: Path, config_name: str) -> int:
 
 
 def _run_hydra(config_folder: Path, config_name: str) -> None:
-    """Compose and run; every error is raised, none is printed."""
+    """Compose the configuration and run the benchmark; every error is raised, and none is printed."""
     import hydra
 
     check_flags(sys.argv[1:])
@@ -59,10 +59,10 @@ def _run_hydra(config_folder: Path, config_name: str) -> None:
     def task(config: Any) -> None:
         try:
             _task(config)
-        except Exception as error:  # hydra would print lines of its own about it
+        except Exception as error:  # hydra would print its own report of the error
             errors.append(error)
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes hydra raise its own errors instead of printing them
     hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
     if errors:
         raise errors[0]

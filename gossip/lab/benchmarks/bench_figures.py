@@ -1,4 +1,4 @@
-"""Figures of a benchmark: what a step consists of, and step time against rate."""
+"""Figures of a benchmark: the parts of a step, and step time against link rate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gossip.lab.benchmarks.networks import bits_per_second
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
 _COMPUTE, _EXPOSED = "#0072B2", "#D55E00"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":")
 _MARKERS = "osD^vPX"
 _GREY = "#555555"
-_MAX_BANDS = 6  # more of them hide each other
+_MAX_BANDS = 6  # more bands would hide each other
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -41,13 +41,13 @@ STYLE = {
 
 
 def parts_figure(results: Sequence[Result], path: str | Path) -> Path:
-    """Bars of compute and exposed communication, one panel per rate; whiskers are the quartiles of the step time.
+    """Draw bars of compute and exposed communication, one panel per rate; whiskers are the quartiles of the step time.
 
     Parameters
     ----------
     results : sequence of Result
     path : str or Path
-        Of the file to write; its ending says the format.
+        The path of the file to write; its suffix determines the format.
 
     Returns
     -------
@@ -103,14 +103,14 @@ def _draw_parts(axes: Axes, result: Result) -> None:
 
 
 def rates_figure(results: Sequence[Result], path: str | Path) -> Path:
-    """Step time against the links' rate, both logarithmic; bands, where they are few, are the quartiles.
+    """Draw step time against link rate on logarithmic axes; bands show the quartiles if there are few methods.
 
     Parameters
     ----------
     results : sequence of Result
-        Each with a rate.
+        Results with a rate each.
     path : str or Path
-        Of the file to write; its ending says the format.
+        The path of the file to write; its suffix determines the format.
 
     Returns
     -------
@@ -171,14 +171,14 @@ def _labelled(result: Result, label: str) -> Row:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Without the date, so that the same figure is the same file."""
+    """Save a figure without its date, so that equal figures give identical files."""
     path = Path(path)
     figure.savefig(path, metadata={".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix))
     return path
 
 
 def import_matplotlib() -> Any:
-    """Or say how to install it."""
+    """Import matplotlib; if it is not installed, raise an error that says how to install it."""
     try:
         import matplotlib
         import matplotlib.ticker

@@ -1,4 +1,4 @@
-"""The methods that are compared, each as one training step: no exchange, torch's DDP, Decent-DP, gossip."""
+"""The compared methods, each as one training step: no exchange, torch's DDP and hybrid sharding, Decent-DP, gossip."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from gossip.lab.experiments.run_settings import ConfigurationError, nearest
 
 MOMENTUM = 0.9
 Options = Mapping[str, Any]
-"""What a method is given besides the module; the keyword arguments of the class that it stands for."""
+"""The options of a method besides the module: keyword arguments of the class that the method represents."""
 _FSDP = "fsdp"
-"""The value of ``shard`` for which fully_shard is applied to the module first."""
+"""The value of ``shard`` that applies fully_shard to the module before it is wrapped."""
 _WHOLE = "whole"
-"""The value of ``shard`` for which each of a host's ranks holds the host's whole replica."""
+"""The value of ``shard`` with which each rank of a host holds the host's whole replica."""
 _SHARDS = (_WHOLE, "optimizer", _FSDP)
 _DDP_HOOKS: Mapping[str, Callable[..., Any]] = {"bf16": bf16_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 class Method(Protocol):
-    """Trains one replica and lets it learn from the others'. Collective to construct."""
+    """A training method for one replica that communicates with the other replicas. Construction is collective."""
 
     def step(self, batch: Batch) -> None:
-        """One local update and what belongs to it. Every rank makes as many."""
+        """Make one local update with its communication. Every rank must make the same number of steps."""
 
     def exposed_wait_s(self) -> float | None:
-        """For how long the newest step stood still, waiting for peers; None where the method does not tell."""
+        """Return how long the newest step was blocked waiting for peers, or None if the method does not report it."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block the module holds the mean of all replicas. Collective."""
+        """Return a context manager within which the module holds the mean of all replicas. Collective."""
 
     def close(self) -> None:
-        """End communication; the module holds this rank's replica."""
+        """End communication; the module then holds this rank's replica."""
 
 
 class Local:
-    """No exchange; with ``shard: fsdp`` a host's ranks hold a replica together: what that costs by itself."""
+    """No exchange. With ``shard: fsdp`` the ranks of a host share a replica, which shows the cost of sharding alone."""
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
         self._group: dist.ProcessGroup | None = None
@@ -66,25 +66,25 @@ class Local:
         self._optimizer = make_optimizer(learning_rate, module.parameters())
 
     def step(self, batch: Batch) -> None:
-        """The plain loop."""
+        """Run the plain training loop's step."""
         loss_of(self._module, batch).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def exposed_wait_s(self) -> float | None:
-        """There are no peers."""
+        """Return 0: there are no peers to wait for."""
         return 0.0
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Its parameters and buffers."""
+        """Average parameters and buffers within the block."""
         return averaged(self._module, self._group)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no communication to end."""
 
 
 class AllReduce:
-    """torch's DistributedDataParallel, ``gradient_as_bucket_view``; ``hook``: none, bf16 or fp16."""
+    """torch's DistributedDataParallel with ``gradient_as_bucket_view``; option ``hook``: none, bf16 or fp16."""
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
         arguments = {"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
@@ -96,21 +96,21 @@ class AllReduce:
         self._optimizer = make_optimizer(learning_rate, self._model.parameters())
 
     def step(self, batch: Batch) -> None:
-        """The plain loop."""
+        """Run the plain training loop's step."""
         loss_of(self._model, batch).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def exposed_wait_s(self) -> float | None:
-        """DDP does not tell."""
+        """Return None: DDP does not report waiting times."""
         return None
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Its parameters and buffers."""
+        """Average parameters and buffers within the block."""
         return averaged(self._module)
 
     def close(self) -> None:
-        """Its hooks go with it."""
+        """Delete the wrapper, and its hooks with it."""
         del self._model
 
 
@@ -125,7 +125,7 @@ class DecentDP:
         self._model = DecentralizedDataParallel(module, optimize, **{"_local_world_size": 1, **options})
 
     def step(self, batch: Batch) -> None:
-        """Updates and exchanges in backward."""
+        """Run forward and backward; updates and exchanges happen in the backward pass."""
         loss_of(self._model, batch).backward()
 
     def exposed_wait_s(self) -> float | None:
@@ -133,11 +133,11 @@ class DecentDP:
         return None
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Its parameters and buffers."""
+        """Average parameters and buffers within the block."""
         return averaged(self._module)
 
     def close(self) -> None:
-        """Wait for what is in flight, and give its process groups and hooks back: it does neither itself."""
+        """Wait for pending communication and release process groups and hooks, since Decent-DP does neither itself."""
         for work in self._model._comm_ops:
             if work is not None:
                 work.wait()
@@ -151,7 +151,7 @@ class DecentDP:
 
 
 class Gossip:
-    """:class:`gossip.GossipDataParallel`."""
+    """Training with :class:`gossip.GossipDataParallel`."""
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
         optimize = functools.partial(make_optimizer, learning_rate)
@@ -163,29 +163,29 @@ class Gossip:
                 del arguments["shard"]
                 _shard(module, arguments["mesh"]["shard"])
             elif arguments["shard"] == _WHOLE:
-                arguments["shard"] = "none"  # which leaves an option out here
+                arguments["shard"] = "none"  # in a benchmark's options, "none" means that the option is not given
         self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
 
     def step(self, batch: Batch) -> None:
-        """Updates and exchanges in backward."""
+        """Run forward and backward; updates and exchanges happen in the backward pass."""
         loss_of(self._model, batch).backward()
 
     def exposed_wait_s(self) -> float | None:
-        """As the wrapper measures it."""
+        """Return the exposed wait that the wrapper measured."""
         stats = self._model.stats()
         return None if stats is None else stats.exposed_wait_s
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """As :meth:`gossip.GossipDataParallel.averaged`."""
+        """Return :meth:`gossip.GossipDataParallel.averaged`."""
         return self._model.averaged()
 
     def close(self) -> None:
-        """Wait for what is in flight, and drop it."""
+        """Wait for messages in flight, and discard them."""
         self._model.close()
 
 
 class HybridSharding:
-    """torch's fully_shard: sharded over each host's ranks, all-reduced between hosts."""
+    """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -194,7 +194,7 @@ class HybridSharding:
         self._optimizer = make_optimizer(learning_rate, module.parameters())
 
     def step(self, batch: Batch) -> None:
-        """The plain loop."""
+        """Run the plain training loop's step."""
         loss_of(self._module, batch).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -204,15 +204,15 @@ class HybridSharding:
         return None
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """The replicas are equal."""
+        """Do nothing within the block: the replicas are equal."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Its hooks go with the module."""
+        """Do nothing: the hooks are deleted with the module."""
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard each layer, and what is left."""
+    """Shard each linear layer, and then the remaining parameters."""
     for layer in [part for part in module.modules() if isinstance(part, nn.Linear)]:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -229,17 +229,17 @@ METHODS: dict[str, Callable[[nn.Module, float, Options, timedelta], Method]] = {
 
 
 def decent_dp_is_installed() -> bool:
-    """Whether the extra ``bench`` is there."""
+    """Return whether Decent-DP, from the extra ``bench``, is installed."""
     return importlib.util.find_spec("decent_dp") is not None
 
 
 def check(kind: str, options: Options, world_size: int, local_size: int = 1) -> None:
-    """Refuse, before any worker starts, what a method cannot be given.
+    """Refuse invalid options of a method before any worker starts.
 
     Raises
     ------
     ConfigurationError
-        An option does not exist or has a value that cannot be used.
+        The method or an option does not exist, or an option's value cannot be used.
     """
     if kind not in METHODS:
         raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
@@ -287,21 +287,21 @@ def _check_names(kind: str, options: Options, allowed: tuple[str, ...]) -> None:
 
 
 def _keywords(wrapper: type) -> tuple[str, ...]:
-    """What can be given besides the module and the optimizer."""
+    """Return the names of the keyword arguments besides the module and the optimizer."""
     parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
     return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
 
 
 def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> dict[str, Any]:
-    """The wrapper's keyword arguments: topology, algorithm and compression by name, or ``name`` and their options.
+    """Build the wrapper's keyword arguments; topology, algorithm and compression are names, or ``name`` with options.
 
-    Among a topology's options is ``every``: the steps from one exchange to the next. With ``shard`` the topology's
-    ranks are the hosts.
+    The options of a topology include ``every``, the number of steps from one exchange to the next. With ``shard``,
+    the ranks of the topology are the hosts.
 
     Raises
     ------
     TypeError, ValueError
-        There is none of that name, or it has no such option.
+        A name is not registered, or an option does not exist or has an invalid value.
     """
     if "shard" in options:
         if options["shard"] not in _SHARDS:
@@ -326,7 +326,7 @@ def _name_and_options(option: str, wanted: Any) -> tuple[str, dict[str, Any]]:
 
 
 def make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimizer:
-    """The one that every method uses."""
+    """Return the optimizer that every method uses: SGD with momentum."""
     return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
 
 

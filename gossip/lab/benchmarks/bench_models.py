@@ -1,4 +1,4 @@
-"""What is trained: models of known sizes on data that is drawn, and can be learned."""
+"""Models of known sizes, and learnable synthetic data to train them on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets."""
 
 NUM_CLASSES = 10
-NUM_BATCHES = 16  # of a rank; it goes through them again and again
+NUM_BATCHES = 16  # per rank, which cycles through them
 _HELD_OUT = 2**31
-_MLP_WIDTH = 648  # ten layers of 420,552 parameters and a head: 16.8 MB, and ten buckets of 1.7 MiB
+_MLP_WIDTH = 648  # ten layers of 420,552 parameters each and a head: 16.8 MB, and ten buckets of 1.7 MiB
 _CONTEXT = 64
 _VOCABULARY = 96
 
@@ -31,13 +31,13 @@ class Workload:
     Attributes
     ----------
     make_module : callable
-        Makes the model; the same values for the same state of torch's generator.
+        A function that makes the model, with equal values for equal states of torch's generator.
     make_batch : callable
-        Draws a batch of so many samples with a generator.
+        A function of the number of samples and a generator that draws a batch.
     batch_size : int
-        Per rank and step.
+        The number of samples per rank and step.
     learning_rate : float
-        For SGD with momentum 0.9.
+        The learning rate of SGD with momentum 0.9.
     """
 
     make_module: Callable[[], nn.Module]
@@ -46,23 +46,23 @@ class Workload:
     learning_rate: float
 
     def initial_module(self, seed: int) -> nn.Module:
-        """The model before the first step, the same on every rank."""
+        """Make the model with its initial values, which are the same on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.make_module()
 
     def batches(self, seed: int, rank: int) -> list[Batch]:
-        """A rank's own."""
+        """Draw the training batches of one rank."""
         generator = torch.Generator().manual_seed(1_000_003 * seed + rank)
         return [self.make_batch(self.batch_size, generator) for _ in range(NUM_BATCHES)]
 
     def held_out(self, seed: int) -> Batch:
-        """What no rank is trained on, the same on every rank."""
+        """Draw the held-out batch, which no rank trains on and which is the same on every rank."""
         return self.make_batch(8 * self.batch_size, torch.Generator().manual_seed(_HELD_OUT + seed))
 
 
 def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean cross-entropy, []."""
+    """Return the mean cross-entropy, of shape []."""
     inputs, targets = batch
     return functional.cross_entropy(module(inputs).flatten(0, -2), targets.flatten())
 
@@ -70,21 +70,21 @@ def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
 def _make_mlp(hidden: Sequence[int]) -> nn.Module:
     module = MLP((_MLP_WIDTH,), NUM_CLASSES, hidden=hidden)
     for layer in module.modules():
-        if isinstance(layer, nn.Linear):  # torch's own initial values shrink what goes through ten layers to nothing
+        if isinstance(layer, nn.Linear):  # with torch's default initialization, activations vanish over ten layers
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
     return module
 
 
 def _draw_vectors(size: int, generator: torch.Generator) -> Batch:
-    """A centre per class, in normal noise; [size, 648]."""
+    """Draw vectors of shape [size, 648]: one centre per class, plus normal noise."""
     centres = torch.randn(NUM_CLASSES, _MLP_WIDTH, generator=torch.Generator().manual_seed(0))
     classes = torch.randint(NUM_CLASSES, (size,), generator=generator)
     return 0.5 * centres[classes] + torch.randn(size, _MLP_WIDTH, generator=generator), classes
 
 
 def _draw_text(size: int, generator: torch.Generator) -> Batch:
-    """Texts in which a character follows from the one before, but for one in ten, which is any."""
+    """Draw texts in which the preceding character determines the next one, except for one in ten, which is random."""
     successor = torch.randperm(_VOCABULARY, generator=torch.Generator().manual_seed(0))
     text = torch.randint(_VOCABULARY, (size, _CONTEXT + 1), generator=generator)
     follows = torch.rand(size, _CONTEXT + 1, generator=generator) < 0.9
@@ -94,7 +94,7 @@ def _draw_text(size: int, generator: torch.Generator) -> Batch:
 
 
 def _draw_images(size: int, generator: torch.Generator) -> Batch:
-    """A wave of one direction per class, in normal noise; [size, 3, 32, 32]."""
+    """Draw images of shape [size, 3, 32, 32]: a wave with one direction per class, plus normal noise."""
     classes = torch.randint(NUM_CLASSES, (size,), generator=generator)
     angles = math.pi * classes[:, None, None] / NUM_CLASSES
     places = torch.arange(32.0)
@@ -120,4 +120,4 @@ WORKLOADS = {
         learning_rate=0.003,
     ),
 }
-"""By name; their sizes stand in configs/bench.yaml."""
+"""Workloads by name; configs/bench.yaml lists their sizes."""

@@ -1,7 +1,7 @@
-"""Measured step times next to what :func:`gossip.simulate_time` predicts from a probe of the same ranks.
+"""Measured step times beside predictions by :func:`gossip.simulate_time` from a probe of the same ranks.
 
-The parameters of a prediction come from steps without communication, from messages between pairs, and from both at
-once (:mod:`gossip.lab.probe`), before any method runs; nothing is fitted to the step times that are predicted.
+The parameters of a prediction are measured before any method runs, from steps without communication, from messages
+between pairs, and from both at once (:mod:`gossip.lab.probe`); nothing is fitted to the step times to be predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gossip.lab.benchmarks import bench_workers, stragglers
 from gossip.lab.benchmarks.bench_settings import Settings, expand
 from gossip.lab.benchmarks.networks import Network
 
-_NUM_STEPS = 1000  # simulated: what chance does to the measured ones is not to be predicted
+_NUM_STEPS = 1000  # simulated; many, so that the prediction is free of the random variation of the measured steps
 _ONE_SLOW_FACTOR = 2.0
 
 
@@ -27,23 +27,23 @@ SIMULATED: Mapping[str, tuple[RandomDelays | SlowRank, ...]] = {
     "exponential": (RandomDelays(stragglers.MEAN_S),),
     "one_slow": (SlowRank(stragglers.SLOW_RANK, _ONE_SLOW_FACTOR),),
 }
-"""The kinds of stragglers that :func:`gossip.simulate_time` knows, in its terms."""
+"""The kinds of stragglers that can be simulated, as arguments of :func:`gossip.simulate_time`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One network and one kind of straggler.
+    """Measured and predicted steps with one network and one kind of straggler.
 
     Attributes
     ----------
     rate : str
-        Of every link, each way, in tc's words.
+        The rate of every link in each direction, in the notation of tc.
     straggler : str
-        Of :data:`SIMULATED`.
+        A key of :data:`SIMULATED`.
     cluster, workload : mapping
-        Keyword arguments of the classes of these names, as probed; the stragglers of the benchmark are not among them.
+        Keyword arguments of the classes of these names, as probed, without the stragglers of the benchmark.
     step_s : mapping of str to float
-        Measured mean of a step, by method: "local", "ddp", or the name of a topology.
+        The measured mean step time by method: "local", "ddp", or the name of a topology.
     """
 
     rate: str
@@ -53,7 +53,7 @@ class Case:
     step_s: Mapping[str, float]
 
     def predict(self, method: str) -> float:
-        """Return the predicted mean of a step of one of the methods, in seconds."""
+        """Return the predicted mean step time of a method, in seconds."""
         cluster = Cluster(**self.cluster)
         if self.straggler not in SIMULATED:
             raise ValueError(
@@ -65,7 +65,7 @@ class Case:
         return simulate_time(simulated, cluster, workload, _NUM_STEPS).step_time_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
+        """Return the case as plain JSON types."""
         return asdict(self)
 
 
@@ -80,20 +80,20 @@ def measure_case(
     bucket_cap_mb: float,
     folder: Path,
 ) -> Case:
-    """Probe, then measure every method, in the processes of one benchmark run.
+    """Probe the ranks and then measure every method, in the processes of one benchmark run.
 
     Parameters
     ----------
     network : Network
-        Already of that rate.
+        The network, which already has the given rate.
     rate, straggler : str
     methods : sequence of str
-        "local", "ddp", and names of topologies.
+        The methods: "local", "ddp", and names of topologies.
     world_size, num_steps : int
     bucket_cap_mb : float
-        Of every method.
+        The bucket size of every method, in MiB.
     folder : Path
-        For the workers' records.
+        The folder for the workers' records.
     """
     rows: dict[str, Any] = {name: {} for name in methods if name == "local"}
     rows |= {name: {"bucket_cap_mb": bucket_cap_mb} for name in methods if name == "ddp"}
@@ -134,7 +134,7 @@ def measure_case(
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Markdown: measured and predicted milliseconds, and their ratio."""
+    """Return a Markdown table of measured and predicted milliseconds per step, and their ratio."""
     lines = [
         "| rate | stragglers | method | measured, ms | predicted, ms | predicted / measured |",
         "| --- | --- | --- | ---: | ---: | ---: |",

@@ -1,4 +1,4 @@
-"""From the ranks' records to one row per method, and its ratios to others."""
+"""Aggregation of the ranks' records into one row per method and its ratios to reference methods."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
 
 Records = Sequence[Sequence[Mapping[str, Any]]]
-"""For each rank what :meth:`gossip.lab.benchmarks.step_measuring.Measurement.measure` has returned."""
+"""For each rank, the records that :meth:`gossip.lab.benchmarks.step_measuring.Measurement.measure` returned."""
 REFERENCES = ("ddp", "decent_dp", "local")
 _UNCOMPRESSED = {"ddp": "hook"}
-"""The option that compresses a reference: rows with it are none."""
+"""By kind of reference, the option that compresses its messages; rows with that option are not references."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A middle, and how far the values reach: quartiles over steps and ranks, lowest and highest over repetitions."""
+    """A median with a range: quartiles over steps and ranks, or the lowest and highest value over repetitions."""
 
     median: float
     low: float
@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def quartiles(cls, values: Sequence[float]) -> Spread:
-        """Of many values."""
+        """Return the median and the quartiles of many values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -34,38 +34,40 @@ class Spread:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Spread:
-        """Of the repetitions."""
+        """Return the median, the lowest and the highest value, for example over repetitions."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one method cost.
+    """The measured cost of one method.
 
     Attributes
     ----------
     label, kind : str
     options : mapping
     step_s : Spread
-        Of single steps, over all ranks and repetitions.
+        The time of single steps, over all ranks and repetitions.
     step_s_by_repetition : tuple of float
-        The medians over steps and ranks.
+        For each repetition, the median step time over steps and ranks.
     whole_s_by_repetition : tuple of float
-        From the last rank's start to the last rank's end, divided by the steps.
+        For each repetition, the time from the last rank's start to the last rank's end, divided by the number of
+        steps.
     compute_s : float or None
-        The median step time of the method "local" of the same run; None without it.
+        The median step time of the method "local" in the same run; None if the run does not have it.
     exposed_s : float or None
-        ``step_s.median`` - ``compute_s``: what communication adds.
+        ``step_s.median`` - ``compute_s``: the time that communication adds.
     reported_wait_s : float or None
-        The median of what the method itself says that it waited for peers.
+        The median time spent waiting for peers, as the method itself reports it.
     sent_bytes, received_bytes : float
-        Per rank and step, as the interfaces counted them.
+        Bytes per rank and step, as counted by the network interfaces.
     efficiency : float or None
-        max(``compute_s``, bytes / goodput) / ``step_s.median``, bytes being the more of both ways.
+        max(``compute_s``, bytes / goodput) / ``step_s.median``, where bytes is the larger of those sent and received.
     peak_memory_bytes : float
-        The most of any rank, above what the process held before; the median over the repetitions.
+        The highest peak of any rank above its process's previous memory; the median over the repetitions.
     final_loss : float or None
-        Of the averaged model on held-out data; the same number of steps for every method. None: not finite.
+        The loss of the averaged model on held-out data, after the same number of steps for every method; None if it is
+        not finite.
     """
 
     label: str
@@ -85,15 +87,15 @@ class Row:
 
     @property
     def steps_per_s(self) -> Spread:
-        """Throughput, the last rank's."""
+        """The throughput in steps per second, determined by the last rank."""
         return Spread.over([1 / whole_s for whole_s in self.whole_s_by_repetition])
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One method's step time divided by a reference's, and its throughput, over pairs of the same repetition.
+    """The ratios of a method's step time and throughput to a reference's, over pairs of the same repetition.
 
-    ``step`` below 1 and ``throughput`` above 1 say that it is faster.
+    A ``step`` below 1 and a ``throughput`` above 1 mean that the method is faster.
     """
 
     label: str
@@ -103,7 +105,7 @@ class Ratio:
 
 
 def rows_of(records: Records, methods: Sequence[MethodSpecification], goodput_bytes_per_s: float | None) -> list[Row]:
-    """One row per method, in the order of ``methods``."""
+    """Return one row per method, in the order of ``methods``."""
     compute_s = None
     for method in methods:
         if method.kind == "local":
@@ -118,7 +120,7 @@ def _row(
     compute_s: float | None,
     goodput_bytes_per_s: float | None,
 ) -> Row:
-    repetitions = list(zip(*records, strict=True))  # for each repetition one record per rank
+    repetitions = list(zip(*records, strict=True))  # for each repetition, one record per rank
     step_s = Spread.quartiles(_step_times(records))
     everything = [record for by_rank in repetitions for record in by_rank]
     num_steps = len(everything[0]["step_s"])
@@ -154,9 +156,9 @@ def _row(
 
 
 def ratios_of(rows: Sequence[Row]) -> list[Ratio]:
-    """Every row against the fastest ddp, decent_dp and local of the run, where there is one.
+    """Compare every row with the fastest ddp, decent_dp and local row of the run, as far as the run has them.
 
-    A ddp with a hook that compresses is no reference. The fastest has the highest throughput.
+    A ddp row with a hook that compresses is not a reference. The fastest row is the one with the highest throughput.
     """
     ratios = []
     for kind in REFERENCES:
@@ -167,7 +169,7 @@ def ratios_of(rows: Sequence[Row]) -> list[Ratio]:
 
 
 def reference_of(rows: Sequence[Row], kind: str) -> Row | None:
-    """The fastest row of a kind that does not compress; None if there is none."""
+    """Return the fastest row of a kind that does not compress its messages, or None if there is none."""
     candidates = [row for row in rows if row.kind == kind and _UNCOMPRESSED.get(kind) not in row.options]
     return max(candidates, key=lambda row: row.steps_per_s.median, default=None)
 
@@ -184,7 +186,7 @@ def _ratio(row: Row, reference: Row) -> Ratio:
 
 
 def as_dict(rows: Sequence[Row], ratios: Sequence[Ratio]) -> dict[str, Any]:
-    """Plain data, for JSON."""
+    """Return rows and ratios as plain data for JSON."""
     return {
         "rows": [{**asdict(row), "steps_per_s": asdict(row.steps_per_s)} for row in rows],
         "ratios": [asdict(ratio) for ratio in ratios],

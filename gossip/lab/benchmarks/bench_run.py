@@ -1,4 +1,4 @@
-"""A whole benchmark: the network, the workers at every rate, and what is left of it in one folder."""
+"""A whole benchmark: the network, the workers at every rate, and the results in one folder."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; in a clone of t
 
 
 def run(settings: Settings, folder: Path) -> str:
-    """Measure, and leave bench.json, bench.md, figures and the workers' records in ``folder``.
+    """Run the benchmark, and write bench.json, bench.md, figures and the workers' records to ``folder``.
 
     Returns
     -------
     str
-        The Markdown.
+        The report as Markdown.
 
     Raises
     ------
     ConfigurationError
-        Nothing is left to measure.
+        No method is left to measure.
     LaunchError
         A worker failed.
     """
@@ -56,7 +56,7 @@ def run(settings: Settings, folder: Path) -> str:
 
 
 def _available(settings: Settings) -> tuple[Settings, list[str]]:
-    """Without the rows of what is not installed."""
+    """Drop the methods whose library is not installed, with a note about each omission."""
     if decent_dp_is_installed() or all(method.kind != "decent_dp" for method in settings.methods):
         return settings, []
     logger.warning(WITHOUT_DECENT_DP)
@@ -112,7 +112,7 @@ def _measure(settings: Settings, network: Network, rate: str | None, folder: Pat
 
 
 def _write(settings: Settings, network: Network, notes: list[str], results: list[Result], folder: Path) -> str:
-    """All of it, again after every rate."""
+    """Write all results and the report; called again after every rate."""
     facts = [
         f"Model {settings.model}, {settings.world_size} ranks on {network.name}"
         f"{f', {settings.local_size} on each host' if settings.local_size > 1 else ''}, {settings.num_threads} "

@@ -1,4 +1,4 @@
-"""The configuration of a benchmark (configs/bench.yaml), checked."""
+"""The validated configuration of a benchmark (configs/bench.yaml)."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ NETWORKS = ("loopback", "lab")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how often.
+    """The settings of a benchmark: what is measured, and how often.
 
     Attributes
     ----------
     model : str
-        Of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
+        A key of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
     world_size : int
-        Number of workers.
+        The number of workers.
     local_size : int
-        How many of them are on each host of the lab.
+        The number of workers on each host of the lab.
     network : str
-        "loopback", or "lab".
+        Either "loopback" or "lab".
     rates : tuple of str
-        Of every link of the lab, each way, in tc's words; one table for each.
+        The rates of every link of the lab in each direction, in the notation of tc; each has a table of its own.
     straggler : str
-        Of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
+        One of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
     repetitions, warmup_steps, steps : int
-        Of every method; ``steps`` are measured.
+        The numbers of repetitions, warm-up steps and measured steps of every method.
     num_threads : int
-        torch's, per worker.
+        The number of torch threads per worker.
     seed : int
-        Of the initial values, the batches and the delays.
+        The seed of the initial values, the batches and the delays.
     timeout_s : float
-        Of any wait for other ranks.
+        The time-out of any wait for other ranks.
     methods : tuple of MethodSpecification
     probe_bucket_cap_mb : float or None
-        See :class:`gossip.lab.benchmarks.bench_specification.WorkerSpecification`; no option of the configuration.
+        See :class:`gossip.lab.benchmarks.bench_specification.WorkerSpecification`; not an option of the configuration.
     """
 
     model: str
@@ -109,20 +109,21 @@ class Settings:
 
 
 def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSpecification, ...]:
-    """One row per combination of the options that are lists.
+    """Return one row per combination of the values of options that are lists.
 
     Parameters
     ----------
     methods : mapping
-        Of a name to options. ``method`` is "local", "ddp", "hsdp", "decent_dp" or "gossip", by default the name; the
-        others are keyword arguments. Where an option is a list, every value has a row. "none" leaves an option out.
+        A mapping of names to options. The option ``method`` is "local", "ddp", "hsdp", "decent_dp" or "gossip", by
+        default the name; all other options are keyword arguments. If an option is a list, each of its values gets a
+        row. The value "none" omits an option.
     world_size, local_size : int
-        Of all ranks, and of those on each host.
+        The number of all ranks, and the number of ranks on each host.
 
     Raises
     ------
     ConfigurationError
-        There is no method, or an option cannot be used.
+        There is no method, a method does not exist, or an option cannot be used.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What the controller tells a worker, as one JSON file."""
+"""The task that the controller passes to a worker, as one JSON file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class MethodSpecification:
-    """One row of the table: its label, and what :mod:`gossip.lab.benchmarks.bench_methods` is given for it."""
+    """One row of the table: its label, and its method and options for :mod:`gossip.lab.benchmarks.bench_methods`."""
 
     label: str
     kind: str
@@ -20,26 +20,26 @@ class MethodSpecification:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Where one rank is, and which methods it runs.
+    """The location of one rank, and the methods that it runs.
 
     Attributes
     ----------
     rank, world_size : int
     store_address, store_port
-        Of the key-value store.
+        The address and the port of the key-value store.
     address, interface : str
-        This rank's own.
+        The IPv4 address and the network interface of this rank.
     local_size : int
-        How many ranks are on each host.
+        The number of ranks on each host.
     shared_interface : bool
         Whether all ranks use the same interface.
     methods : tuple of MethodSpecification
     num_threads : int
-        torch's.
+        The number of torch threads.
     timeout_s : float
-        Of any wait for other ranks.
+        The time-out of any wait for other ranks.
     records : str
-        The JSONL file to write; its time of change says that the rank is alive.
+        The path of the JSONL file to write; its modification time shows that the rank is alive.
     """
 
     rank: int
@@ -57,16 +57,16 @@ class WorkerTask:
 
     @property
     def num_sharing(self) -> int:
-        """How many ranks use the same interface."""
+        """The number of ranks that use the same interface."""
         return self.world_size if self.shared_interface else self.local_size
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the task as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What :meth:`write` has written."""
+        """Read a task that :meth:`write` has written."""
         content = json.loads(path.read_text(encoding="utf-8"))
         methods = tuple(MethodSpecification(**method) for method in content.pop("methods"))
         return cls(methods=methods, **content)
@@ -74,19 +74,19 @@ class WorkerTask:
 
 @dataclass(frozen=True)
 class WorkerSpecification(WorkerTask):
-    """One rank's whole task in a benchmark of steps.
+    """The whole task of one rank in a benchmark of steps.
 
     Attributes
     ----------
     model : str
-        Of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
+        A key of :data:`gossip.lab.benchmarks.bench_models.WORKLOADS`.
     straggler : str
-        Of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
+        One of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
     repetitions, warmup_steps, steps : int
-        Of every method; steps are measured, those of the warm-up come before.
+        The numbers of repetitions, warm-up steps and measured steps of every method; the warm-up comes first.
     seed : int
     probe_bucket_cap_mb : float or None
-        Measure compute and links first (:mod:`gossip.lab.probe`), with such buckets; None: do not.
+        If given, compute and links are first measured (:mod:`gossip.lab.probe`) with buckets of this size in MiB.
     """
 
     model: str

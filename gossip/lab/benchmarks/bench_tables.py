@@ -1,4 +1,4 @@
-"""The report as Markdown."""
+"""The report of a benchmark as Markdown."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gossip.lab.benchmarks.bench_report import REFERENCES, Ratio, Row, Spread, r
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured at one rate.
+    """The measurements at one link rate.
 
     Attributes
     ----------
     rate : str or None
-        None: unshaped.
+        The rate of the links; None if they are unshaped.
     goodput_bytes_per_s : float or None
-        Of plain TCP, of one rank, each way while both are used.
+        The goodput of plain TCP per rank in each direction, while both directions are used.
     rows, ratios : sequence
     """
 
@@ -28,12 +28,12 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The rate in words."""
+        """The rate as the heading of a section."""
         return "unshaped" if self.rate is None else f"links of {self.rate}"
 
 
 def markdown(heading: str, facts: Sequence[str], results: Sequence[Result]) -> str:
-    """The whole report."""
+    """Return the whole report."""
     parts = [f"# {heading}", "\n".join(f"- {fact}" for fact in facts)]
     for result in results:
         parts += [f"## {result.title[0].upper()}{result.title[1:]}"]
@@ -57,7 +57,7 @@ Ratios: median (lowest to highest) over pairs of the same repetition; a step rat
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """One line per method."""
+    """Return the table of costs, one line per method."""
     lines = [
         "| method | step, ms | quartiles | steps/s | compute, ms | exposed, ms | reported wait, ms | sent, MB "
         "| efficiency | peak memory, MB | final loss |",
@@ -82,7 +82,7 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 def ratio_table(result: Result) -> str:
-    """One line per method, two columns per reference; empty without any reference."""
+    """Return one line per method with two columns per reference; empty if the result has no reference."""
     references = [row for kind in REFERENCES if (row := reference_of(result.rows, kind)) is not None]
     if not references:
         return ""

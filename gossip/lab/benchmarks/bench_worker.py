@@ -1,6 +1,6 @@
 """One rank of a benchmark: ``python -m gossip.lab.benchmarks.bench_worker SPECIFICATION.json``.
 
-Its life hangs on its standard input: when the controller ends, however that went, so does the worker.
+The worker watches its standard input: when the controller ends, for whatever reason, so does the worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Task = TypeVar("Task", bound=WorkerTask)
 
 
 def attend(kind: type[Task], run: Callable[[Task], None]) -> NoReturn:
-    """Run a task of this kind, as the file that the command line names has it, and leave. Collective."""
+    """Read a task of this kind from the file named on the command line, run it, and exit. Collective."""
     try:
         _run(kind.read(Path(sys.argv[1])), run)
         status = 0
@@ -38,7 +38,7 @@ def attend(kind: type[Task], run: Callable[[Task], None]) -> NoReturn:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # communication that cannot end any more must not hold the process
+    os._exit(status)  # the process must exit even if communication can no longer finish
 
 
 def _run(task: Task, run: Callable[[Task], None]) -> None:
@@ -56,7 +56,7 @@ def _run(task: Task, run: Callable[[Task], None]) -> None:
 
 
 def run(spec: WorkerSpecification) -> None:
-    """Measure the links, then every method in every repetition, and write a record of each. Collective."""
+    """Measure the links and then every method in every repetition, and write a record of each. Collective."""
     path = Path(spec.records)
     with path.open("a", encoding="utf-8", buffering=1) as file:
 

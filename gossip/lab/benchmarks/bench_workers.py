@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark, waits for them, and ends them whatever happens."""
+"""Processes of a benchmark's ranks: started, awaited, and ended whatever happens."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from gossip.lab.experiments.records import read_jsonl
 
 Record = dict[str, Any]
 _POLL_S = 0.1
-_GRACE_S = 1.0  # for the rank whose failure was the cause
+_GRACE_S = 1.0  # time for the rank that caused the failure to report it
 _LAST_LINES = 12
 
 
 def measure(
     settings: Settings, network: Network, folder: Path, on_record: Callable[[Record], None] = lambda _: None
 ) -> list[list[Record]]:
-    """Run one process per rank until all have measured everything.
+    """Run one process per rank until all have finished their measurements.
 
     Parameters
     ----------
     settings : Settings
     network : Network
-        Where the processes are.
+        The network on which the processes run.
     folder : Path
-        For rank<i>.json (what it is told), rank<i>.jsonl (its records) and rank<i>.log (its words).
+        The folder for each rank's rank<i>.json (its task), rank<i>.jsonl (its records) and rank<i>.log (its output).
     on_record : callable
-        Is given each of rank 0's records as it comes.
+        A function that is called with each record of rank 0 as soon as it is written.
 
     Returns
     -------
     list of list of dict
-        Each rank's records.
+        The records of each rank.
 
     Raises
     ------
     LaunchError
-        A rank failed, or was silent for too long; none is left running.
+        A rank failed, or no rank made progress for too long; no process is left running.
     """
     make = partial(
         WorkerSpecification,
@@ -85,21 +85,21 @@ def run_workers(
     on_record: Callable[[Record], None],
     local_size: int = 1,
 ) -> list[list[Record]]:
-    """Run one process of a program per rank until all have ended; what remains is as of :func:`measure`.
+    """Run one process of a program per rank until all have ended; returns and raises as :func:`measure` does.
 
     Parameters
     ----------
     program : str
-        The module, which ends with :func:`gossip.lab.benchmarks.bench_worker.attend`.
+        The name of the module to run, which calls :func:`gossip.lab.benchmarks.bench_worker.attend` last.
     make : callable
-        Makes a rank's task when it is given where the rank is, by keywords.
+        A function that makes a rank's task from keyword arguments for the location of the rank.
     network, folder, on_record
-        As of :func:`measure`.
+        See :func:`measure`.
     world_size : int
     timeout_s : float
-        Of any wait for other ranks.
+        The time-out of any wait for other ranks.
     local_size : int
-        How many consecutive ranks are on each host.
+        The number of consecutive ranks on each host.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = network.start_store(timedelta(seconds=timeout_s))
@@ -129,7 +129,7 @@ def run_workers(
 def _started(
     program: str, specification: WorkerTask, network: Network, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Within the block the worker runs; it does not outlive it."""
+    """Run the worker within the block, and kill it at the end of the block."""
     path = folder / f"rank{specification.rank}.json"
     specification.write(path)
     Path(specification.records).touch()
@@ -140,7 +140,7 @@ def _started(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for the controller
+            start_new_session=True,  # Ctrl-C goes to the controller only
         )
     try:
         yield process
@@ -169,13 +169,13 @@ def _wait(
         if all(status == 0 for status in statuses):
             return
         newest = max(Path(specification.records).stat().st_mtime for specification in specifications)
-        if time.time() - newest > 2 * timeout_s:  # their own time-outs pass first, and say who is missing
+        if time.time() - newest > 2 * timeout_s:  # the ranks' own time-outs expire first, and name the missing rank
             raise LaunchError(f"no worker made a step within {2 * timeout_s:g} s; raise bench.timeout_s")
         time.sleep(_POLL_S)
 
 
 def _fail(running: Sequence[subprocess.Popen[bytes]], specifications: Sequence[WorkerTask]) -> None:
-    """Raise the error of the rank that wrote its last words first."""
+    """Raise the error of the failed rank whose last output is the oldest."""
     failed = [spec for process, spec in zip(running, specifications, strict=True) if process.poll()]
     first = min(failed, key=lambda spec: _log(spec).stat().st_mtime)
     words = _log(first).read_text(encoding="utf-8", errors="replace").strip().splitlines()

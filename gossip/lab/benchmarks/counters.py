@@ -1,4 +1,4 @@
-"""What the kernel counts: bytes on an interface, and this process's memory. Linux."""
+"""Counters of the Linux kernel: bytes on a network interface, and memory of this process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _RESET_PEAK = "5"  # proc(5), clear_refs
 
 @dataclass(frozen=True)
 class InterfaceBytes:
-    """Bytes that went over an interface since it exists, headers of the link included."""
+    """Bytes received and sent by an interface since its creation, including link-layer headers."""
 
     received: int
     sent: int
 
     @classmethod
     def read(cls, interface: str) -> InterfaceBytes:
-        """Of an interface of this process's network namespace.
+        """Read the counters of an interface in this thread's network namespace.
 
         Raises
         ------
@@ -35,30 +35,30 @@ class InterfaceBytes:
         raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
 
     def since(self, before: InterfaceBytes) -> InterfaceBytes:
-        """The difference."""
+        """Return the bytes counted since an earlier reading."""
         return InterfaceBytes(self.received - before.received, self.sent - before.sent)
 
 
 class PeakMemory:
-    """The most memory that this process has held above what it held at first."""
+    """The peak of this process's resident memory above its initial value."""
 
     def __init__(self) -> None:
         gc.collect()
-        with contextlib.suppress(AttributeError):  # glibc's
+        with contextlib.suppress(AttributeError):  # malloc_trim exists in glibc only
             ctypes.CDLL(None).malloc_trim(0)
         self.restart()
         self._before = _status_bytes("VmRSS")
 
     def restart(self) -> None:
-        """Forget the peak until now; what it is compared with stays."""
+        """Reset the peak; the initial value that it is compared with is kept."""
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
 
     def now(self) -> int:
-        """What it holds now."""
+        """Return the current resident memory above the initial value."""
         return max(0, _status_bytes("VmRSS") - self._before)
 
     def bytes(self) -> int:
-        """Until now."""
+        """Return the peak until now above the initial value."""
         return max(0, _status_bytes("VmHWM") - self._before)
 
 

@@ -1,6 +1,7 @@
-"""torch's bf16 hook on gloo.
+"""torch's bf16 communication hook for gloo.
 
-Without ``from __future__ import annotations``: DistributedDataParallel compares a hook's annotations with the types.
+This module does without ``from __future__ import annotations``, because DistributedDataParallel compares a hook's
+annotations with the types themselves.
 """
 
 import torch
@@ -9,5 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 
 def bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Under its own name DistributedDataParallel refuses it without NCCL, though gloo adds bfloat16 too."""
+    """Compress gradients to bfloat16.
+
+    Under its own name, DistributedDataParallel refuses torch's hook without NCCL, although gloo can sum bfloat16 too.
+    """
     return default_hooks.bf16_compress_hook(group, bucket)

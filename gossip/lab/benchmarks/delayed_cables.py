@@ -1,10 +1,10 @@
-"""Cables with a delay: whatever enters one end comes out of the other so much later. A program, and what starts it.
+"""Virtual network cables with a delay: the program that carries the frames, and the class that starts it.
 
-A cable is a pair of TAP devices, and one process carries the frames of all cables from end to end. The kernel needs no
-netem for that; rates and queues stay those of the devices themselves. A TAP device lives as long as a process holds it
-open, and this process ends with the one that started it, so nothing is left behind.
+A cable is a pair of TAP devices, and one process carries the frames of all cables from one end to the other. The kernel
+does not need netem for this; rates and queues remain those of the devices themselves. A TAP device exists as long as a
+process holds it open, and the carrying process ends with the one that started it, so nothing is left behind.
 
-The program runs on the standard library alone, so that it starts in a moment.
+The program uses the standard library only, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ _TUN = "/dev/net/tun"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0  # linux/if_tun.h
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _CHECKSUM, _SEGMENTS_4, _SEGMENTS_6 = 0x01, 0x02, 0x04
-_LARGEST_FRAME = (1 << 16) + 256  # a packet of 64 KiB, and the headers before it
-_FRAMES_AT_ONCE = 64  # that are read from one device before others have their turn
+_LARGEST_FRAME = (1 << 16) + 256  # a packet of 64 KiB and its headers
+_FRAMES_AT_ONCE = 64  # read from one device before the next device has its turn
 _PATIENCE_S = 10
 
 
 def open_tap(name: str) -> int:
-    """A new TAP device in the network namespace of this thread; its descriptor, with which it ends. Linux, root.
+    """Create a TAP device in this thread's network namespace and return its descriptor. Needs Linux and root.
 
-    It takes and gives packets as large as the kernel makes them (up to 64 KiB), each after a ``virtio_net_hdr`` that
-    says how to cut it, so that tens of frames cost one copy.
+    The device ceases to exist when the descriptor is closed. It accepts and delivers packets as large as the kernel
+    makes them (up to 64 KiB), each after a ``virtio_net_hdr`` that says how to segment it, so that tens of frames cost
+    one copy.
 
     Raises
     ------
     OSError
-        The kernel has no TAP devices, or does not permit one.
+        The kernel does not support TAP devices, or does not permit creating one.
     """
     device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -52,13 +53,13 @@ def open_tap(name: str) -> int:
 
 
 class DelayedCables:
-    """Started cables; each frame takes ``delay_s`` from one end to the other, whichever way.
+    """Running cables, on which each frame takes ``delay_s`` from one end to the other, in both directions.
 
     Parameters
     ----------
     devices : sequence of int
-        TAP devices, both ends of the first cable, then of the next. The caller closes them: the
-        process has its own.
+        Descriptors of TAP devices: both ends of the first cable, then of the next one. The caller closes them, because
+        the carrying process has its own copies.
     delay_s : float
     """
 
@@ -67,16 +68,16 @@ class DelayedCables:
             [sys.executable, "-I", "-S", __file__, str(delay_s), *map(str, devices)],
             stdin=subprocess.PIPE,
             pass_fds=devices,
-            start_new_session=True,  # Ctrl-C is for the controller
+            start_new_session=True,  # Ctrl-C goes to the controller only
         )
 
     @property
     def pid(self) -> int:
-        """Of the process that carries the frames."""
+        """The id of the process that carries the frames."""
         return self._process.pid
 
     def close(self) -> None:
-        """End them, and with them the devices."""
+        """End the carrying process, and release its copies of the devices."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -87,13 +88,13 @@ class DelayedCables:
 
 
 def carry(devices: Sequence[int], delay_s: float, until: int) -> None:
-    """Carry frames until the descriptor ``until`` is at its end.
+    """Carry frames until the descriptor ``until`` reaches end of file.
 
-    A frame that the far device does not take, because it is down, is lost as on a real cable.
+    A frame that the far device does not accept, because it is down, is lost as on a real cable.
     """
     other = dict(zip(devices[0::2], devices[1::2], strict=True))
     other |= {there: here for here, there in other.items()}
-    under_way: deque[tuple[float, int, bytes]] = deque()  # in order, for all take as long
+    under_way: deque[tuple[float, int, bytes]] = deque()  # in order of due times: all delays are equal
     poller = select.epoll()
     for device in (*other, until):
         poller.register(device, select.EPOLLIN)

@@ -1,4 +1,4 @@
-"""How many bytes the links really carry: plain TCP between pairs of ranks, both ways at once."""
+"""The goodput of the links, measured by plain TCP between pairs of ranks in both directions at once."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ import torch.distributed as dist
 from gossip.communication.plain_gathering import gather_plain
 from gossip.lab.benchmarks.counters import InterfaceBytes
 
-_WARM_UP_S = 0.4  # slow start, and what a token bucket had saved
+_WARM_UP_S = 0.4  # TCP slow start, and the burst of a token bucket
 _WINDOW_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 
 def measure(*, address: str, interface: str, shared: bool, timeout_s: float, local_size: int = 1) -> float | None:
-    """Bytes per second that this rank sends while it also receives as many, as the interface counts them. Collective.
+    """Measure the bytes per second that this rank sends while it receives as many. Collective.
 
-    The ranks of hosts 0 and 1 are pairs, those of 2 and 3, and so on; all pairs work at the same time.
+    The interface counts the bytes. The ranks of hosts 0 and 1 form pairs, those of hosts 2 and 3, and so on; all pairs
+    are measured at the same time.
 
     Parameters
     ----------
     address : str
-        This rank's, for its peer.
+        The address of this rank, to which its peer connects.
     interface : str
-        Whose counters are read.
+        The interface whose counters are read.
     shared : bool
-        Whether all ranks use that interface: then it is the mean over the ranks.
+        Whether all ranks use that interface; the result is then the mean over the ranks that have a peer.
     timeout_s : float
-        How long a wait may take.
+        The time-out of each wait.
     local_size : int
-        Ranks on each host, which share its interface.
+        The number of ranks on each host, which share its interface.
 
     Returns
     -------
     float or None
-        None for the rank that has no peer.
+        The goodput; None for a rank without a peer.
 
     Raises
     ------
@@ -67,7 +68,7 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float, loc
 
 
 def _exchange(connection: socket.socket, interface: str) -> float:
-    """Bytes per second that the interface sends meanwhile."""
+    """Exchange data with the peer, and return the bytes per second that the interface sends meanwhile."""
     start = time.monotonic()
     end = start + _WARM_UP_S + _WINDOW_S
     receiver = threading.Thread(target=_drain, args=(connection,), name="goodput")

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, in words."""
+"""A description of the machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def machine(network: Network) -> str:
-    """Versions, processors, and what else of this machine a figure hangs on: TCP's congestion control on its hosts."""
+    """Describe versions, processors, TCP's congestion control on the hosts, and the quantizer of int8 and int4."""
     tcp = ""
     with contextlib.suppress(OSError), network.entered(0):
         tcp = f" TCP by {_CONGESTION_CONTROL.read_text().strip()};"

@@ -1,6 +1,6 @@
-"""Network namespaces without names: each lives as long as a process is in it or holds it open, and no longer.
+"""Unnamed network namespaces: each exists as long as a process is in it or holds it open, and no longer.
 
-So nothing has to be removed, and nothing can be left behind, however this process ends.
+Nothing therefore has to be removed, and nothing can be left behind, however this process ends.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ _CLONE_NEWNET = 0x40000000  # sched.h
 
 
 class Namespace:
-    """A new network namespace, held open by this process. Linux, root.
+    """A new network namespace, held open by this process. Needs Linux and root.
 
     Attributes
     ----------
     file : int
-        The descriptor that holds it.
+        The descriptor that holds the namespace open.
 
     Raises
     ------
     OSError
-        The kernel does not permit it.
+        The kernel does not permit a new namespace.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Namespace:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block this thread is inside; what it starts or opens there stays there."""
+        """Move this thread into the namespace within the block; processes and sockets started there remain there."""
         here = _open_current()
         try:
             _call("setns", self.file, _CLONE_NEWNET)
@@ -52,7 +52,7 @@ class Namespace:
             os.close(here)
 
     def close(self) -> None:
-        """Let go of it; it ends with the last process that is in it."""
+        """Release the namespace; it ceases to exist with the last process inside it."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -63,7 +63,7 @@ def _open_current() -> int:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A system call of the C library (os.unshare and os.setns are of Python 3.12)."""
+    """Make a system call by the C library (os.unshare and os.setns require Python 3.12)."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,4 +1,4 @@
-"""Where the workers of a benchmark are: on this machine's loopback, or each on a host of its own (:mod:`.lab`)."""
+"""Networks of a benchmark's workers: loopback, or a lab in which each has a host (:mod:`.shaped_hosts`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class Network(Protocol):
-    """The links between the workers.
+    """The network that connects the workers.
 
     Attributes
     ----------
     name : str
-        "loopback" or "lab".
+        Either "loopback" or "lab".
     interface : str
         The network interface that a worker uses.
     shared : bool
-        Whether all workers use the same one, so that its counters are the sum over them.
+        Whether all workers use the same interface, so that its counters are the sum over the workers.
     """
 
     name: str
@@ -31,50 +31,50 @@ class Network(Protocol):
     shared: bool
 
     def address(self, rank: int) -> str:
-        """The IPv4 address of a worker."""
+        """Return the IPv4 address of a worker."""
 
     def start_store(self, timeout: timedelta) -> dist.TCPStore:
-        """A key-value store of this process that every worker can reach."""
+        """Start a key-value store in this process that every worker can reach."""
 
     def entered(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        """Within the block, a process that is started is on the worker's host."""
+        """Return a context manager within which new processes are started on the worker's host."""
 
     def shape(self, bits_per_second: int) -> None:
-        """Let every link carry so much, each way."""
+        """Limit every link to this rate in each direction."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class Loopback:
-    """All workers on 127.0.0.1, at the speed of memory."""
+    """All workers on 127.0.0.1, with links as fast as memory."""
 
     name = "loopback"
     interface = "lo"
     shared = True
 
     def address(self, rank: int) -> str:  # noqa: ARG002
-        """The same for all."""
+        """Return 127.0.0.1, the address of all workers."""
         return "127.0.0.1"
 
     def start_store(self, timeout: timedelta) -> dist.TCPStore:
-        """On a free port."""
+        """Start the store on a free port of 127.0.0.1."""
         return store_at("127.0.0.1", timeout)
 
     def entered(self, rank: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Nothing to enter."""
+        """Return a context manager that does nothing."""
         return contextlib.nullcontext()
 
     def shape(self, bits_per_second: int) -> None:
-        """There is nothing to shape."""
+        """Raise ValueError: loopback cannot be shaped."""
         raise ValueError(f"loopback cannot be shaped, asked for {bits_per_second} bit/s; take bench.network=lab")
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
 
 def store_at(address: str, timeout: timedelta) -> dist.TCPStore:
-    """A key-value store on a free port of this address alone, in the network namespace of this thread."""
+    """Start a key-value store on a free port of this address only, in the network namespace of this thread."""
     with socket.create_server((address, 0)) as listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
@@ -83,12 +83,12 @@ def store_at(address: str, timeout: timedelta) -> dist.TCPStore:
 
 
 def bits_per_second(rate: str) -> int:
-    """What a rate in tc's words means: 200mbit, 1.5gbit, 800kbit.
+    """Parse a rate in the notation of tc, such as 200mbit, 1.5gbit or 800kbit.
 
     Raises
     ------
     ValueError
-        It is no such rate, or less than 1 kbit.
+        The text is not such a rate, or the rate is less than 1 kbit.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The mean of the ranks' replicas."""
+"""Means over the replicas of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def average_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors by their means over the ranks of a group, by default all, in place. Collective."""
+    """Replace tensors by their means over the ranks of a group, by default all ranks, in place. Collective."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
@@ -27,9 +27,9 @@ def average_module_(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def averaged(module: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Within the block a replica holds the mean of all; afterwards its own values again. Collective.
+    """Hold the mean of all replicas within the block, and restore the replica's own values afterwards. Collective.
 
-    ``group`` is whose replicas, or whose shards of replicas, are averaged: by default those of all ranks.
+    The replicas of the ranks of ``group``, or their shards of replicas, are averaged; by default those of all ranks.
     """
     tensors = _averaged_tensors(module)
     saved = [tensor.clone() for tensor in tensors]

@@ -1,8 +1,8 @@
-"""A small network on one machine: one host per worker, on one bridge, by links with a rate. Linux, root.
+"""A virtual network on one machine: hosts connected to one bridge by links with a rate. Needs Linux and root.
 
-Hosts and bridge are network namespaces without names (:mod:`.namespaces`): the kernel removes them, their interfaces
-and their shaping with the last process that is in one, even if that was killed. Links have a delay if they are
-asked to (:mod:`.delayed_cables`).
+Hosts and bridge are unnamed network namespaces (:mod:`.namespaces`): the kernel removes each of them, with its
+interfaces and their shaping, when the last process inside it ends, even if that process was killed. Links can have a
+delay (:mod:`.delayed_cables`).
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ _NETWORK = "10.77.0"
 _BRIDGE_ADDRESS = f"{_NETWORK}.254"
 _COMMAND_TIMEOUT_S = 20
 _ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
-_NUM_ORPHAN_RETRIES = 3  # 3 seconds; by default it is 100
-_SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # off, as on hosts set up for far links
+_NUM_ORPHAN_RETRIES = 3  # 3 seconds; the default is 100
+_SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # off, as on hosts set up for long links
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-_USUAL_CONGESTION_CONTROL = "cubic"  # the kernel's default, whatever this machine uses: steps of all methods hang on it
-_BURST_S = 0.004  # what an idle link saves up and lets through at once, as a time: a tick of the kernel's clock, but
-_MIN_BURST_BYTES = 1 << 17  # two of the 64 KiB packets
-_QUEUE_S = 0.05  # what a link may hold back before it drops, as a time: a round trip if that is more, but
-_MIN_QUEUE_BYTES = 1 << 20  # at least some of the 64 KiB packets that a veth hands over
+_USUAL_CONGESTION_CONTROL = "cubic"  # the kernel's default, not this machine's setting: all step times depend on it
+_BURST_S = 0.004  # the burst of an idle link, in seconds at its rate: one tick of the kernel's clock, but at least
+_MIN_BURST_BYTES = 1 << 17  # two packets of 64 KiB
+_QUEUE_S = 0.05  # the queue of a link before it drops packets, in seconds at its rate, or a round trip if longer; but
+_MIN_QUEUE_BYTES = 1 << 20  # several of the 64 KiB packets that a veth delivers
 
 
 class LabUnavailable(Exception):
-    """This machine or this user cannot have a lab; the text is one line that says why."""
+    """The lab cannot be created on this machine or by this user; the text says why in one line."""
 
 
 class Lab:
-    """Hosts on a bridge; host i is 10.77.0.(i + 1), its interface is eth0.
+    """Hosts on a bridge; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
     Parameters
     ----------
     num_hosts : int
     delay_s : float
-        From one host to another, besides the time that the rate takes; there and back takes twice as long. Half of it
-        is on the link of either host, so that the bridge is half as far.
+        The one-way delay between two hosts, in addition to the transmission time; a round trip takes twice as long.
+        Half of the delay is on the link of each host, so that the distance to the bridge is half as long.
 
     Raises
     ------
     LabUnavailable
-        It cannot be made here.
+        The lab cannot be created here.
     """
 
     name = "lab"
@@ -90,7 +90,7 @@ class Lab:
             raise
 
     def _lay_cables(self, delay_s: float) -> DelayedCables:
-        """From every host to the bridge."""
+        """Create a delayed cable from every host to the bridge."""
         assert self._bridge is not None
         devices: list[int] = []
         try:
@@ -107,7 +107,7 @@ class Lab:
                 os.close(device)
 
     def _connect(self, rank: int) -> None:
-        """Make the host's interface and its port of the bridge, unless they are the ends of a cable, and use them."""
+        """Create a host's interface and its bridge port, unless they are the ends of a cable, and configure them."""
         host, port = self._hosts[rank], f"port{rank}"
         if self._cables is None:
             inside = f"/proc/{os.getpid()}/fd/{host.file}"
@@ -117,30 +117,30 @@ class Lab:
         self._in_bridge("ip", "link", "set", port, "master", "bridge", "up")
         with host.entered():
             _set(_CONGESTION_CONTROL, _USUAL_CONGESTION_CONTROL)
-            _set(_ORPHAN_RETRIES, _NUM_ORPHAN_RETRIES)  # a dead peer must not keep the host for minutes
+            _set(_ORPHAN_RETRIES, _NUM_ORPHAN_RETRIES)  # connections to a dead peer must not keep the host for minutes
             _set(_SLOW_START_AFTER_IDLE, 0)
             _run("ip", "link", "set", "lo", "up")
             _run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "link", "set", self.interface, "up")
 
     def address(self, rank: int) -> str:
-        """Of a host."""
+        """Return the IPv4 address of a host."""
         return f"{_NETWORK}.{rank + 1}"
 
     def start_store(self, timeout: timedelta) -> dist.TCPStore:
-        """On the bridge itself, by a link to every host."""
+        """Start the store on the bridge itself, which has a link to every host."""
         assert self._bridge is not None
         with self._bridge.entered():
             return store_at(_BRIDGE_ADDRESS, timeout)
 
     @contextlib.contextmanager
     def entered(self, rank: int) -> Iterator[None]:
-        """Within the block this thread, and what it starts, is on the host."""
+        """Move this thread, and the processes that it starts, to the host within the block."""
         with self._hosts[rank].entered():
             yield
 
     def shape(self, bits_per_second: int) -> None:
-        """Let every link carry so much, each way; takes effect at once, also while packets travel."""
+        """Limit every link to this rate in each direction, with immediate effect, even while packets are in flight."""
         queue_s = max(_QUEUE_S, 2 * self._delay_s)
         burst_bytes = max(_MIN_BURST_BYTES, round(_BURST_S * bits_per_second / 8))
         queue_bytes = burst_bytes + max(_MIN_QUEUE_BYTES, round(queue_s * bits_per_second / 8))
@@ -151,7 +151,7 @@ class Lab:
                 _run("tc", "qdisc", "replace", "dev", self.interface, *tbf)
 
     def links(self) -> list[str]:
-        """What tc says of the queues at the bridge, then of each host's."""
+        """Return the output of tc about the queues of the bridge, and then of each host."""
         said = [self._in_bridge("tc", "-statistics", "qdisc", "show")]
         for host in self._hosts:
             with host.entered():
@@ -159,7 +159,7 @@ class Lab:
         return said
 
     def close(self) -> None:
-        """Let go of the namespaces, which end with the processes in them, and of the cables."""
+        """Release the cables, and the namespaces, which end with the processes inside them."""
         if self._cables is not None:
             self._cables.close()
             self._cables = None
@@ -174,13 +174,13 @@ class Lab:
 
 
 def _set(parameter: Path, value: int | str) -> None:
-    """Of this host's network."""
-    with contextlib.suppress(OSError):  # /proc may be read-only; then the kernel's own one counts
+    """Set a kernel parameter of this host's network."""
+    with contextlib.suppress(OSError):  # /proc may be read-only; the kernel's own value then remains
         parameter.write_text(str(value))
 
 
 def what_is_missing() -> str | None:
-    """Why there can be no lab here, as far as that shows without trying; None if nothing does."""
+    """Return the reason why a lab cannot be created here, as far as can be told without trying, or None."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:

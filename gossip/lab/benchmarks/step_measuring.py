@@ -1,4 +1,4 @@
-"""One method, measured on one rank."""
+"""Measurement of one method on one rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NUM_CALIBRATION_STEPS = 10
 
 
 class Measurement:
-    """Measures methods one after the other, from the same initial values on the same batches. Collective.
+    """A measurement of methods one after another, from the same initial values and batches. Collective.
 
     Parameters
     ----------
     specification : WorkerSpecification
     sign_of_life : callable
-        Called after every step.
+        A function that is called after every step.
     """
 
     def __init__(self, specification: WorkerSpecification, sign_of_life: Callable[[], None]) -> None:
@@ -41,7 +41,10 @@ class Measurement:
         self._compute_s = self._calibrate() if specification.straggler == "one_slow" else 0.0
 
     def measure(self, method: MethodSpecification, repetition: int) -> dict[str, Any]:
-        """What it cost on this rank; ``start_s`` and ``end_s`` are of a clock that all processes of a machine share."""
+        """Measure the cost of a method on this rank.
+
+        ``start_s`` and ``end_s`` are readings of a clock that all processes of a machine share.
+        """
         spec = self._specification
         memory = PeakMemory()
         module = self._workload.initial_module(spec.seed)
@@ -51,7 +54,7 @@ class Measurement:
         for step in range(spec.warmup_steps):
             running.step(self._batch(step))
             self._sign_of_life()
-        # No barrier here: what is in flight would arrive meanwhile, and its bytes and waits would be missing.
+        # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
         before, start_s = InterfaceBytes.read(spec.interface), time.monotonic()
         step_s: list[float] = []
         waits_s: list[float | None] = []
@@ -100,7 +103,7 @@ class Measurement:
         )
 
     def _calibrate(self) -> float:
-        """The median time of a step without communication, while all ranks compute."""
+        """Return the median time of a step without communication, while all ranks compute."""
         module = self._workload.initial_module(self._specification.seed)
         local = METHODS["local"](module, self._workload.learning_rate, {}, timedelta(0))
         dist.barrier()
@@ -114,14 +117,14 @@ class Measurement:
 
     @torch.no_grad()
     def _final_loss(self, running: Method, module: nn.Module) -> float:
-        """Of the replicas' mean on the held-out batch. Collective."""
+        """Return the loss of the mean of the replicas on the held-out batch. Collective."""
         with running.averaged():
             module.eval()
             return float(loss_of(module, self._workload.held_out(self._specification.seed)))
 
 
 def probe(spec: WorkerSpecification) -> Measured:
-    """What :func:`gossip.simulate_time` needs to know of these ranks. Collective."""
+    """Measure what :func:`gossip.simulate_time` needs to know about these ranks. Collective."""
     assert spec.probe_bucket_cap_mb is not None
     workload = WORKLOADS[spec.model]
     module, batches = workload.initial_module(spec.seed), workload.batches(spec.seed, spec.rank)

@@ -1,4 +1,4 @@
-"""Delays that make ranks late, the same for every method of a run."""
+"""Artificial delays of ranks, which are the same for every method of a run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ SLOW_RANK = 0
 
 
 def delay_s(kind: str, *, seed: int, repetition: int, rank: int, step: int, compute_s: float) -> float:
-    """How long a rank sleeps before a step.
+    """Return how long a rank sleeps before a step, in seconds.
 
     Parameters
     ----------
     kind : str
-        "none"; "exponential": on every rank and step, of mean 50 ms; "one_slow": rank 0 takes twice as long as it
-        computes; "half_speed": 50 ms on every rank and step, but 100 ms on rank 0, as if devices computed meanwhile.
+        "none": no delay. "exponential": exponentially distributed delays with a mean of 50 ms on every rank and step.
+        "one_slow": rank 0 takes twice the time of its computation. "half_speed": 50 ms on every rank and step, but
+        100 ms on rank 0, as if devices computed meanwhile.
     seed, repetition, rank, step : int
-        What is drawn depends on these alone.
+        The values that determine a random delay.
     compute_s : float
-        How long a step without communication takes.
+        The time of a step without communication.
 
     Raises
     ------
     ValueError
-        ``kind`` is none of these.
+        ``kind`` is not one of :data:`KINDS`.
     """
     if kind == "none":
         return 0.0
