@@ -1,4 +1,4 @@
-"""What a cluster is really like: compute per step, jitter, latency and bandwidth, and what follows from them."""
+"""Measurement of a cluster's compute per step, jitter, latency and bandwidth, and advice that follows from them."""
 
 from gossip.lab.probe.cluster_measuring import Measured as Measured
 from gossip.lab.probe.cluster_measuring import measure as measure

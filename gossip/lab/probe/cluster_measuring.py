@@ -1,4 +1,4 @@
-"""A workload and a cluster for :func:`gossip.simulate_time`, as they are measured on the ranks themselves."""
+"""A workload and a cluster for :func:`gossip.simulate_time`, measured on the ranks themselves."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
 from gossip.launching import DEFAULT_TIMEOUT
 
-_SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this is a straggler
+_SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured; the same on every rank.
+    """The result of a measurement, which is the same on every rank.
 
     Attributes
     ----------
     cluster : Cluster
     workload : Workload
     is_regular : bool
-        Whether nodes hold equally many ranks, in order. If not, each rank is taken for a node of its own.
+        Whether all nodes hold the same number of consecutive ranks. If not, each rank is treated as a node of its own.
     num_pairs : int
-        Pairs of ranks whose link was measured.
+        The number of pairs of ranks whose link was measured.
     coding_s : mapping of str to float
-        By compression: what the messages of a step take longer to make and to mix than uncompressed ones, the mean
-        over ranks; empty where it was not measured.
+        By compression, the additional time to encode and mix the messages of a step compared with uncompressed ones;
+        the mean over ranks. Empty if it was not measured.
     """
 
     cluster: Cluster
@@ -57,22 +57,22 @@ def measure(
     bucket_cap_mb: float = 25.0,
     message_bytes: int = 8_000_000,
 ) -> Measured:
-    """Measure compute, jitter, latency and bandwidth. Collective; without a process group, a world of one.
+    """Measure compute, jitter, latency and bandwidth. Collective; without a process group, there is one rank.
 
     Parameters
     ----------
     module : Module
-        What is to be trained. It is trained for a few steps, and its parameters become views of buckets.
+        The module to be trained. It is trained for a few steps, and its parameters become views of buckets.
     loss : callable
-        ``(step) -> Tensor``: the forward pass of a step.
+        A function ``(step) -> Tensor`` that runs the forward pass of a step.
     optimizer : callable
-        Makes one over a list of parameters.
+        A function that makes an optimizer over a list of parameters.
     num_steps : int
-        Steps that are measured, at least 2.
+        The number of measured steps, at least 2.
     bucket_cap_mb : float
-        As the wrapper's.
+        The bucket size in MiB, as for the wrapper.
     message_bytes : int
-        Of the messages that the bandwidth is measured with.
+        The size of the messages with which the bandwidth is measured.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -95,12 +95,12 @@ def measure(
 
 
 def workload_of(steps: Sequence[StepTimes]) -> Workload:
-    """Return the mean step of the ranks that are not much slower than others, and how it varies.
+    """Return the mean step of the ranks that are not stragglers, with its jitter.
 
     Parameters
     ----------
     steps : sequence of StepTimes
-        By rank.
+        The times of each rank.
     """
     computing = [np.add(times.forward_s, times.backward_s) for times in steps]
     means = [float(durations.mean()) for durations in computing]
@@ -126,12 +126,12 @@ def _mean(times: Sequence[Sequence[float]]) -> float:
 
 
 def local_size_of(machines: Sequence[str]) -> int | None:
-    """Return the ranks per node; None unless all nodes hold as many, one after the other.
+    """Return the number of ranks per node, or None unless all nodes hold the same number of consecutive ranks.
 
     Parameters
     ----------
     machines : sequence of str
-        By rank.
+        The machine of each rank.
 
     Examples
     --------
@@ -144,15 +144,15 @@ def local_size_of(machines: Sequence[str]) -> int | None:
 
 
 def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cpu: bool) -> Cluster:
-    """Return the medians over links. A node's bandwidth is what all its ranks together sent at the same time.
+    """Return a cluster with medians over links; a node's bandwidth is the sum of what its ranks sent at the same time.
 
     Parameters
     ----------
     links : sequence of Link
-        As every rank measured them.
+        The links as measured by every rank.
     world_size, local_size : int
     on_cpu : bool
-        Whether parameters are on the CPU, where ranks of a node read each other's memory.
+        Whether parameters are on the CPU, in which case the ranks of a node read each other's memory.
     """
     across = [link for link in links if link.rank // local_size != link.peer // local_size]
     inside = [link for link in links if link.rank // local_size == link.peer // local_size]

@@ -1,4 +1,4 @@
-"""How long a step takes without communication, part by part, while all ranks compute."""
+"""Measurement of the parts of a step without communication, while all ranks compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import topologies
 from gossip import COMPRESSIONS, AdaptWhileCommunicating, Codec, Compression, Delivery, Uncompressed
 from gossip.parameters.buckets import Bucket, make_buckets
 
-#: Of those that serve every topology and remember no peer, how many times smaller messages are.
+#: Compression ratios of the compressions that work with every topology and keep no state per peer.
 COMPRESSION_RATIOS: Mapping[str, float] = {"bf16": 2.0, "int8": 3.99, "int4": 7.97}
 _NUM_WARM_UP_STEPS = 3
 _NUM_CODED_STEPS = 4
@@ -23,16 +23,17 @@ _NUM_CODED_STEPS = 4
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One rank's steps, in seconds.
+    """The times of one rank's steps, in seconds.
 
     Attributes
     ----------
     forward_s, backward_s, update_s, mix_s : list of float
-        By step. ``mix_s`` is what gossip adds: making the messages and mixing those of one peer in.
+        The times of each step. ``mix_s`` is the cost that gossip adds: making the messages and mixing in those of one
+        peer.
     bucket_bytes : tuple of int
-        In launch order.
+        The sizes of the buckets in launch order.
     coding_s : mapping of str to float
-        By compression: what the messages of a step take longer to make and to mix than uncompressed ones.
+        By compression, the additional time to encode and mix the messages of a step compared with uncompressed ones.
     """
 
     forward_s: list[float]
@@ -44,18 +45,18 @@ class StepTimes:
 
 
 class PlainSteps:
-    """Steps without communication, with what mixing costs. Local.
+    """Steps without communication, with the cost of mixing. Local.
 
     Parameters
     ----------
     module : Module
-        Its parameters become views of buckets, as the wrapper's are.
+        The module to train. Its parameters become views of buckets, as under the wrapper.
     loss : callable
-        ``(step) -> Tensor``: the forward pass.
+        A function ``(step) -> Tensor`` that runs the forward pass.
     optimizer : callable
-        Makes one over a list of parameters.
+        A function that makes an optimizer over a list of parameters.
     bucket_cap_mb : float
-        As the wrapper's.
+        The bucket size in MiB, as for the wrapper.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class PlainSteps:
         self._num_made = 0
 
     def make(self) -> tuple[float, float, float, float]:
-        """Make one; how long forward, backward, update and mixing took."""
+        """Make one step, and return the times of forward, backward, update and mixing in seconds."""
         step, self._num_made = self._num_made, self._num_made + 1
         clock = [_now(self._device)]
         value = self._loss(step)
@@ -95,7 +96,7 @@ class PlainSteps:
         return forward_s, backward_s, update_s, mix_s
 
     def measure(self, num_steps: int) -> StepTimes:
-        """Make a few, and then so many that count. Call it on all ranks at once: they may share processors."""
+        """Warm up and measure steps. Call it on all ranks at the same time, because ranks may share processors."""
         for _ in range(_NUM_WARM_UP_STEPS):
             self.make()
         forward_s, backward_s, update_s, mix_s = map(list, zip(*(self.make() for _ in range(num_steps)), strict=True))
@@ -107,12 +108,12 @@ class PlainSteps:
         return StepTimes(forward_s, backward_s, update_s, mix_s, self._bucket_bytes, coding_s)
 
     def _least_s(self, exchanges: Sequence[_PretendedExchange]) -> float:
-        """Of a few steps' exchanges, so that what is compiled or allocated at first does not count."""
+        """Return the shortest mixing time of a few steps, so that initial compilation and allocation do not count."""
         return min(sum(exchange.mix(step) for exchange in exchanges) for step in range(_NUM_CODED_STEPS))
 
 
 class _PretendedExchange:
-    """What an exchange with one peer costs the training thread, with messages that are there already: its own."""
+    """A mock exchange with one peer that measures the training thread's cost; the peer's messages are its own."""
 
     def __init__(self, bucket: Bucket, compression: Compression) -> None:
         self._block = bucket.block
@@ -122,7 +123,7 @@ class _PretendedExchange:
 
     @torch.no_grad()
     def mix(self, step: int) -> float:
-        """How long it took in seconds, without what runs beside the training."""
+        """Exchange and mix, and return the time in seconds, without work that runs in parallel with training."""
         clock = [_now(self._block.device)]
         conversation = self._codec.exchange(self._block, self._round, step)
         clock.append(_now(self._block.device))

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between pairs of ranks, measured while all ranks exchange."""
+"""Measurement of latency and bandwidth between pairs of ranks, while all ranks exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossip.launching import DEFAULT_TIMEOUT
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
 _NUM_RANDOM_MATCHINGS = 3
-_PIECE_NUMEL = 2**17  # of float32: the wrapper's pieces of 512 KiB
+_PIECE_NUMEL = 2**17  # float32 elements: 512 KiB, the wrapper's piece size
 _NUM_UNDER_WAY = 2
 _NUM_SMALL_MESSAGES = 30
 _NUM_LARGE_MESSAGES = 2
@@ -29,18 +29,18 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank measured with another.
+    """The link between two ranks, as measured by one of them.
 
     Attributes
     ----------
     rank, peer : int
     matching : int
-        Pairs of the same matching were measured at the same time.
+        The number of the matching; pairs of the same matching were measured at the same time.
     latency_s : float
-        Of a small message, from the moment at which both have posted: the lower quartile, for a process that has to
-        wait for a processor says nothing of the network.
+        The latency of a small message from the moment at which both ranks have posted it: the lower quartile, because
+        a process that has to wait for a processor says nothing about the network.
     bytes_per_s : float
-        Each way, both ways at once.
+        The bandwidth in each direction, while both directions are used.
     """
 
     rank: int
@@ -51,9 +51,9 @@ class Link:
 
 
 def matchings(world_size: int) -> list[Pairs]:
-    """Return disjoint pairs of ranks to be measured at the same time, list after list.
+    """Return matchings: lists of disjoint pairs of ranks that are measured at the same time.
 
-    All pairs up to 8 ranks; of more the neighbours on a ring, and three random matchings.
+    Up to 8 ranks these contain all pairs; with more ranks, the neighbours on a ring and three random matchings.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def matchings(world_size: int) -> list[Pairs]:
 
 
 def _all_pairs(world_size: int) -> list[Pairs]:
-    """A tournament by the circle method: one stays, the others move on; whoever meets nobody has a pause."""
+    """Return a round-robin tournament by the circle method; with an odd number, one rank pauses in each round."""
     places = [*range(world_size), *[None] * (world_size % 2)]
     found = []
     for _ in range(len(places) - 1):
@@ -84,14 +84,15 @@ def _all_pairs(world_size: int) -> list[Pairs]:
 
 
 def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
-    """Measure the pairs of all matchings; the links of all ranks. Collective.
+    """Measure the pairs of all matchings, and return the links of all ranks. Collective.
 
     Parameters
     ----------
     num_bytes : int
-        Of a large message. One goes ahead, unmeasured: it uses up what a link lets through at once.
+        The size of a large message. A first one is sent unmeasured, to use up the burst that an idle link lets
+        through.
     device : torch.device
-        Where the messages are.
+        The device on which the messages are.
     """
     rank = dist.get_rank()
     own = []
@@ -107,20 +108,20 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
 
 
 def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes: int, device: torch.device) -> float:
-    """What a second of computing takes from the messages beside it, in seconds: the mean over ranks. Collective.
+    """Return how long a second of computing holds up concurrent messages, in seconds, averaged over ranks. Collective.
 
-    Pairs exchange large messages twice, once while nobody computes and once while everybody does.
+    Pairs exchange large messages twice: once while no rank computes, and once while all ranks compute.
 
     Parameters
     ----------
     make_step : callable
-        Computes for one step.
+        A function that computes for one step.
     step_s : float
-        How long that takes when nothing is sent.
+        The time of such a step while nothing is sent.
     num_bytes : int
-        Of a large message.
+        The size of a large message.
     device : torch.device
-        Where the messages are.
+        The device on which the messages are.
     """
     rank = dist.get_rank()
     peer = next((sum(pair) - rank for pair in matchings(dist.get_world_size())[-1] if rank in pair), None)
@@ -148,7 +149,7 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
             sending.set_exception(error)
 
     start = time.perf_counter()
-    # Not an executor's thread: a program that ends would wait for it without end.
+    # Not a thread of an executor: a program that exits would wait for it forever.
     thread = daemon_threads.start("gossip-probe", exchange_beside, end=lambda: None)
     make_step()
     num_steps = 1
@@ -175,7 +176,7 @@ def _latency_s(peer: int, device: torch.device) -> float:
 
 
 def _bytes_per_s(peer: int, num_bytes: int, device: torch.device) -> float:
-    """As the wrapper sends: receives first, in pieces, two of them under way."""
+    """Measure the bandwidth as the wrapper sends: receives first, in pieces, two of which are in flight."""
     message = torch.zeros(max(1, num_bytes // 4), device=device)
     received = torch.empty_like(message)
     pieces = list(zip(message.split(_PIECE_NUMEL), received.split(_PIECE_NUMEL), strict=True))

@@ -1,4 +1,4 @@
-"""What a measured cluster and workload mean for the choice between all-reduce and gossip, with the arithmetic."""
+"""Advice on the choice between all-reduce and gossip for a measured cluster and workload, with the arithmetic."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from topologies.reports.family_samples import title_of
 from topologies.reports.units import bytes_text, seconds_text
 
 TOLERANCE = 0.01
-#: A topology whose replicas agree later than in so many times ceil(log2 n) rounds is not recommended: it buys short
-#: steps with steps that learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
+#: A topology whose replicas need more than this factor times ceil(log2 n) rounds to agree is not recommended: its steps
+#: are short, but ranks learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
 _MOST_ROUNDS_FACTOR = 4
-_SAME = 1.02  # predictions this close are no reason to prefer one
-_BUSY_PERCENT = 40  # a jitter of so much is not that of a machine which does nothing else
-_HELPS = 1.05  # all-reduce must take so many times as long before it is given up for a mean that is not exact
+_SAME = 1.02  # predictions within this ratio are treated as equal
+_BUSY_PERCENT = 40  # a jitter of at least this much shows that the machine does other work too
+_HELPS = 1.05  # all-reduce, whose mean is exact, is given up only if it takes more than this many times as long
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """One method's row.
+    """The predictions for one method.
 
     Attributes
     ----------
     title : str
     topology : Topology or None
-        None: all-reduce, which agrees in every step.
+        The topology; None for all-reduce, whose replicas agree after every step.
     run : SimulatedRun
     messages : float
-        Messages of the model's size that leave or enter the busiest node per step, or, on a single node, the busiest
-        rank: the mean over rounds.
+        The number of messages of the model's size that leave or enter the busiest node per step, or, on a single node,
+        the busiest rank; the mean over rounds.
     rounds : int or None
-        Until 1 % is left of the worst disagreement; None: never.
+        The number of rounds until 1 % of the worst disagreement is left; None if that never happens.
     rate : float
-        By which a disagreement shrinks per round in the long run.
+        The factor by which a disagreement shrinks per round in the long run.
     """
 
     title: str
@@ -53,18 +53,18 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions, the shortest step first; ``str()`` is the report, whose last line is the recommendation.
+    """Predictions, ordered by step time; ``str()`` gives the report, whose last line is the recommendation.
 
     Attributes
     ----------
     measured : Measured
     rows : tuple of Predicted
-        All-reduce, and topologies with an uncompressed exchange in every step.
+        The predictions for all-reduce, and for topologies with an uncompressed exchange in every step.
     all_reduce : Predicted
     best : Predicted or None
-        The topology to take.
+        The recommended topology; None if no topology is suitable.
     choice : Choice or None
-        The algorithm, the compression and the steps from one exchange to the next that go with it.
+        The algorithm, the compression and the number of steps between exchanges to use with the topology.
     """
 
     measured: Measured
@@ -75,7 +75,7 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        """Whether the choice reaches a loss sooner than all-reduce by more than 5 %."""
+        """Whether all-reduce takes more than 5 % longer than the choice to reach a loss."""
         return self.choice is not None and self._ratio > _HELPS
 
     @property
@@ -85,7 +85,7 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """Whether gossip helps here, what to take and why, and whether the machine was too busy to say so."""
+        """Whether gossip helps here, what to use and why, and whether the machine was too busy for a firm answer."""
         return self._choice + self._doubt
 
     @property
@@ -194,7 +194,7 @@ def advise(
     topologies: Iterable[str | Topology] | None = None,
     num_steps: int = 200,
 ) -> Advice:
-    """Predict a step of all-reduce and of topologies, and choose. Local.
+    """Predict the step times of all-reduce and of topologies, and choose among them. Local.
 
     Parameters
     ----------
@@ -202,9 +202,10 @@ def advise(
     data : str
         "alike" or "different": whether all ranks draw from the same data.
     topologies : iterable of str or Topology, optional
-        By default every registered one that serves the world size, without those whose exchanges are another's.
+        The topologies to consider. By default all registered ones that support the world size, without those that
+        repeat another's exchanges.
     num_steps : int
-        Of each simulated run.
+        The number of steps of each simulated run.
     """
     cluster, workload = measured.cluster, measured.workload
     n = cluster.world_size
@@ -258,7 +259,7 @@ def _cells(row: Predicted, ddp_s: float) -> tuple[str, ...]:
 
 
 def _arithmetic_of(row: Predicted, cluster: Cluster, workload: Workload) -> str:
-    """One line: the time on the wire, and beside what it can hide."""
+    """Return a line with the time on the wire and the computation that can hide it."""
     between = cluster.num_nodes > 1
     seconds_per_byte = cluster.seconds_per_byte if between else cluster.local_seconds_per_byte
     bandwidth_gbps = cluster.bandwidth_gbps if between else cluster.local_bandwidth_gbps

@@ -1,4 +1,4 @@
-"""Which algorithm, compression and ``every(k)`` reach a loss soonest: predicted steps by measured qualities."""
+"""Choice of algorithm, compression and ``every(k)`` by predicted step times and measured convergence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from topologies.reports.units import seconds_text
 DataKind = Literal["alike", "different"]
 DATA_KINDS: tuple[DataKind, ...] = get_args(DataKind)
 
-#: From which on replicas of plain gossip agree too little, whatever their data (docs/algorithms/algorithms.csv).
+#: The number of ranks from which on replicas of plain gossip agree too little, whatever their data
+#: (docs/algorithms/algorithms.csv).
 MANY_RANKS = 32
 PERIODS = (1, 2, 4, 8, 16, 32)
-#: Ranks drift apart: with k steps from one exchange to the next, k^0.4 times as many steps are needed for a loss; and
-#: (k + 1)^0.4 times as many where data differ and messages are mixed a step late (docs/time_to_loss.md).
+#: The exponent of the cost of drift between ranks: with k steps from one exchange to the next, k^0.4 times as many
+#: steps are needed to reach a loss, or (k + 1)^0.4 times as many where data differ and messages are mixed a step late
+#: (docs/time_to_loss.md).
 DRIFT = 0.4
-_SAME = 1.05  # predictions this close are no reason to prefer the one that loses more
+_SAME = 1.05  # among predictions within this ratio, the choice that loses least is preferred
 _PLAIN: tuple[str, Mapping[str, Any]] = ("adapt_while_communicating", {})
 _CORRECTED: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("integral_correction", {"form": "atc"}),
@@ -31,23 +33,23 @@ _CORRECTED: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What to give :class:`gossip.GossipDataParallel`.
+    """The chosen arguments of :class:`gossip.GossipDataParallel`.
 
     Attributes
     ----------
     topology : Topology
-        Without ``every``.
+        The topology without ``every``.
     every : int
-        Steps from one exchange to the next.
+        The number of steps from one exchange to the next.
     algorithm : str
     algorithm_options : mapping
     compression : str or None
     step_time_s : float
-        As predicted.
+        The predicted time of a step.
     worth_s : float
-        The predicted time in which it learns as much as all-reduce does in a step.
+        The predicted time in which training learns as much as in one step of all-reduce.
     reason : str
-        One sentence.
+        The reason for the choice, as one sentence.
     """
 
     topology: Topology
@@ -61,13 +63,13 @@ class Choice:
 
     @property
     def words(self) -> str:
-        """As after a topology's name."""
+        """The choice in words, to follow the name of the topology."""
         options = "".join(f" with {name}={value}" for name, value in self.algorithm_options.items())
         every = f"every({self.every}), " if self.every > 1 else ""
         return f"{every}algorithm {self.algorithm}{options}, compression {self.compression or 'none'}"
 
     def arguments(self) -> dict[str, Any]:
-        """As plain data, in the words of a benchmark's method ``gossip``."""
+        """Return the choice as plain data, in the form of the options of the benchmark method ``gossip``."""
         chosen: dict[str, Any] = {
             "topology": {**self.topology.options, "name": self.topology.name, "every": self.every},
             "algorithm": {"name": self.algorithm, **self.algorithm_options},
@@ -76,30 +78,30 @@ class Choice:
 
 
 def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps: int = 3 * max(PERIODS)) -> Choice:
-    """Choose what goes with a topology. Local.
+    """Choose the algorithm, the compression and ``every(k)`` for a topology. Local.
 
-    The shortest predicted time to a loss, which is a step's time by the steps that are needed. Of choices within 5 %
-    the one that loses least: the exact values before compressed ones, the more frequent exchange, the form of a
-    correction that mixes better.
+    The criterion is the predicted time to a loss, which is the time of a step times the number of steps needed. Among
+    choices within 5 % of the shortest time, the one that loses least is taken: exact values before compressed ones, the
+    more frequent exchange, and the form of a correction that mixes better.
 
     Parameters
     ----------
     measured : Measured
     topology : Topology
-        For the ranks of the cluster.
+        A topology for the ranks of the cluster.
     data : str
         "alike" or "different": whether all ranks draw from the same data.
     num_steps : int
-        Of each simulated run.
+        The number of steps of each simulated run.
     """
     cluster, workload = measured.cluster, measured.workload
     is_corrected = data == "different" or cluster.world_size >= MANY_RANKS
     candidates = [
         (every, compression, (name, options), ALGORITHMS.get(name)(**options))
         for every in PERIODS
-        for compression in (None, *COMPRESSION_RATIOS)  # none of which changes the loss (docs/compression.md)
+        for compression in (None, *COMPRESSION_RATIOS)  # none of these changes the loss (docs/compression.md)
         for name, options in (_CORRECTED if is_corrected else (_PLAIN,))
-    ]  # those that lose least first
+    ]  # in increasing order of what they lose
     steps_s = [
         simulate_time(
             topology.every(every),

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def probe(arguments: argparse.Namespace) -> Measured:
-    """Runs on every rank."""
+    """Measure the cluster; runs on every rank."""
     device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -59,7 +59,7 @@ def probe(arguments: argparse.Namespace) -> Measured:
 
 
 def main() -> int:
-    """Measure, predict and print; the exit status is 0, or 2 after a line about a wrong argument."""
+    """Measure, predict and print; return exit status 0, or exit with 2 after a line about a wrong argument."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=4, help="workers on this machine; torchrun and srun say it")
     parser.add_argument("--parameters-mb", type=float, default=16.0, help="of the MLP, in 10^6 bytes of float32")

@@ -1,4 +1,4 @@
-"""Seconds and bytes until a method's averaged model is as good as all-reduce's, on links that cost what they cost.
+"""Seconds and bytes until a method's averaged model is as good as all-reduce's, on links of realistic speed.
 
-One run measures all methods in the same processes, one after the other: see configs/time_to_loss.yaml.
+One run measures all methods in the same processes, one after another; see configs/time_to_loss.yaml.
 """

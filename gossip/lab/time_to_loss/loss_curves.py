@@ -1,4 +1,4 @@
-"""Loss against seconds and bytes, and when a curve reaches its target."""
+"""Curves of loss against seconds and bytes, and the point at which a curve reaches its target."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Point:
     Attributes
     ----------
     step : int
-        Steps made before it.
+        The number of steps made before the evaluation.
     seconds : float
-        Of training until then, evaluations not counted.
+        The training time until then, without evaluations.
     sent_bytes : float
-        Of training until then, per rank, as the interface counts them.
+        The bytes sent per rank in training until then, as counted by the network interface.
     loss : float
-        On held-out data.
+        The loss on held-out data.
     """
 
     step: int
@@ -33,26 +33,26 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One method's training from one seed."""
+    """The evaluations of one method's training from one seed."""
 
     method: str
     seed: int
     points: Sequence[Point]
 
     def reached(self, target: float) -> Point | None:
-        """The first evaluation with at most this loss; None: it never was."""
+        """Return the first evaluation with at most this loss, or None if there is none."""
         return next((point for point in self.points if point.loss <= target), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
+        """Return the curve as plain JSON types."""
         return asdict(self)
 
 
 def reaches_or_ends(target: float, limit_s: float) -> Callable[[Point], bool]:
-    """Whether a training is done: it has reached the target, or had its time."""
+    """Return a function that tells whether a training has reached the target or used up its time."""
     return lambda point: point.loss <= target or point.seconds >= limit_s
 
 
 def target_of(reference: Sequence[Point]) -> float:
-    """The loss at the end of all-reduce's training plus 1 %."""
+    """Return the target: the loss at the end of all-reduce's training plus 1 %."""
     return (1 + TOLERANCE) * reference[-1].loss

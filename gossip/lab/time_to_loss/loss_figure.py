@@ -1,4 +1,4 @@
-"""The figure: loss against seconds, and against bytes per rank."""
+"""Figure of the loss against seconds, and against bytes per rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gossip.lab.time_to_loss.loss_table import LossResult
 def loss_figure(results: Sequence[LossResult], path: str | Path) -> Path:
     """Draw a row of two panels per result: every seed's curve, and the target of the first seed.
 
-    Bytes begin at what the method that sends least sends in a step: before an exchange next to nothing is sent.
+    The axis of bytes begins at the bytes per step of the method that sends least, because next to nothing is sent
+    before the first exchange.
 
     Parameters
     ----------
     results : sequence of LossResult
     path : str or Path
-        Of the file to write; its ending says the format.
+        The path of the file to write; its suffix determines the format.
 
     Returns
     -------

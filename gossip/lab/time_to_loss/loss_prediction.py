@@ -1,4 +1,4 @@
-"""The same training by virtual workers, and the time that its steps would take on a network that is described."""
+"""The same training by virtual workers, and the predicted time of its steps on a described network."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from gossip.lab.time_to_loss.loss_curves import Curve, Point, target_of
 from gossip.lab.time_to_loss.loss_settings import LossSettings
 from gossip.lab.time_to_loss.loss_tasks import TASKS
 
-_NUM_STEPS = 200  # simulated
-_MOST_STEPS_FACTOR = 4  # of all-reduce's steps, that virtual workers make
-_TINY = 64  # parameters of a model with which messages are counted
+_NUM_STEPS = 200  # simulated steps
+_MOST_STEPS_FACTOR = 4  # virtual workers make at most this many times all-reduce's steps
+_TINY = 64  # parameters of the model with which messages are counted
 _DDP_RATIOS = {None: 1.0, "bf16": 2.0, "fp16": 2.0}
 _TOPOLOGIES_OF_DECENT_DP = {"complete": "complete", "ring": "ring", "one-peer-exp": "one_peer_exponential"}
 
 
 @dataclass(frozen=True)
 class VirtualTraining:
-    """Trains as the ranks do, step by step.
+    """A training by virtual workers with the same steps as the ranks make.
 
     Attributes
     ----------
     task : str
-        Of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
+        A key of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
     world_size, evaluate_every : int
     """
 
@@ -45,7 +45,7 @@ class VirtualTraining:
     evaluate_every: int
 
     def train(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
-        """Train until it is done, as told by an evaluation; the points have no seconds."""
+        """Train until ``is_done`` holds for an evaluation; the seconds of the points are NaN."""
         task = TASKS[self.task]
         data = task.make_data()
         workers = self._workers(method, seed)
@@ -64,15 +64,15 @@ class VirtualTraining:
         return Curve(method.label, seed, points)
 
     def step_time_s(self, method: MethodSpecification, end: Point, cluster: Cluster, workload: Workload) -> float:
-        """The mean of a step, as :func:`gossip.simulate_time` predicts it for messages as large as in a training.
+        """Return the mean step time that :func:`gossip.simulate_time` predicts for messages as large as in training.
 
         Parameters
         ----------
         method : MethodSpecification
         end : Point
-            Of its virtual training.
+            The last evaluation of the method's virtual training.
         cluster, workload
-            As probed.
+            The cluster and the workload, as probed.
         """
         if method.kind == "local":
             return simulate_time("none", cluster, workload, _NUM_STEPS).step_time_s
@@ -97,7 +97,7 @@ class VirtualTraining:
         return self._num_messages(method, end.step) * model_bytes / end.sent_bytes
 
     def _num_messages(self, method: MethodSpecification, num_steps: int) -> float:
-        """Messages of the model's size that a rank sends, if they are not compressed."""
+        """Return the number of messages of the model's size that a rank sends without compression."""
         module, num_bytes = nn.Linear(_TINY, 1, bias=False), 0.0
         options = {name: value for name, value in _options_of(method).items() if name != "compression"}
         workers = VirtualWorkers(module, self.world_size, partial(make_optimizer, 0.0), **self._arguments(options))
@@ -119,12 +119,12 @@ class VirtualTraining:
 
 
 class VirtualRuns:
-    """Where the virtual workers of each method reach the target of virtual all-reduce; each trains once.
+    """Virtual trainings that find where each method reaches virtual all-reduce's target; each method trains once.
 
     Parameters
     ----------
     settings : LossSettings
-        Its first seed counts.
+        The settings, of which the first seed is used.
     task : str
     """
 
@@ -139,7 +139,7 @@ class VirtualRuns:
     def predicted_s(
         self, methods: Sequence[MethodSpecification], cluster: Cluster, workload: Workload
     ) -> dict[str, float]:
-        """The time to the target on a network, by label; without the methods that did not reach it."""
+        """Return the predicted time to the target by label, without the methods that did not reach it."""
         ends = {method.label: (method, self._end(method)) for method in methods}
         return {
             label: end.step * self._training.step_time_s(method, end, cluster, workload)
@@ -158,10 +158,10 @@ class VirtualRuns:
 
 
 def _options_of(method: MethodSpecification) -> Mapping[str, Any]:
-    """What gossip is given to make the same steps.
+    """Return the options with which gossip makes the same steps as a method.
 
-    All-reduce's replicas are the mean of those that make an exact average after every step: SGD with momentum is linear
-    in the gradients. Decent-DP mixes while it communicates, as gossip does by default.
+    The replicas of all-reduce equal the mean of replicas that are averaged exactly after every step, because SGD with
+    momentum is linear in the gradients. Decent-DP adapts while communicating, as gossip does by default.
     """
     if method.kind == "gossip":
         return method.options

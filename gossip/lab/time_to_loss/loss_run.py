@@ -1,4 +1,4 @@
-"""A whole run: every task on every kind of links, and what is left of it in one folder."""
+"""A whole run: every task on every kind of link, and the results in one folder."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _QUIET_S = 0.15
 
 
 def run(settings: LossSettings, folder: Path) -> str:
-    """Measure, and leave results.json, report.md, loss.svg and the workers' records in ``folder``.
+    """Run the measurement, and write results.json, report.md, loss.svg and the workers' records to ``folder``.
 
     Returns
     -------
     str
-        The Markdown.
+        The report as Markdown.
 
     Raises
     ------
     LabUnavailable
-        This machine cannot have the lab.
+        The lab cannot be created on this machine.
     LaunchError
         A worker failed.
     """
@@ -127,7 +127,7 @@ def _curve(record: Record) -> Curve:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no NaN."""
+    """Return the value, or NaN for None, since JSON has no NaN."""
     return math.nan if value is None else value
 
 
@@ -137,7 +137,7 @@ def _described(probe: Mapping[str, Any]) -> tuple[Cluster, Workload]:
 
 
 def _write(settings: LossSettings, network: Network, results: list[LossResult], folder: Path) -> str:
-    """All of it, again after every result."""
+    """Write all results and the report; called again after every result."""
     facts = [
         f"{settings.world_size} ranks on {settings.network}, {settings.num_threads} "
         f"thread{'' if settings.num_threads == 1 else 's'} each, SGD with momentum 0.9; seeds "

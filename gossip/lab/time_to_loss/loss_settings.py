@@ -1,4 +1,4 @@
-"""The configuration of a run (configs/time_to_loss.yaml), checked."""
+"""The validated configuration of a run (configs/time_to_loss.yaml)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MAX_DELAY_S = 1.0
 
 @dataclass(frozen=True)
 class Link:
-    """What every host of the lab is connected by.
+    """The link by which every host of the lab is connected.
 
     Attributes
     ----------
     name : str
-        As the configuration has it.
+        The text of the configuration.
     bits_per_second : int
-        Each way.
+        The rate in each direction.
     delay_s : float
-        From one host to another, besides the time that the rate takes.
+        The one-way delay between two hosts, in addition to the transmission time.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Link:
 
     @classmethod
     def parse(cls, name: str) -> Link:
-        """Read a rate in tc's words, and perhaps a delay.
+        """Parse a rate in the notation of tc, optionally followed by a delay.
 
         Raises
         ------
         ValueError
-            It is no such thing.
+            The text is not a rate with an optional delay, or a value is out of range.
 
         Examples
         --------
@@ -62,32 +62,32 @@ class Link:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What is measured.
+    """The settings of a run.
 
     Attributes
     ----------
     tasks : tuple of str
-        Of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
+        Keys of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
     world_size : int
     network : str
-        "loopback" or "lab".
+        Either "loopback" or "lab".
     links : tuple of Link
-        Of the lab.
+        The links of the lab, which are measured one after another.
     seeds : tuple of int
     steps, evaluate_every : int
-        That all-reduce makes; of every method, between evaluations.
+        The number of steps that all-reduce makes, and the number of steps of every method between evaluations.
     max_time_ratio : float
-        How many times all-reduce's time the others have.
+        The time limit of the other methods, as a multiple of all-reduce's time.
     predict : bool
-        Whether virtual workers train too.
+        Whether virtual workers train too, for a prediction.
     num_threads : int
-        torch's, per worker.
+        The number of torch threads per worker.
     timeout_s : float
-        Of any wait for other ranks.
+        The time-out of any wait for other ranks.
     as_probed : bool
-        Whether gossip with what the probe chooses is one more method.
+        Whether gossip as chosen by the probe is an additional method.
     methods : tuple of MethodSpecification
-        The first is all-reduce.
+        The methods, the first of which is all-reduce.
     """
 
     tasks: tuple[str, ...]

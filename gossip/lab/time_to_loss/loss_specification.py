@@ -1,4 +1,4 @@
-"""What the controller tells a worker, as one JSON file."""
+"""The task that the controller passes to a worker, as one JSON file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from gossip.lab.benchmarks.bench_specification import WorkerTask
 
 @dataclass(frozen=True)
 class LossSpecification(WorkerTask):
-    """One rank's whole task; the first of the methods is all-reduce, whose final loss the others are to reach.
+    """The whole task of one rank; the first method is all-reduce, whose final loss the other methods are to reach.
 
     Attributes
     ----------
     task : str
-        Of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
+        A key of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
     seeds : tuple of int
-        Of the initial values and the batches; all methods take turns with each.
+        The seeds of the initial values and the batches; all methods train from each seed in turn.
     steps : int
-        That all-reduce makes.
+        The number of steps that all-reduce makes.
     evaluate_every : int
-        Steps between evaluations.
+        The number of steps between evaluations.
     max_time_ratio : float
-        How many times all-reduce's time the others have.
+        The time limit of the other methods, as a multiple of all-reduce's time.
     as_probed : bool
-        Whether gossip with what the probe chooses is one more method.
+        Whether gossip as chosen by the probe is an additional method.
     quiet_s : float
-        For how long nothing may have been on the wire before the clock counts as stopped; 0: do not wait for it.
+        The time without traffic on the wire after which the clock may stop; 0 means not to wait for silence.
     """
 
     task: str

@@ -1,4 +1,4 @@
-"""From curves to one row per method, as Markdown."""
+"""Aggregation of curves into one row per method, as Markdown."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from gossip.lab.time_to_loss.loss_curves import Curve, target_of
 
 @dataclass(frozen=True)
 class LossRow:
-    """What one method needed to reach the target.
+    """The cost for one method to reach the target.
 
     Attributes
     ----------
     label, kind : str
     num_reached : int
-        Seeds with which it reached the target; the other figures are of these, and None without any.
+        The number of seeds with which it reached the target. The other figures are over these seeds, and None without
+        any.
     seconds, steps, sent_bytes : Spread or None
-        Until then.
+        The seconds, steps and bytes until the target was reached.
     of_reference : mapping of str to Spread
-        Its seconds as a part of a reference's with the same seed, by the reference's label.
+        By the label of a reference, the ratio of the method's seconds to the reference's with the same seed.
     predicted_s : float or None
     """
 
@@ -39,7 +40,7 @@ class LossRow:
 
 @dataclass(frozen=True)
 class LossResult:
-    """One task on one kind of links.
+    """The results of one task on one kind of link.
 
     Attributes
     ----------
@@ -47,13 +48,13 @@ class LossResult:
     curves : sequence of Curve
     rows : sequence of LossRow
     step_s : float
-        Mean of all-reduce's.
+        The mean step time of all-reduce.
     compute_s : float
-        Of a step without communication, on all ranks at once, as probed.
+        The probed time of a step without communication, while all ranks compute.
     probe : mapping
-        The cluster and workload that were measured.
+        The measured cluster and workload.
     advice : str
-        What the probe says of them; empty where it was not asked.
+        The advice of the probe; empty if it was not asked.
     """
 
     task: str
@@ -66,23 +67,23 @@ class LossResult:
     advice: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
+        """Return the result as plain JSON types."""
         return asdict(self)
 
 
 def rows_of(
     methods: Sequence[MethodSpecification], curves: Sequence[Curve], predicted_s: Mapping[str, float | None]
 ) -> list[LossRow]:
-    """One row per method, in their order.
+    """Return one row per method, in the order of ``methods``.
 
     Parameters
     ----------
     methods : sequence of MethodSpecification
-        The first is all-reduce.
+        The methods, the first of which is all-reduce.
     curves : sequence of Curve
-        Of every method from every seed.
+        The curves of every method from every seed.
     predicted_s : mapping
-        By label; a method may be missing.
+        The predicted seconds by label; methods may be missing.
     """
     targets = {curve.seed: target_of(curve.points) for curve in curves if curve.method == methods[0].label}
     points = {
@@ -120,7 +121,7 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def markdown(facts: Sequence[str], results: Sequence[LossResult]) -> str:
-    """The whole report."""
+    """Return the whole report."""
     parts = ["# Time to all-reduce's final loss plus 1 %", "\n".join(f"- {fact}" for fact in facts)]
     for result in results:
         parts += [

@@ -1,4 +1,4 @@
-"""What is learned: two models of about 10 MB on real data, which every rank has others of."""
+"""The training tasks: two models of about 10 MB on real data that differs between ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from gossip.lab.experiments.sample_batches import Shards
 
 @dataclass(frozen=True)
 class LossTask:
-    """A model, its data, and how small a step is: computing must be cheap beside sending the model.
+    """A model, its data, and its batch size, which is small so that computing is cheap compared with communication.
 
     Attributes
     ----------
     make_data : callable
+        A function that loads the data.
     make_module : callable
-        Makes the model for the data.
+        A function that makes the model for the data.
     batch_size : int
-        Per rank and step.
+        The number of samples per rank and step.
     learning_rate : float
-        For SGD with momentum 0.9.
+        The learning rate of SGD with momentum 0.9.
     """
 
     make_data: Callable[[], Data]
@@ -37,13 +38,13 @@ class LossTask:
     learning_rate: float
 
     def initial_module(self, data: Data, seed: int) -> nn.Module:
-        """The model before the first step, the same on every rank."""
+        """Make the model with its initial values, which are the same on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.make_module(data)
 
     def batches(self, data: Data, world_size: int, seed: int, ranks: range) -> Iterator[Batch]:
-        """For each step the batches of some ranks, one after the other: of their own classes or modules, forever."""
+        """Yield, for each step, the concatenated batches of some ranks from their own classes or modules, forever."""
         indices = partition(data.train_labels, world_size, "by_class", seed=seed)
         shards = Shards(indices, self.batch_size, seed, repeats=True)
         for epoch in itertools.count():
@@ -54,7 +55,7 @@ _NUM_GROUPS = 8
 
 
 def _make_cnn(data: Data) -> nn.Module:
-    """With group norm: a batch norm's statistics are of a rank's own classes, and the mean model has no use for them.
+    """Make a CNN with group norm: batch-norm statistics of a rank's own classes do not suit the averaged model.
 
     Source: K. Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020, section 5.
     """
@@ -79,4 +80,4 @@ TASKS = {
         learning_rate=0.02,
     ),
 }
-"""CNN of 10.1 MB on images by class; transformer of 9.7 MB on source text by module."""
+"""A CNN of 10.1 MB on images divided by class, and a transformer of 9.7 MB on source text divided by module."""

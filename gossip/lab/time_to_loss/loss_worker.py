@@ -1,4 +1,4 @@
-"""One rank: ``python -m gossip.lab.time_to_loss.loss_worker SPECIFICATION.json``."""
+"""One rank of a run: ``python -m gossip.lab.time_to_loss.loss_worker SPECIFICATION.json``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from gossip.lab.time_to_loss.training_clock import TrainingClock
 
 
 class LossMeasurement:
-    """Trains with methods one after the other, from the same initial values on the same batches. Collective.
+    """A training with methods one after another, from the same initial values and batches. Collective.
 
     Parameters
     ----------
     spec : LossSpecification
     sign_of_life : callable
-        Called after every step.
+        A function that is called after every step.
     """
 
     def __init__(self, spec: LossSpecification, sign_of_life: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class LossMeasurement:
         self._world = World(self._timeout)
 
     def probe(self) -> Measured:
-        """What :func:`gossip.simulate_time` needs to know of these ranks; the same on each."""
+        """Measure what :func:`gossip.simulate_time` needs to know about these ranks; equal on every rank."""
         spec = self._spec
         module = self._task.initial_module(self._data, spec.seeds[0])
         batches = self._task.batches(self._data, spec.world_size, spec.seeds[0], range(spec.rank, spec.rank + 1))
@@ -52,7 +52,7 @@ class LossMeasurement:
         return measure(module, lambda _: loss_of(module, next(batches)), optimizer)
 
     def as_probed(self, measured: Measured) -> tuple[MethodSpecification, str]:
-        """Gossip as rank 0 chooses it, and why."""
+        """Return gossip as the probe on rank 0 chooses it, and the reason."""
         made = None
         if self._spec.rank == 0:
             advice = advise(measured, "different")
@@ -62,7 +62,7 @@ class LossMeasurement:
         return MethodSpecification("gossip as probed", "gossip", options), sentence
 
     def measure(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
-        """Train until it is done, as told by an evaluation; the same points on every rank."""
+        """Train until ``is_done`` holds for an evaluation; the points are the same on every rank."""
         spec = self._spec
         module = self._task.initial_module(self._data, seed)
         batches = self._task.batches(self._data, spec.world_size, seed, range(spec.rank, spec.rank + 1))
@@ -84,12 +84,12 @@ class LossMeasurement:
         return Curve(method.label, seed, points)
 
     def close(self) -> None:
-        """End the communication of evaluations."""
+        """End the communication of the evaluations."""
         self._world.close()
 
 
 def run(spec: LossSpecification) -> None:
-    """Probe, then train with every method from every seed, and write a record of each. Collective."""
+    """Probe, then train with every method from every seed, and write a record of each training. Collective."""
     reference, *others = spec.methods
     with JsonlWriter(spec.records) as writer:
         measurement = LossMeasurement(spec, sign_of_life=lambda: os.utime(spec.records))

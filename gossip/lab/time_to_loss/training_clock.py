@@ -1,4 +1,4 @@
-"""Seconds and bytes of training alone, on ranks of one machine: the clock stands while a model is evaluated."""
+"""A clock of the seconds and bytes of training on ranks of one machine, which is stopped during evaluations."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch.distributed as dist
 from gossip.lab.benchmarks.counters import InterfaceBytes
 
 _POLL_S = 0.01
-_NOISE_BYTES = 2000  # what goes over an interface beside training: signs of life
-_LEAD_S = 0.2  # within which every rank has heard when training begins
+_NOISE_BYTES = 2000  # traffic of an interface that does not belong to training, such as keep-alives
+_LEAD_S = 0.2  # time within which every rank has received the moment at which training begins
 
 
 class TrainingClock:
-    """Starts on all ranks at the same moment, and stops when what they have sent has arrived. Collective.
+    """A clock that starts on all ranks at the same moment and stops when all messages have arrived. Collective.
 
-    So a message that travels during an evaluation is not had for nothing: a method that overlaps communication with
-    its next step waits for it here.
+    A message in flight during an evaluation is therefore not free: a method that overlaps communication with its next
+    step waits for the message here.
 
     Parameters
     ----------
     interface : str
-        Whose bytes are counted.
+        The network interface whose bytes are counted.
     num_sharing : int
-        Ranks that use it.
+        The number of ranks that use the interface.
     quiet_s : float
-        For how long nothing may have gone over the interface before all has arrived; 0: do not wait for it.
+        The time without traffic on the interface after which all messages count as arrived; 0 means not to wait.
     timeout_s : float
-        The longest wait.
+        The longest wait for silence.
 
     Attributes
     ----------
     seconds : float
-        From the starts to the last rank's stops.
+        The time from each start to the last rank's stop, summed up.
     sent_bytes : float
-        Mean over the ranks.
+        The bytes sent, averaged over the ranks.
     """
 
     def __init__(self, interface: str, num_sharing: int, quiet_s: float, timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class TrainingClock:
         self.seconds = self.sent_bytes = 0.0
 
     def start(self) -> None:
-        """Agree on a moment, and wait for it."""
+        """Agree on a starting moment, and wait for it."""
         moment = torch.tensor([time.monotonic() + _LEAD_S + self._quiet_s], dtype=torch.float64)
         dist.all_reduce(moment, dist.ReduceOp.MAX)
         self._before = InterfaceBytes.read(self._interface)
@@ -53,7 +53,7 @@ class TrainingClock:
         time.sleep(max(0.0, self._began - time.monotonic()))
 
     def stop(self) -> None:
-        """Wait for what is under way, and add what all of it took."""
+        """Wait for messages in flight, and add the seconds and bytes since the start."""
         ended = self._quiet_since()
         sent = InterfaceBytes.read(self._interface).since(self._before).sent / self._num_sharing
         last = torch.tensor([ended], dtype=torch.float64)
