@@ -1,1 +1,1 @@
-"""Faults at named places of a training that goes on without those that are lost, for tests and ``scripts/chaos.py``."""
+"""Fault injection at named places of a training that survives lost ranks, for tests and ``scripts/chaos.py``."""

@@ -1,4 +1,4 @@
-"""The course of a run under faults, drawn: who trained when, how long a step took, and the loss."""
+"""Figure of a run under faults: which ranks trained when, how long steps took, and the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Lines = Mapping[int, Sequence[Any]]
-"""Notes by the number of the rank that wrote them."""
+"""Notes by the member number of the rank that wrote them."""
 
 _MAX_POINTS = 200
 
@@ -26,12 +26,12 @@ def draw(events: Lines, steps: Lines, path: Path) -> None:
     Parameters
     ----------
     events : mapping of int to sequence of (float, str, mapping)
-        Seconds since 1970, what happened, and more of it.
+        For each event the seconds since 1970, its name, and details.
     steps : mapping of int to sequence
-        Step, members, the sum of all parameters, by how much the update changes it, how long it took, when it ended,
-        and the loss on the batch.
+        For each step its number, the members, the sum of all parameters, the change of that sum by the update, the
+        duration, the time at its end, and the loss on the batch.
     path : Path
-        Of the file to write.
+        The path of the file to write.
 
     Raises
     ------

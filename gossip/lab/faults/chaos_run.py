@@ -1,4 +1,4 @@
-"""A run under random faults, and what its notes show: nothing torn, nothing hung, who was lost and came back when."""
+"""A run under random faults, and an examination of its notes for torn messages, hangs, losses and returns of ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _PRELOAD = ("gossip.lab.faults.chaos_worker", "sklearn.datasets", "sklearn.model
 
 
 def run(chaos: Chaos, folder: Path) -> dict[str, Any]:
-    """Train under faults, and check the notes.
+    """Train under faults, and examine the notes.
 
     Parameters
     ----------
     chaos : Chaos
     folder : Path
-        New; for notes, ``report.json`` and ``report.md``.
+        A new folder for the notes, ``report.json``, ``report.md`` and ``course.svg``.
 
     Returns
     -------
     dict
-        As in ``report.json``.
+        The content of ``report.json``.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def run(chaos: Chaos, folder: Path) -> dict[str, Any]:
 
 
 def examine(folder: Path, ended: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the notes of all ranks show; ``ended``: what those told that trained to the end."""
+    """Return the findings from the notes of all ranks; ``ended`` holds the results of ranks that trained to the end."""
     events = _by_member(folder, "events")
     steps = _by_member(folder, "steps")
     faults = [
@@ -92,7 +92,7 @@ def examine(folder: Path, ended: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def in_words(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     chaos = report["chaos"]
     lines = [
         "# A run under faults",
@@ -120,12 +120,12 @@ def _by_member(folder: Path, name: str) -> dict[int, list[Any]]:
 
 
 def _lines(path: Path) -> list[Any]:
-    """A rank may have been killed while it wrote the last line."""
+    """Read all complete lines; the last line may be incomplete because its rank was killed."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def _name(fault: dict[str, Any]) -> str:
-    """Its kind; of one that passes also whether it takes more than a second, after which it may not be waited for."""
+    """Return the kind of a fault; for a temporary one also whether it is over 1 s, after which it may be given up."""
     if fault["duration_s"] is None:
         return str(fault["kind"])
     return f"{fault['kind']} (over 1 s)" if fault["duration_s"] > 1 else f"{fault['kind']} (up to 1 s)"
@@ -138,14 +138,14 @@ def _num_at_beginning(changes: list[tuple[int, float, tuple[int, ...]]]) -> int:
 def _gone_after(
     fault: tuple[float, int, dict[str, Any]], changes: list[tuple[int, float, tuple[int, ...]]]
 ) -> float | None:
-    """Seconds from a kill until the others trained without that rank."""
+    """Return the seconds from a kill until the others trained without that rank."""
     at, member, content = fault
     later = [changed_at - at for _, changed_at, members in changes if changed_at > at and member not in members]
     return min(later) if content["kind"] == "kill" and later else None
 
 
 def _torn(folder: Path) -> tuple[int, int]:
-    """How many messages were mixed, and how many of them are none that was sent."""
+    """Return the number of mixed messages, and the number of those that do not equal a sent message."""
     sent = {
         (member, step, bucket, turn, to, digest)
         for member, lines in _by_member(folder, "sent").items()
@@ -160,9 +160,10 @@ def _torn(folder: Path) -> tuple[int, int]:
 
 
 def _drift(steps: dict[int, list[Any]]) -> tuple[float, int]:
-    """By how much a step changes the sum over ranks beside their updates, and in how many steps it could be told.
+    """Return the largest change of the sum over ranks beyond their updates, and the number of steps compared.
 
-    Where everybody who trains in a step and the next two has told, and those are the same ranks.
+    A step is compared if all ranks that train in it, in the two steps before and in the step after have written notes,
+    and these are the same ranks.
     """
     by_step: dict[int, dict[int, tuple[tuple[int, ...], float, float]]] = defaultdict(dict)
     for member, lines in steps.items():

@@ -1,4 +1,4 @@
-"""One rank of a run under random faults: it trains, is struck, and leaves notes of all that it sends and mixes."""
+"""One rank of a run under random faults, which trains and notes all messages that it sends and mixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gossip.lab.faults.fault import Fault, Kind
 from gossip.lab.faults.injection import injected
 
 _STEPS_BETWEEN_QUESTIONS = 100
-_FAULTS_OF_A_LIFE = 6  # as long as they do not end it
+_FAULTS_OF_A_LIFE = 6  # planned per process; fewer happen if one of them ends it
 _BATCH_SIZE = 16
 _LEARNING_RATE = 0.1
 _WIDTH = 64
@@ -37,26 +37,26 @@ _PARTITION_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Chaos:
-    """A run under faults.
+    """The settings of a run under faults.
 
     Attributes
     ----------
     seconds : float
-        How long it trains.
+        The duration of the training.
     ranks : int
-        At the beginning.
+        The number of ranks at the beginning.
     seed : int
     steps_between_faults : int
-        On average, of all ranks together.
+        The mean number of steps between faults of all ranks together.
     min_ranks : int
     timeout_s : float
-        Of the model.
+        The ``timeout`` of the model.
     topology : str
     compression : str or None
     restarts : int
-        Of a worker.
+        The number of restarts of a worker.
     plan : tuple of (str, int, int)
-        Kind, rank and step of faults, in the place of random ones.
+        Kind, rank and step of planned faults, which replace the random ones.
     """
 
     seconds: float
@@ -71,7 +71,7 @@ class Chaos:
     plan: tuple[tuple[Kind, int, int], ...] = ()
 
     def faults_of(self, member: int, first_step: int) -> list[Fault]:
-        """What is to happen to a rank, by its number."""
+        """Return the faults of a rank, given its member number."""
         if self.plan:
             duration_s = 1.5 * self.timeout_s
             return [
@@ -86,14 +86,14 @@ class Chaos:
         return faults
 
 
-_changes = [0.0]  # of the sum of all parameters, by updates
+_changes = [0.0]  # accumulated change of the sum of all parameters by updates
 
 
 class CountingSGD(torch.optim.SGD):
-    """SGD that counts by how much it changes the sum of all parameters."""
+    """SGD that accumulates by how much its updates change the sum of all parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        """Update, and count."""
+        """Update the parameters, and accumulate the change of their sum."""
         before = self._sum()
         found = super().step(closure)
         _changes[0] += self._sum() - before
@@ -105,9 +105,9 @@ class CountingSGD(torch.optim.SGD):
 
 
 class Notes:
-    """Lines of JSON that are in the files as soon as they are written: what a process that is killed told stays.
+    """Unbuffered files of JSON lines, so that the notes of a killed process are preserved.
 
-    Those of a kind are in one file for every number that the rank has: ``events3.jsonl``.
+    Each kind of note has one file per member number of the rank, such as ``events3.jsonl``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,14 +115,14 @@ class Notes:
         self._files: dict[tuple[str, int], BufferedIOBase | RawIOBase] = {}
 
     def write(self, kind: str, member: int, *content: Any) -> None:
-        """One line."""
+        """Write one line."""
         if (kind, member) not in self._files:
             self._files[kind, member] = (self._folder / f"{kind}{member}.jsonl").open("ab", buffering=0)
         self._files[kind, member].write(json.dumps(content).encode() + b"\n")
 
 
 def random_fault(random: np.random.Generator, first_step: int, chaos: Chaos) -> Fault:
-    """The next fault of a rank, some time after ``first_step``."""
+    """Draw the next fault of a rank, some steps after ``first_step``."""
     step = first_step + 5 + int(random.geometric(1 / (chaos.steps_between_faults * chaos.ranks)))
     kind = random.choice(["kill", "kill", "kill", "freeze", "freeze for long", "leave", "cut", "delay"])
     bucket = int(random.integers(0, 2))
@@ -139,14 +139,14 @@ def random_fault(random: np.random.Generator, first_step: int, chaos: Chaos) -> 
 
 
 def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
-    """Train digits until the time is over; all ranks of :func:`gossip.launch` call it, those that come back too.
+    """Train on digits until the time is over; called on all ranks of :func:`gossip.launch`, restarted ones included.
 
-    Returns the averaged model's accuracy, the members and the steps at the end; None where this rank has left.
+    Returns the averaged model's accuracy, the members and the steps at the end, or None if this rank has left.
     """
     torch.manual_seed(chaos.seed)
     data = digits()
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10)).double()
-    bucket_cap_mb = 8 * 64 * _WIDTH / 2**20  # two buckets
+    bucket_cap_mb = 8 * 64 * _WIDTH / 2**20  # gives two buckets
     model = GossipDataParallel(
         module,
         functools.partial(CountingSGD, lr=_LEARNING_RATE),
@@ -168,7 +168,7 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
     random = np.random.default_rng((chaos.seed, member, 1))
 
     def may_happen(fault: Fault) -> bool:
-        """Not where too few would be left, should another one be struck at the same time."""
+        """Refuse a random fault if too few ranks would be left, should another rank fail at the same time."""
         happens = bool(chaos.plan) or len(model.members) > chaos.min_ranks + 2
         tell("fault" if happens else "no fault", asdict(fault))
         return happens
@@ -191,7 +191,7 @@ def train(folder: str, chaos: Chaos, began_at: float) -> dict[str, Any] | None:
             loss = nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen])
             loss.backward()
             took_s = time.perf_counter() - started_at
-            if model.world.member == member:  # its values are others' now, if it has come back
+            if model.world.member == member:  # after a return under a new number, the values come from another rank
                 update = _changes[0] - change
                 notes.write("steps", member, model.step - 1, members, total, update, took_s, time.time(), loss.item())
             if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and _is_over(model, began_at + chaos.seconds):
@@ -209,13 +209,13 @@ def _sum(module: nn.Module) -> float:
 
 
 def _is_over(model: GossipDataParallel, deadline: float) -> bool:
-    """Whether any rank's clock says so. Collective."""
+    """Return whether the time is over by the clock of any rank. Collective."""
     return b"\1" in model.world.gather_bytes(bytes([time.time() > deadline]), "asking whether the time is over")
 
 
 @contextlib.contextmanager
 def _messages_noted(notes: Notes) -> Iterator[None]:
-    """Within the block the digest of each message that is sent, and that is mixed, is noted."""
+    """Note the digest of each message that is sent or mixed within the block."""
     send, receive = EdgeExchange._send, EdgeExchange._receive
 
     def note_and_send(self: EdgeExchange, turn: Any) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong on a rank, and where."""
+"""Description of a fault: what goes wrong on a rank, and where."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ class Fault:
     Attributes
     ----------
     kind : str
-        "kill": SIGKILL. "freeze": SIGSTOP, and SIGCONT after ``duration_s``, if that is not None. "leave": SIGTERM.
-        "cut": for ``duration_s`` nothing goes to ``peers`` and nothing is read from them. "delay": for ``duration_s``
-        everything that goes to ``peers`` is held back so long. "lose": the messages of the step to ``peers`` are never
-        sent. "full disk": while it writes its part of a checkpoint there is no space left.
+        The kind of the fault. "kill": SIGKILL. "freeze": SIGSTOP, and SIGCONT after ``duration_s`` unless that is None.
+        "leave": SIGTERM. "cut": for ``duration_s``, nothing is sent to ``peers`` and nothing is read from them.
+        "delay": for ``duration_s``, everything to be sent to ``peers`` is held back until that time has passed. "lose":
+        the messages of the step to ``peers`` are never sent. "full disk": no space is left on the device while the rank
+        writes its part of a checkpoint.
     place : str
-        "sending": when it hands over a bucket's messages of a step, or has sent ``num_bytes`` of one. "agreeing": when
-        it has proposed who trains. "together": in the n-th exchange of what all ranks do together, ``step`` being n.
-        "telling": when one of the others has been told a yes or no of the step, and the rest have not. "saving": when
-        it writes its part of a checkpoint. "listening", "calling": before it says where it listens, and before it
-        connects. "giving": before the first piece of a state that it gives; "taking": when it has the first piece of
-        one; "asking": before it asks to be let in; "entering": when it has been.
+        The place at which the fault happens. "sending": when the rank hands over a bucket's messages of a step, or has
+        sent ``num_bytes`` of one. "agreeing": after it has proposed which ranks train. "together": in the n-th
+        collective exchange of all ranks, where n is ``step``. "telling": after one of the other ranks has been told yes
+        or no about the step, and before the rest are told. "saving": when it writes its part of a checkpoint.
+        "listening": before it announces the address at which it listens. "calling": before it connects. "giving":
+        before it sends the first piece of a state. "taking": after it has received the first piece of a state.
+        "asking": before it asks to be admitted. "entering": after it has been admitted.
     step, bucket : int
+        The step and the bucket of the fault.
     num_bytes : int or None
-        That have been sent of the message's frame, but not all of it; None: before the messages are handed over.
+        The number of bytes of the message's frame that are sent before the fault, always less than the whole frame;
+        None: the fault happens before the messages are handed over.
     duration_s : float or None
+        The duration of a temporary fault.
     peers : tuple of int
-        Members; none: all of them.
+        The member numbers of the affected peers; empty: all of them.
     """
 
     kind: Kind = "kill"

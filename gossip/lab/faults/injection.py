@@ -1,4 +1,4 @@
-"""Faults made to happen: in the process of the rank that they are of."""
+"""Injection of faults into the process of the rank that they concern."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ _THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(i
 
 @contextlib.contextmanager
 def injected(faults: Iterable[Fault], may_happen: Callable[[Fault], bool] = lambda _: True) -> Iterator[None]:
-    """Within the block these faults happen in this process, each once. Local.
+    """Inject faults into this process within the block, each of them once. Local.
 
     Parameters
     ----------
     faults : iterable of Fault
+        The faults to inject.
     may_happen : callable
-        Asked when one is about to; False: it does not.
+        A function that is asked when a fault is about to happen; if it returns False, the fault does not happen.
     """
     with contextlib.ExitStack() as stack:
         for fault in faults:
@@ -54,7 +55,7 @@ def injected(faults: Iterable[Fault], may_happen: Callable[[Fault], bool] = lamb
 
 
 def _happen(fault: Fault, may_happen: Callable[[Fault], bool]) -> bool:
-    """Whether it did; of some kinds nobody lives to tell."""
+    """Let a fault happen, and return whether it did; "kill" does not return, and "full disk" raises OSError."""
     if not may_happen(fault):
         return False
     if fault.kind == "kill":
@@ -99,7 +100,7 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
 
 
 def _losing(send: Any, fault: Fault, happen: Callable[[], bool]) -> Any:
-    """The messages of one step, and of one bucket."""
+    """Return a replacement of ``send`` that loses the messages of one step and one bucket."""
 
     def send_or_lose(self: Mesh, member: int, key: Any, *more: Any) -> Outgoing:
         is_lost = key.kind in _MESSAGES and key[1:3] == (fault.step, fault.bucket)
@@ -114,7 +115,7 @@ def _losing(send: Any, fault: Fault, happen: Callable[[], bool]) -> Any:
 
 @contextlib.contextmanager
 def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
-    """Nothing, or nothing at once, goes to some members, from a step on for some time."""
+    """Block or delay traffic to some members for some time, beginning with a step."""
     take_up, send = Mesh._take_up_changes, Mesh.send
     enqueue, beat = PeerConnection.enqueue, PeerConnection.beat
     began: list[float] = []
@@ -163,7 +164,7 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
 
 def _sending(start: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def start_or_happen(self: Any, *args: Any, step: int, bucket: int) -> Any:
-        if (step, bucket) >= (fault.step, fault.bucket):  # in some rounds a rank has no peer
+        if (step, bucket) >= (fault.step, fault.bucket):  # not ==, because a rank may have no peer in that round
             happen()
         return start(self, *args, step=step, bucket=bucket)
 
@@ -178,7 +179,7 @@ def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
             num_bytes = min(fault.num_bytes or 0, len(content) - 1)
             connection.sendall(content[:num_bytes])
             happen()
-            self._left = [memoryview(content[num_bytes:])]  # it goes on, if it was not the end
+            self._left = [memoryview(content[num_bytes:])]  # sending continues unless the fault ended the process
             connection.setblocking(False)
         sent: bool = send(self, connection)
         return sent
