@@ -1,4 +1,4 @@
-"""Hydra's and omegaconf's errors in one line, with what the user probably meant."""
+"""One-line messages for errors of hydra and OmegaConf, with a suggestion of what the user probably meant."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ _BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
 
 def explain(error: BaseException, config_folder: Path, config_name: str = "train") -> str | None:
-    """One line for an error of hydra's composition or of a folder that cannot be made; None for any other error.
+    """Return a one-line message for a failed hydra composition or a folder that cannot be created.
+
+    None for any other error.
 
     Parameters
     ----------
     error : exception
+        The error to explain.
     config_folder : Path
-        Where the groups are.
+        The folder of the config groups.
     config_name : str
-        Of the primary configuration: only what this one has is suggested.
+        The name of the primary config; only its keys are suggested.
     """
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        # Of a list of files hydra does not say what there is.
+        # For a list of files, hydra does not report the available options.
         names = sorted(error.options or (path.stem for path in (config_folder / group).glob("*.yaml")))
         own = f"; {group}={OWN[group].written} for {OWN[group].meaning}" if group in OWN else ""
         return f"there is no {group}={name}{nearest(name, names)} Available: {', '.join(names)}{own}"
@@ -61,11 +64,12 @@ def explain(error: BaseException, config_folder: Path, config_name: str = "train
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuse what begins with a dash and is no flag of hydra's, which would explain it with all that it has.
+    """Refuse arguments that begin with a dash and are not flags of hydra, which would answer with its full usage.
 
     Raises
     ------
     ConfigurationError
+        A flag is unknown, or takes no value but was given one.
     """
     from hydra._internal.utils import get_args_parser
 
@@ -88,7 +92,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _unreadable(override: str, text: str) -> str:
-    """An argument that is no ``option=value``."""
+    """Explain an argument that is not of the form ``option=value``."""
     if "=" not in override and not override.startswith("~"):
         return f"{override} has no value; write {override}=..., and --help for the options that there are"
     key, _, value = override.partition("=")
@@ -108,7 +112,7 @@ def _unreadable(override: str, text: str) -> str:
 
 
 def _unnamed_file(config_folder: Path) -> str:
-    """A group that was given something else than a name."""
+    """Explain an override of a config group whose value is not the name of a file."""
     for argument in sys.argv[1:]:
         key, equals, value = argument.partition("=")
         folder = config_folder / key
@@ -122,7 +126,7 @@ def _unnamed_file(config_folder: Path) -> str:
 
 
 def _instead_of(key: str, config_folder: Path, config_name: str) -> str:
-    """What was probably meant: a key of this very configuration, or a file of a group that has the key."""
+    """Suggest a key of this configuration, or a file of a config group that has the key."""
     known = sorted(set(_keys_of_this(config_folder, config_name)))
     last = key.rpartition(".")[2]
     own = [candidate for candidate in known if not candidate.startswith("hydra.")]
@@ -144,7 +148,7 @@ def _instead_of(key: str, config_folder: Path, config_name: str) -> str:
 
 
 def _keys_of_this(config_folder: Path, config_name: str) -> Iterator[str]:
-    """Every key of the configuration with the files that the command line chooses, and the names of the groups."""
+    """Yield every key of the configuration, composed with the chosen files, and the names of its config groups."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -155,7 +159,7 @@ def _keys_of_this(config_folder: Path, config_name: str) -> Iterator[str]:
     try:
         with initialize_config_dir(str(config_folder), version_base="1.3"):
             config = compose(config_name, chosen, return_hydra_config=True)
-    except HydraException:  # files that do not go together
+    except HydraException:  # the chosen files cannot be combined
         return
     content = OmegaConf.to_container(config)
     assert isinstance(content, dict)
@@ -166,14 +170,14 @@ def _keys_of_this(config_folder: Path, config_name: str) -> Iterator[str]:
 def _chosen_files(arguments: Sequence[str], config_folder: Path) -> Iterator[str]:
     for argument in arguments:
         group, _, name = argument.partition("=")
-        names = name[1:-1].split(",") if name.startswith("[") else [name]  # as of logger=[jsonl,wandb]
+        names = name[1:-1].split(",") if name.startswith("[") else [name]  # such as logger=[jsonl,wandb]
         has_files = group and all((config_folder / group / f"{each.strip()}.yaml").is_file() for each in names)
         if has_files or name in registered(group, config_folder):
             yield argument
 
 
 def _files(config_folder: Path) -> Iterator[tuple[str, str, set[str]]]:
-    """Group, name and keys of every file of a group; experiments are left out, which repeat keys of others."""
+    """Yield group, name and keys of every file of a config group, except experiments, which repeat keys of others."""
     from omegaconf import OmegaConf
 
     for path in sorted(config_folder.rglob("*.yaml")):

@@ -1,4 +1,4 @@
-"""Tables on the terminal: one run's results, and one line per run of a sweep."""
+"""Tables on the terminal: the results of one run, or one line per run of a sweep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_run(summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the results of a completed run and where its folder is."""
+    """Print the results of a completed run and the path of its folder."""
     from rich.table import Table
 
     what = [summary["method"], summary["topology"], summary["data"]]
@@ -28,8 +28,8 @@ def print_run(summary: Mapping[str, Any], folder: Path) -> None:
 
 
 def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Print one line per run, then why those failed that did."""
-    from rich.markup import escape  # a list such as logger=[jsonl,wandb] would be taken for a style
+    """Print one line per run, then the reason of each failure."""
+    from rich.markup import escape  # rich would interpret a list such as logger=[jsonl,wandb] as a style tag
     from rich.table import Table
 
     common = _common_overrides(summaries)
@@ -73,7 +73,7 @@ def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _common_overrides(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all of several runs were told alike."""
+    """Return the overrides that all of several runs have in common; none for a single run."""
     if len(summaries) < 2:
         return []
     first, *others = (summary["overrides"] for summary in summaries)
@@ -87,12 +87,12 @@ def _ranks(summary: Mapping[str, Any]) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print to stdout, as wide as it is where that is no terminal."""
+    """Print a table to stdout, at its full width if stdout is not a terminal."""
     from rich.console import Console
     from rich.measure import Measurement
 
     console = Console()
-    if not sys.stdout.isatty():  # in a file nothing needs to be squeezed into the width of a terminal
+    if not sys.stdout.isatty():  # a file has no terminal width into which the table must fit
         unlimited = console.options.update(max_width=10_000)
         console.width = Measurement.get(console, unlimited, table).maximum
     console.print(table)

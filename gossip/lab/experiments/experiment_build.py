@@ -1,4 +1,4 @@
-"""From a resolved configuration to objects; the one place that calls hydra's ``instantiate``."""
+"""Construction of an experiment from a resolved configuration; the only place that calls hydra's ``instantiate``."""
 
 from __future__ import annotations
 
@@ -36,29 +36,32 @@ class Experiment:
     Attributes
     ----------
     settings : Settings
+        The checked settings of the run.
     data : Data
+        The data set.
     shards : Shards
-        Which samples each rank trains on.
+        The samples that each rank trains on.
     divide : callable
-        ``(world_size, seed) -> index arrays``: the samples of each of another number of ranks.
+        ``(world_size, seed) -> index arrays``: partitions the samples over another number of ranks.
     topology : Topology or None
-        None for a method that has none.
+        The topology; None for a method without one.
     algorithm : Algorithm
-        When the replicas are mixed; for the methods that mix.
+        The gossip algorithm, for the methods that mix replicas.
     compression : Compression
-        What goes on the wire; likewise.
+        The compression of the messages, for the methods that mix replicas.
     wrapper_options : mapping
-        Of the section ``wrapper``.
+        The options in the section ``wrapper``.
     make_wrapper : callable
-        ``(module, optimizer, topology, **more) -> GossipDataParallel``, with them, but for ``more``. Collective.
+        ``(module, optimizer, topology, **more) -> GossipDataParallel``, with ``wrapper_options`` unless ``more``
+        overrides them. Collective.
     make_module : callable
-        ``() -> Module``, with torch's present random state.
+        ``() -> Module``, initialised from torch's present random state.
     make_optimizer : callable
         ``(named parameters) -> Optimizer``.
     make_scheduler : callable
-        ``(optimizer, total_steps) -> LRScheduler``, stepped once per step.
+        ``(optimizer, total_steps) -> LRScheduler``, to be stepped once per step.
     is_followed : bool
-        Whether loggers are chosen besides the JSON lines.
+        Whether loggers besides the JSON lines are selected.
     """
 
     settings: Settings
@@ -77,28 +80,28 @@ class Experiment:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, on as many ranks as there are."""
+        """The number of steps of the whole run, with the configured number of ranks."""
         steps = self.settings.steps
         return self.settings.epochs * self.shards.steps_per_epoch if steps is None else steps
 
     @property
     def num_epochs(self) -> int:
-        """How many epochs the run begins."""
+        """The number of epochs that the run begins; the last one may be incomplete."""
         return -(-self.total_steps // self.shards.steps_per_epoch)
 
 
 def build(config: Mapping[str, Any]) -> Experiment:
-    """Build the experiment that ``config`` describes. Local; deterministic, so that every rank builds the same.
+    """Build the experiment that ``config`` describes. Local and deterministic, so that every rank builds the same.
 
     Parameters
     ----------
     config : mapping
-        Resolved: plain dictionaries, lists, strings and numbers.
+        The resolved configuration as plain data: dictionaries, lists, strings and numbers.
 
     Raises
     ------
     ValueError, TypeError, OSError, ImportError
-        Something in it cannot be had; the text says what.
+        A part of the configuration cannot be built; the message says which.
     """
     import_modules(config)
     check_targets(config)
@@ -133,7 +136,7 @@ def build(config: Mapping[str, Any]) -> Experiment:
 
 
 def _partition(config: Mapping[str, Any], data: Data, world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Which samples each rank has."""
+    """Return the sample indices of each rank."""
     options = dict(config["data"].get("partition", {}))
     check_options("data.partition", partition, options)
     try:
@@ -143,18 +146,18 @@ def _partition(config: Mapping[str, Any], data: Data, world_size: int, seed: int
 
 
 def make_compression(config: Mapping[str, Any]) -> Compression:
-    """What goes on the wire."""
+    """Build the configured compression of the messages."""
     made: Compression = _made(config, "compression", COMPRESSIONS, Compression)
     return made
 
 
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
-    """The topology for the replicas that there are; None for a method that has none.
+    """Build the configured topology for the number of replicas; None for a method without a topology.
 
     Raises
     ------
     ValueError, TypeError
-        It does not exist, cannot serve the world size, or would bias the averages.
+        The topology does not exist, does not support the number of replicas, or would bias the average.
     """
     if settings.method != "gossip":
         return None
@@ -173,12 +176,12 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
 
 
 def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
-    """The configured one.
+    """Build the configured gossip algorithm.
 
     Raises
     ------
     ConfigurationError
-        It cannot be built.
+        The algorithm cannot be built.
     """
     made: Algorithm = _made(config, "algorithm", ALGORITHMS, Algorithm)
     return made
@@ -187,7 +190,7 @@ def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
 def _blaming_topology(
     name: str, options: Mapping[str, Any], settings: Settings, error: Exception
 ) -> ConfigurationError:
-    """The option, or the number of ranks, that a family refuses."""
+    """Build an error that names the option or the number of ranks that a topology family refuses."""
     text = " ".join(str(error).split())
     option = named_in(text, options)
     if option is not None:
@@ -200,19 +203,19 @@ def _blaming_topology(
 
 
 def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = None) -> Experiment:
-    """Build everything once, so that what a user got wrong shows before any worker starts.
+    """Build everything once, so that user errors are found before any worker starts.
 
     Parameters
     ----------
     config : mapping
-        As of :func:`build`.
+        As for :func:`build`.
     meanwhile : callable, optional
-        Called when what is quickly checked has been: it may start what takes time elsewhere.
+        Called after the quick checks and before the slow ones, to start slow work in the background.
 
     Raises
     ------
     ConfigurationError
-        Something cannot be built.
+        A part of the configuration cannot be built.
     """
     try:
         import_modules(config)
@@ -249,7 +252,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
 
 
 def import_modules(config: Mapping[str, Any]) -> None:
-    """Import what the configuration says that must be imported first.
+    """Import the modules listed under ``imports`` in the configuration.
 
     Raises
     ------
@@ -288,9 +291,9 @@ def _check_model_takes_data(module: nn.Module, data: Data) -> None:
 
 
 def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
-    """What ``config[key]["_target_"]`` names, with the other entries as keyword arguments.
+    """Return the callable that ``config[key]["_target_"]`` names, bound to the other entries as keyword arguments.
 
-    Calling it raises ConfigurationError, which names the option, where one is wrong.
+    Calling it raises a ConfigurationError that names the option at fault.
     """
     section = _checked(config, key, leaving_out)
     factory = _instantiated(key, section)
@@ -314,7 +317,7 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
 
 
 def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., Any]], kind: type) -> Any:
-    """What ``config[key]`` names: a registered name with its options, or else a target."""
+    """Build the object that ``config[key]`` describes: by a registered name with its options, or by a target."""
     name, options = config[key].get("name"), config[key].get("options") or {}
     if config[key].get(TARGET) or name is None:
         made = _factory(config, key)()
@@ -335,7 +338,7 @@ def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., 
 
 
 def _checked(config: Mapping[str, Any], key: str, leaving_out: Sequence[str] = ()) -> dict[str, Any]:
-    """What stands below ``key``: a target that may be named, and options that it has, of the types that it says."""
+    """Return the section ``key`` after checking that its target is allowed and has these options, with these types."""
     section = {name: value for name, value in config[key].items() if name not in leaving_out}
     if not section.get(TARGET):
         raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")

@@ -1,4 +1,4 @@
-"""One run from a resolved configuration: check it, start the ranks or be one of them, leave a folder."""
+"""One run from a resolved configuration: check it, start the ranks or act as one of them, and fill the run folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRELOAD = (
     "sklearn.datasets",
     "sklearn.model_selection",
 )
-"""What workers need and the fork server imports for them."""
+"""The modules that the fork server imports in advance for the workers."""
 
 
 def run_job(
@@ -44,26 +44,28 @@ def run_job(
     on_failure: Callable[[], str] = str,
     keep_refused: bool = False,
 ) -> dict[str, Any]:
-    """Run one configuration to its end.
+    """Run one configuration to completion.
 
-    With ``torch.distributed`` initialised (torchrun, srun) this process is one of the ranks, all of which call this,
-    and rank 0 writes what they share. Otherwise ``launch.world_size`` workers are started here.
+    If ``torch.distributed`` is initialised (torchrun, srun), this process is one of the ranks, all of which call this
+    function, and rank 0 writes the shared files. Otherwise ``launch.world_size`` workers are started from here.
 
     Parameters
     ----------
     config : mapping
-        Resolved and plain. With ``resume`` the run in ``folder`` goes on, and ``config`` becomes its configuration.
+        The resolved configuration as plain data. With ``resume``, the run in ``folder`` is continued, and ``config``
+        replaces its configuration.
     folder : Path
-        Of this run alone; locked as long as it runs.
+        The folder of this run alone; it is locked while the run is in progress.
     overrides : sequence of str
-        What the user set on the command line, for the summary.
+        The overrides from the command line, for the summary.
     again : bool
-        Whether the run begins in the folder of an attempt that left no checkpoint.
+        Whether the run starts afresh in the folder of an attempt that left no checkpoint.
     on_failure : callable
-        Called once the end of a run that began to train, or was about to, is recorded; on one rank, the first to fail.
-        Returns what is to be said last, for a rank that ends without the caller.
+        Called after the failure of a run that had begun to train, or was about to, has been recorded; on one rank only,
+        the first to fail. Returns the text to print last, for a rank that is terminated without returning to the
+        caller.
     keep_refused : bool
-        Whether a run that is refused leaves its folder, with the reason: in a sweep, where it is a row.
+        Whether a refused run leaves its folder with the reason, as in a sweep, where it is a row of the table.
 
     Returns
     -------
@@ -73,9 +75,9 @@ def run_job(
     Raises
     ------
     ConfigurationError
-        The configuration cannot be run; no worker was started, and a run that would have begun leaves nothing.
+        The configuration cannot be run; no worker was started, and a new run leaves no files unless ``keep_refused``.
     LaunchError
-        The port is taken, or a worker failed.
+        The port is in use, or a worker failed.
     """
     started_at = time.perf_counter()
     world = World(DEFAULT_TIMEOUT)
@@ -114,7 +116,7 @@ def _run_in_folder(
     takes_back: bool,
     on_failure: Callable[[], str],
 ) -> dict[str, Any]:
-    """``takes_back``: whether the folder is given up if the run is refused before it has begun."""
+    """Run in a folder that is claimed and locked; with ``takes_back``, unclaim it if the run is refused."""
     has_begun = False
     following: Following | None = None
     ending: Ending | None = None
@@ -181,12 +183,12 @@ def _run_in_folder(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether what the user asked for cannot be run, and no rank has failed."""
+    """Whether the error means that the user's request cannot be run, as opposed to the failure of a rank."""
     return isinstance(error, ConfigurationError) or (isinstance(error, LaunchError) and error.rank is None)
 
 
 def _failure(config: Mapping[str, Any], overrides: Sequence[str], why: str) -> dict[str, Any]:
-    """The summary of a run that did not end well."""
+    """Build the summary of a failed run."""
     return {
         "status": "failed",
         "reason": why,
@@ -198,7 +200,7 @@ def _failure(config: Mapping[str, Any], overrides: Sequence[str], why: str) -> d
 
 
 def reason(error: BaseException) -> str:
-    """Why a run ended, in one line."""
+    """Return the reason why a run ended, in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
     if isinstance(error, SystemExit):
@@ -225,7 +227,7 @@ def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
                 restart=settings.restart,
             )
         except LaunchError:
-            if signals:  # which ended workers that did not train yet, or could not agree in time
+            if signals:  # they ended workers that were not training yet, or that could not agree in time
                 raise SystemExit(128 + signals[0]) from None
             raise
     summary: dict[str, Any] = next(summary for summary in summaries if summary is not None)
@@ -242,7 +244,7 @@ def _start_fork_server() -> None:
 
 @contextlib.contextmanager
 def _refused_by_all(world: World) -> Iterator[None]:
-    """A ConfigurationError of one rank within the block is raised on all of them, so that none waits for it."""
+    """Raise a ConfigurationError of one rank within the block on all ranks, so that none waits for it. Collective."""
     own: ConfigurationError | None = None
     try:
         yield

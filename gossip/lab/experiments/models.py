@@ -1,7 +1,7 @@
 """Small models for experiments on a CPU: an MLP, a convolutional network with batch norm, a character transformer.
 
-All take the data's facts first, ``Model(data.input_shape, data.num_classes, ...)``, and give logits [..., num_classes],
-so that one loss serves them all: ``cross_entropy(logits.flatten(0, -2), targets.flatten())``.
+All models take the shape of the data first, ``Model(data.input_shape, data.num_classes, ...)``, and return logits
+[..., num_classes], so that one loss serves them all: ``cross_entropy(logits.flatten(0, -2), targets.flatten())``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class MLP(nn.Module):
     Parameters
     ----------
     input_shape : sequence of int
-        Shape of one input.
+        The shape of one input.
     num_classes : int
+        The number of classes.
     hidden : sequence of int
-        Widths of the hidden layers; empty: a linear model.
+        The widths of the hidden layers; an empty sequence gives a linear model.
 
     Raises
     ------
@@ -47,28 +48,29 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits [N, num_classes] of inputs [N, *input_shape]."""
+        """Return the logits [N, num_classes] of inputs [N, *input_shape]."""
         logits: torch.Tensor = self.layers(inputs)
         return logits
 
 
 class SmallCNN(nn.Module):
-    """Stages of convolution 3x3, batch norm, ReLU and pooling 2x2, then the mean over the image and a linear layer.
+    """Stages of 3x3 convolution, batch norm, ReLU and 2x2 pooling, then global average pooling and a linear layer.
 
-    Its batch norm has buffers (running mean and variance), which gossip does not mix but a global average does.
+    Batch norm has buffers (running mean and variance), which gossip does not mix but a global average does.
 
     Parameters
     ----------
     input_shape : sequence of int
-        (C, H, W); every stage halves H and W.
+        The image shape (C, H, W); every stage halves H and W.
     num_classes : int
+        The number of classes.
     channels : sequence of int
-        Channels of each stage.
+        The number of channels of each stage.
 
     Raises
     ------
     ValueError
-        ``input_shape`` is not (C, H, W), too small for the stages, or a size is less than 1.
+        ``input_shape`` is not (C, H, W) or is too small for the stages, or a size is less than 1.
 
     Examples
     --------
@@ -103,31 +105,32 @@ class SmallCNN(nn.Module):
         self.head = nn.Linear(channels[-1], num_classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits [N, num_classes] of images [N, C, H, W]."""
+        """Return the logits [N, num_classes] of images [N, C, H, W]."""
         logits: torch.Tensor = self.head(self.stages(inputs).mean(dim=(2, 3)))
         return logits
 
 
 class CharTransformer(nn.Module):
-    """A decoder-only transformer: learned positions, pre-norm blocks of causal attention and a GELU layer.
+    """A decoder-only transformer: learned position embeddings, pre-norm blocks of causal attention and a GELU MLP.
 
-    With the defaults and :func:`gossip.lab.experiments.datasets.stdlib_text` 0.44 million parameters.
+    With the defaults and :func:`gossip.lab.experiments.datasets.stdlib_text` it has 0.44 million parameters.
 
     Parameters
     ----------
     input_shape : sequence of int
-        (context_length,), the longest text that it reads.
+        (context_length,), the length of the longest input.
     num_classes : int
-        Size of the vocabulary.
+        The size of the vocabulary.
     width : int
-        Of the residual stream; a multiple of ``num_heads``.
+        The width of the residual stream; a multiple of ``num_heads``.
     depth : int
-        Number of blocks.
+        The number of blocks.
     num_heads : int
+        The number of attention heads.
     dropout : float
-        Probability, on the embedding and on what each block adds.
+        The dropout probability, applied to the embedding and to the output of each residual branch.
     tied_head : bool
-        The output layer is the embedding's own Parameter.
+        Whether the output layer shares the Parameter of the embedding (weight tying).
 
     Raises
     ------
@@ -184,7 +187,7 @@ class CharTransformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits [N, T, num_classes] of the next character, from inputs int64 [N, T] with T <= context_length."""
+        """Return the logits [N, T, num_classes] of the next character; inputs are int64 [N, T], T <= context_length."""
         length = inputs.shape[-1]
         if length > self.context_length:
             raise ValueError(
@@ -204,12 +207,12 @@ class CharTransformer(nn.Module):
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
             assert isinstance(block, _Block)
-            for layer in (block.attention_out, block.contract):  # 2 * depth additions keep the stream's variance
+            for layer in (block.attention_out, block.contract):  # keeps the variance over 2 * depth residual additions
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
 
 
 class _Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -223,7 +226,7 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, T, width] to the same shape."""
+        """Map hidden states [N, T, width] to hidden states of the same shape."""
         heads = self.attention_in(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

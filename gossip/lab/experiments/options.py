@@ -1,4 +1,4 @@
-"""What is wrong with the options of something that a configuration builds: said with the option's name and value."""
+"""Checks of the options of objects that a configuration builds; errors name the option and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from gossip.lab.experiments.run_settings import ConfigurationError, nearest
 
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, OSError, ImportError)
-"""What a wrong value can make a constructor raise."""
+"""The exceptions that a constructor may raise for an invalid value."""
 
 _OF_HYDRA = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _ALLOWED_BY_TORCH = {
@@ -26,25 +26,26 @@ _ALLOWED_BY_TORCH = {
     "eps": "a number of at least 0",
     "betas": "a list of 2 numbers, each of at least 0 and below 1",
 }
-"""What torch.optim's own texts leave unsaid."""
+"""The permitted values of optimizer options, which the error messages of torch.optim do not state."""
 
 
 def check_options(place: str, target: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse options that ``target`` does not have, and values that are not of the type it says. Local.
+    """Refuse options that ``target`` does not have, and values that do not match its type hints. Local.
 
     Parameters
     ----------
     place : str
-        Of the options in the configuration, with dots.
+        The dotted key of the options in the configuration.
     target : callable
-        Whose parameters they are. A parameter without a type, or with one that is no plain data's, takes anything.
+        The function or class whose parameters the options are. A parameter without a type hint, or with one that is
+        not plain data, accepts any value.
     options : mapping
-        Plain data; what hydra makes an object of is left out.
+        The options as plain data; a value from which hydra builds an object is not checked.
 
     Raises
     ------
     ConfigurationError
-        The text names option, value and what is allowed.
+        An option is refused. The message names the option, its value and what is allowed.
     """
     parameters = inspect.signature(target).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -66,23 +67,23 @@ def check_options(place: str, target: Callable[..., Any], options: Mapping[str, 
 def blaming(
     place: str, options: Mapping[str, Any], error: BaseException, works_without: Callable[[str], bool]
 ) -> ConfigurationError:
-    """The error that names the option which ``error`` is about.
+    """Build an error that names the option at fault for ``error``.
 
     Parameters
     ----------
     place : str
-        Of the options in the configuration.
+        The dotted key of the options in the configuration.
     options : mapping
-        As they were given.
+        The options as they were given.
     error : exception
-        What using them raised.
+        The exception that was raised when the options were used.
     works_without : callable
-        ``(option) -> bool``: whether its default in the option's place raises nothing. Asked only where the text names
-        no option.
+        ``(option) -> bool``: whether nothing is raised if the option takes its default value. Called only if the
+        message of ``error`` names no option.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, LookupError):
-        text = f"{type(error).__name__}: {text}"  # by itself it is no more than the key
+        text = f"{type(error).__name__}: {text}"  # the message of a LookupError alone is just the key
     given = [name for name in options if name not in _OF_HYDRA]
     blamed = named_in(text, given) or next(filter(works_without, given), None)
     module = str(options.get("_target_", "")).rpartition(".")[0]
@@ -96,7 +97,7 @@ def blaming(
 
 
 def _lines_of(module: str, error: BaseException) -> Iterator[str]:
-    """Where a user's own module was, when it raised; nothing of this package's and torch's."""
+    """Yield the lines of a user's module in the traceback; none for modules of this package and of torch."""
     if module.partition(".")[0] in ("", "gossip", "torch"):
         return
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -105,13 +106,13 @@ def _lines_of(module: str, error: BaseException) -> Iterator[str]:
 
 
 def named_in(text: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that stands first in ``text``, as a word."""
+    """Return the one of ``names`` that occurs first in ``text`` as a whole word; None if none does."""
     places = {name: match.start() for name in names if (match := re.search(rf"(?<![\w.]){name}(?!\w)", text))}
     return min(places, key=places.__getitem__, default=None)
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Format a value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
@@ -120,12 +121,12 @@ def shown(value: Any) -> str:
 def _types_of(target: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (NameError, TypeError, AttributeError):  # types that exist for type checkers alone
+    except (NameError, TypeError, AttributeError):  # type hints that only a type checker can resolve
         return {}
 
 
 def _has_object(value: Any) -> bool:
-    """Whether hydra makes an object of it, or of something in it."""
+    """Whether hydra builds an object from the value, or from a part of it."""
     if isinstance(value, Mapping):
         return "_target_" in value or any(map(_has_object, value.values()))
     return isinstance(value, list | tuple) and any(map(_has_object, value))
@@ -175,7 +176,7 @@ def _elements_fit(value: Sequence[Any], origin: Any, inner: Sequence[Any]) -> bo
 
 
 def _words(expected: Any) -> str:
-    """The type in words; parts that no plain data can be are left out."""
+    """Describe a type in words; members of a union that are not plain data are omitted."""
     origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(words for words in map(_words, inner) if words))

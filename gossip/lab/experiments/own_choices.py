@@ -1,4 +1,4 @@
-"""A user's own data sets and models, chosen on the command line by where they are defined: ``data=my_module:make``."""
+"""A user's own data sets and models, selected on the command line by import path: ``data=my_module:make``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from gossip.lab.experiments.targets import OPTION, TARGET, locate
 
 @dataclass(frozen=True)
 class Own:
-    """What the command line may name of a user's own modules in place of a group's file.
+    """A config group for which the command line may name an object of a user's module in place of a file.
 
     Attributes
     ----------
     written : str
-        How it is written.
+        The notation on the command line.
     meaning : str
-        What it stands for.
+        The meaning of the notation, for help texts and error messages.
     num_given : int
-        How many arguments the run passes first: a model's are the input shape and the number of classes.
+        The number of leading arguments that the run passes itself: for a model, the input shape and the number of
+        classes.
     """
 
     written: str
@@ -39,28 +40,28 @@ OWN: Mapping[str, Own] = {
     "data": Own("my_module:function", "a function of your own that returns the data", 0),
     "model": Own("my_module:Class", "a model of your own", 2),
 }
-"""By the group of the configuration."""
+"""The user-defined choices, keyed by config group."""
 
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _OF_EVERY_DATA_SET = ("partition", "on_loss")
 
 
 def offer(arguments: Sequence[str], config_folder: Path) -> list[str]:
-    """Let hydra choose what the command line names as ``module:name``. Local.
+    """Make the objects that the command line names as ``module:name`` selectable in hydra. Local.
 
-    Whoever names code in the command trusts it: it is added to ``trusted_targets``.
+    A user who names code on the command line trusts it: it is added to ``trusted_targets``.
 
     Parameters
     ----------
     arguments : sequence of str
-        Of the command line.
+        The command-line arguments.
     config_folder : Path
-        Where the groups are.
+        The folder of the config groups.
 
     Returns
     -------
     list of str
-        The arguments with what is trusted.
+        The arguments, with the ``trusted_targets`` option extended.
 
     Raises
     ------
@@ -107,7 +108,10 @@ def _located(group: str, name: str) -> Any:
 
 
 def _trusting(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The arguments, with one that trusts these names too before all others: options such as -m end hydra's."""
+    """Return the arguments with a ``trusted_targets`` option that includes these names.
+
+    It is inserted before the first ``module:name``, because hydra reads no overrides after an option such as -m.
+    """
     if not names:
         return list(arguments)
     found = [argument for argument in arguments if argument.startswith(f"{OPTION}=[")]

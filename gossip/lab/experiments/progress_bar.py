@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: log lines, and on rank 0 a progress bar."""
+"""Terminal output during a run: log lines, and a progress bar on rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loguru import logger
 
 
 def configure_logging(rank: int) -> None:
-    """Send log lines to stderr: rank 0's from INFO up, the others' from WARNING up."""
+    """Log to stderr: from level INFO on rank 0, from level WARNING on the other ranks."""
     logger.remove()
     logger.add(
         _write_to_stderr,
@@ -22,19 +22,20 @@ def configure_logging(rank: int) -> None:
 
 
 def _write_to_stderr(message: str) -> None:
-    sys.stderr.write(message)  # looked up each time: a progress bar puts itself in between
+    sys.stderr.write(message)  # sys.stderr is looked up on each call, because a progress bar replaces it
 
 
 class ProgressBar:
-    """A bar over the steps of a run with loss, accuracy and consensus distance; a context manager.
+    """A progress bar over the steps of a run with loss, accuracy and consensus distance; a context manager.
 
     Parameters
     ----------
     total_steps : int
+        The number of steps of the run.
     first_step : int
-        Of a run that goes on: how many have been made before.
+        The number of steps that a resumed run has completed before.
     visible : bool
-        Nothing is ever shown where stderr is not a terminal.
+        Whether to show the bar; it is never shown where stderr is not a terminal.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0, visible: bool) -> None:
@@ -56,7 +57,7 @@ class ProgressBar:
             self._task = self._bar.add_task("training", total=total_steps, completed=first_step, values="")
 
     def update(self, record: dict[str, Any]) -> None:
-        """Show one more step and the newest of its values."""
+        """Advance by one step and show the newest values."""
         if self._bar is None:
             return
         shown = {
@@ -82,7 +83,7 @@ class ProgressBar:
 
 
 def restore_cursor() -> None:
-    """Show the terminal's cursor again, which a worker that was killed with its progress bar has left hidden."""
+    """Show the terminal's cursor again, which a worker killed during its progress bar leaves hidden."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")
         sys.stderr.flush()

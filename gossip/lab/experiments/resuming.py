@@ -1,4 +1,4 @@
-"""A run that goes on in its own folder: with which configuration, and whether there is anything to go on from."""
+"""Resuming a run in its own folder: the configuration that applies, and whether there is a usable checkpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 
 CHECKPOINT_FOLDER = "checkpoints"
 MAY_CHANGE = ("launch", "checkpoint", "profile", "engine", "logger", "logging")
-"""What of a configuration is no part of the mathematics. (The number of ranks is, but it is said and wanted.)"""
+"""Config sections that may change on resume because they do not affect the mathematics.
+
+(The number of ranks does, but it is changed explicitly and deliberately.)
+"""
 
 _NOT_SET = object()
 
 
 def folder_to_use(output_root: str, name: str, resume: str | None) -> str:
-    """The folder of a run that begins, or of the one that goes on.
+    """Return the folder of a new run or, with ``resume``, of the run to resume.
 
     Raises
     ------
     ConfigurationError
-        ``resume`` is no run's folder.
+        ``resume`` is not the folder of a run, or ``output_root`` is empty.
     """
     if resume is None:
         if not output_root:
@@ -44,31 +47,32 @@ def folder_to_use(output_root: str, name: str, resume: str | None) -> str:
 def continued_configuration(
     folder: Path, asked: Mapping[str, Any], defaults: Mapping[str, Any], keys: Iterable[str]
 ) -> dict[str, Any]:
-    """The configuration of the run in ``folder``, with what may change as it is asked for now. Local.
+    """Return the configuration of the run in ``folder``, with the present values of what may change. Local.
 
     Parameters
     ----------
     folder : Path
+        The folder of the run.
     asked, defaults : mapping
-        What the command line amounts to for a run that begins, and what no overrides at all amount to.
+        The configuration that the command line would give a new run, and the one without any overrides.
     keys : iterable of str
-        What the command line sets: keys with dots, or groups.
+        The dotted keys and config groups that the command line sets.
 
     Raises
     ------
     ConfigurationError
-        What is asked for now is another run; the text names every key that differs, with both values.
+        The command line describes a different run; the message names every key that differs, with both values.
     """
     config = saved_configuration(folder)
     check_imports(config, asked, str(folder / run_folder.CONFIG_FILE))
-    config[OPTION] = list(trusted_names(asked))  # a folder cannot say that it is to be trusted
+    config[OPTION] = list(trusted_names(asked))  # a folder must not declare itself trusted
     saved, now, without = (dict(_leaves(tree)) for tree in (config, asked, defaults))
     prefixes = tuple(keys)
     wanted = {
         key
         for key in (*now, *saved)
         if any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
-        or (key in now and now[key] != without.get(key, _NOT_SET))  # an experiment's keys are anywhere
+        or (key in now and now[key] != without.get(key, _NOT_SET))  # an experiment file can set keys of any section
     }
     different = sorted(key for key in wanted - {"resume"} if saved.get(key, _NOT_SET) != now.get(key, _NOT_SET))
     refused = [key for key in different if key.partition(".")[0] not in MAY_CHANGE]
@@ -79,7 +83,7 @@ def continued_configuration(
             "begin another run"
         )
     if "logger" in prefixes:
-        config["logger"] = asked.get("logger") or {}  # a choice of files, which takes the place of the one there
+        config["logger"] = asked.get("logger") or {}  # a selection of files, which replaces the saved one
     for key in different:
         if key in now:
             *path, last = key.split(".")
@@ -91,30 +95,32 @@ def continued_configuration(
 
 
 def saved_configuration(folder: Path) -> dict[str, Any]:
-    """With which the run in ``folder`` was begun, or has gone on. Local.
+    """Read the configuration with which the run in ``folder`` was started or last resumed. Local.
 
     Raises
     ------
     ConfigurationError
-        It cannot be read.
+        The configuration cannot be read.
     """
     from omegaconf import OmegaConf
 
     try:
         config = OmegaConf.to_container(OmegaConf.load(folder / run_folder.CONFIG_FILE))
-    except Exception as error:  # of omegaconf, of yaml, of the system
+    except Exception as error:  # from OmegaConf, YAML or the operating system
         raise ConfigurationError(f"{folder / run_folder.CONFIG_FILE} cannot be read: {error}") from error
     assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}
 
 
 def check_resumable(folder: Path) -> None:
-    """Raise unless the run in ``folder`` has not ended and has a checkpoint; forget why it failed. Local, locked.
+    """Check that the run in ``folder`` can be resumed, and remove the summary of its failure.
+
+    Local; the caller must hold the lock of the folder.
 
     Raises
     ------
     ConfigurationError
-        It has ended, or there is no checkpoint.
+        The run has completed, or there is no checkpoint.
     """
     summary = folder / run_folder.SUMMARY_FILE
     try:
@@ -139,7 +145,7 @@ def check_resumable(folder: Path) -> None:
 
 
 def advice(folder: Path, config: Mapping[str, Any]) -> str:
-    """One line on how the run in ``folder``, which has ended before its time, goes on. Local."""
+    """Return one line that tells how to resume the run in ``folder``, which has ended prematurely. Local."""
     try:
         newest = find_checkpoints(folder / CHECKPOINT_FOLDER)[0]
     except (CheckpointError, IndexError):
@@ -154,7 +160,7 @@ def advice(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
-    """What the user has set for this run from its beginning on. Local."""
+    """Return the overrides that the user has set for this run since it was started. Local."""
     earlier = run_folder.read_overrides(folder)
     return earlier + [option for option in overrides if option not in earlier and not option.startswith("resume=")]
 

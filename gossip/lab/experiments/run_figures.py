@@ -1,7 +1,7 @@
-"""Figures of one run from its records: loss and accuracy, and how far the replicas are apart.
+"""Figures of one run from its records: loss and accuracy, and the consensus distance of the replicas.
 
-Drawn without pyplot (no global state, no window), and the same records give the same bytes: no date, fixed ids in SVG.
-The format follows the file's ending (.svg, .png, .pdf).
+The figures are drawn without pyplot (no global state, no window), and the same records give the same bytes: no date,
+fixed ids in SVG. The file extension (.svg, .png, .pdf) selects the format.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Changes = Sequence[Mapping[str, Any]]
-"""From which "step" on which "members" train, and who "before"."""
+"""Changes of membership: the "step" from which each applies, the "members" from then on and the members "before"."""
 Records = Sequence[Sequence[Mapping[str, Any]]]
-"""For each rank its records, as :func:`gossip.lab.experiments.records.read_jsonl` reads them."""
+"""The records of each rank, as :func:`gossip.lab.experiments.records.read_jsonl` returns them."""
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, distinguishable for colour-blind readers.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 GREY = "#555555"
 _MAX_POINTS = 120
@@ -57,29 +57,29 @@ STYLE = {
 
 @dataclass(frozen=True, eq=False)
 class _Curve:
-    """One quantity over steps, float64 [P] each: mean, lowest and highest over the ranks."""
+    """One quantity over steps: mean, minimum and maximum over the ranks, float64 [P] each."""
 
     steps: npt.NDArray[np.float64]
     mean: npt.NDArray[np.float64]
     low: npt.NDArray[np.float64]
     high: npt.NDArray[np.float64]
-    window: int  # records of a rank that were averaged into one point
+    window: int  # number of records of a rank averaged into one point
 
 
 def training_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
-    """Loss and accuracy over steps: lines are means over the ranks, bands reach from the lowest to the highest rank.
+    """Draw loss and accuracy over steps: lines are means over the ranks, bands span the lowest to the highest rank.
 
-    With more than 120 recorded steps, each rank's curve is first averaged over windows of records; the figure says so.
+    With more than 120 recorded steps, each rank's curve is first averaged over windows of records, as the figure notes.
 
     Parameters
     ----------
     records : sequence over ranks of sequences of mappings
-        Reads ``loss`` and, where present, ``accuracy``, ``test_accuracy`` and ``averaged_test_accuracy``; a null
-        (not finite) on all ranks is a gap.
+        The records of each rank. The figure shows ``loss`` and, where present, ``accuracy``, ``test_accuracy`` and
+        ``averaged_test_accuracy``; a value that is null (not finite) on all ranks is a gap.
     path : str or Path
-        Of the file to write; missing folders are made.
+        The file to write; missing folders are created.
     changes : sequence of mapping
-        Of the ranks that train, each marked where it was: ``changes_of_ranks`` of the summary.
+        The changes of membership, ``changes_of_ranks`` of the summary; each is marked at its step.
 
     Returns
     -------
@@ -120,16 +120,17 @@ def training_figure(records: Records, path: str | Path, changes: Changes = ()) -
 
 
 def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
-    """The consensus distance over steps, on a logarithmic scale; a distance of 0 (equal replicas) is a gap there.
+    """Draw the consensus distance over steps on a logarithmic scale; a distance of 0 (equal replicas) is a gap.
 
     Parameters
     ----------
     records : sequence over ranks of sequences of mappings
-        Reads ``consensus_distance`` of the records that hold it; the ranks agree on it.
+        The records of each rank. The figure shows ``consensus_distance`` of the records that hold it, which is the
+        same on all ranks.
     path : str or Path
-        Of the file to write; missing folders are made.
+        The file to write; missing folders are created.
     changes : sequence of mapping
-        As in :func:`training_figure`.
+        As for :func:`training_figure`.
 
     Returns
     -------
@@ -164,7 +165,7 @@ def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) 
 
 
 def _curve(records: Records, key: str) -> _Curve | None:
-    """Collect ``key`` from all ranks; None where no record holds a number for it. A null becomes a NaN."""
+    """Collect the values of ``key`` from all ranks; None if no record holds a number for it. A null becomes NaN."""
     by_rank = [
         {record["step"]: math.nan if record[key] is None else record[key] for record in rank_records if key in record}
         for rank_records in records
@@ -190,7 +191,7 @@ def _curve(records: Records, key: str) -> _Curve | None:
 
 
 def _mean_of_present(values: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
-    """The mean without the NaNs; NaN where there is nothing else (np.nanmean warns about that)."""
+    """Return the mean over the values that are not NaN; NaN if there are none (np.nanmean would warn about that)."""
     present = ~np.isnan(values)
     count = present.sum(axis=axis)
     total = np.where(present, values, 0.0).sum(axis=axis)
@@ -212,7 +213,7 @@ def _draw(axes: Axes, curve: _Curve, color: str, label: str, marker: str = "") -
 
 
 def _mark(axes: Axes, changes: Changes) -> None:
-    """Where ranks were lost or left, and where some joined."""
+    """Mark the steps at which ranks were lost, left or joined."""
     for change in changes:
         gone, joined = (sorted(set(change[one]) - set(change[other])) for one, other in _BEFORE_AND_AFTER)
         axes.axvline(change["step"], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -247,7 +248,7 @@ def _spread(records: Records) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure without a date; missing folders are made."""
+    """Write a figure without a date in its metadata; missing folders are created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)

@@ -1,4 +1,4 @@
-"""The folder of a run: locked while it runs, taken once, filled by the launching side."""
+"""The folder of a run: locked while the run is in progress, claimed by one run only, filled by the launching side."""
 
 from __future__ import annotations
 
@@ -47,25 +47,26 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderError(ConfigurationError):
-    """The run folder holds another run or is in use by one, or cannot be written."""
+    """The run folder holds another run, is in use by one, or cannot be written."""
 
 
 def new_name() -> str:
-    """A name that no other run has: the time, and the process id for those that start in the same second."""
+    """Return a unique run name: the time and, for runs that start in the same second, the process id."""
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{os.getpid()}"
 
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Within the block no other process can lock ``folder``, which is made if it is not there. Local.
+    """Hold an exclusive lock on ``folder``, which is created if necessary, for the duration of the block. Local.
 
-    The lock is the kernel's, on a file that names this process. It goes with its owner, however that ends; a file that
-    a killed run left behind locks nothing. No other process inherits the lock: what ``launch`` starts is spawned.
+    The lock is a kernel lock (``flock``) on a file that names this process. The kernel releases it when its owner
+    ends, however that happens; a lock file left behind by a killed run locks nothing. No other process inherits the
+    lock, because the workers of ``launch`` are spawned.
 
     Raises
     ------
     FolderError
-        A run that goes on holds the lock, which the text names; or the folder cannot be written.
+        A run in progress, which the message names, holds the lock; or the folder cannot be written.
     """
     path = folder / LOCK_FILE
     try:
@@ -80,7 +81,7 @@ def lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):  # the user may have removed the folder
-            path.unlink()  # while it is locked: whoever has opened it by now finds that it is gone, and opens anew
+            path.unlink()  # while still locked: a process that has opened the file notices the removal and reopens it
         os.close(file)
 
 
@@ -112,7 +113,7 @@ def _owner(content: bytes) -> str:
         owner = json.loads(content)
         return f"the run with process id {owner['pid']} on {owner['host']}, started at {owner['started_at']}"
     except (ValueError, KeyError, TypeError):
-        return "another run, which has only just begun"  # it has locked the file, but not written it yet
+        return "another run, which has only just begun"  # it holds the lock, but has not written the file yet
 
 
 def _cannot_be_written(folder: Path, error: OSError) -> FolderError:
@@ -120,12 +121,12 @@ def _cannot_be_written(folder: Path, error: OSError) -> FolderError:
 
 
 def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """Make ``folder`` this run's: write the resolved configuration, what the user set of it, and the versions.
+    """Claim ``folder`` for this run: write the resolved configuration, the user's overrides and the versions.
 
     Raises
     ------
     FolderError
-        It holds a run already, or cannot be written.
+        The folder already holds a run, or cannot be written.
     """
     from omegaconf import OmegaConf
 
@@ -144,7 +145,10 @@ def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
 
 
 def clear(folder: Path) -> None:
-    """Forget a run that has left nothing to go on from, so that :func:`claim` can begin it again. Locked."""
+    """Remove the files of a run that left no checkpoint, so that :func:`claim` can begin it again.
+
+    The caller must hold the lock.
+    """
     for path in (
         folder / CONFIG_FILE,
         folder / SUMMARY_FILE,
@@ -155,19 +159,22 @@ def clear(folder: Path) -> None:
 
 
 def unclaim(folder: Path) -> None:
-    """Take back what :func:`claim` wrote for a run that was refused before it began. Locked."""
+    """Remove the files that :func:`claim` and :func:`sign` wrote for a run that was refused before it began.
+
+    The caller must hold the lock.
+    """
     for name in (CONFIG_FILE, OVERRIDES_FILE, VERSIONS_FILE, STARTED_BY_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
 def sign(folder: Path, identities: Mapping[str, str]) -> None:
-    """Write down who would start this run again, and what they call it; nothing where nobody would."""
+    """Record the launchers that may restart this run, and their identifiers for it; write nothing if there are none."""
     if identities:
         _write_json(folder / STARTED_BY_FILE, identities)
 
 
 def update_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the configuration with which a run goes on, in one stroke."""
+    """Atomically write the configuration with which a run is resumed."""
     from omegaconf import OmegaConf
 
     partial = folder / f"{CONFIG_FILE}.partial"
@@ -176,18 +183,18 @@ def update_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """What the user set of the configuration; nothing if that was not recorded."""
+    """Read the overrides that the user set; empty if they were not recorded."""
     from omegaconf import OmegaConf
 
     path = folder / OVERRIDES_FILE
     if not path.exists():
         return []
-    overrides = OmegaConf.to_container(OmegaConf.load(path))  # as they are, not resolved
+    overrides = OmegaConf.to_container(OmegaConf.load(path))  # as written, interpolations unresolved
     return [str(override) for override in overrides] if isinstance(overrides, list) else []
 
 
 def changed_versions(folder: Path) -> list[str]:
-    """What the run in ``folder`` began with that is of another version now, in words."""
+    """Describe every version that has changed since the run in ``folder`` began."""
     try:
         began = json.loads((folder / VERSIONS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -196,16 +203,16 @@ def changed_versions(folder: Path) -> list[str]:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary of a run that ended well, in one stroke."""
+    """Atomically write the summary of a completed run."""
     partial = folder / f"{SUMMARY_FILE}.partial"
     _write_json(partial, summary)
     partial.replace(folder / SUMMARY_FILE)
 
 
 def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
-    """Write the summary of a run that failed, unless another rank has done so: the first reason is the cause.
+    """Write the summary of a failed run unless another rank has done so: the first failure is the root cause.
 
-    Returns whether this process has written it.
+    Returns whether this process has written the summary.
     """
     try:
         with (folder / SUMMARY_FILE).open("x", encoding="utf-8") as file:
@@ -223,17 +230,33 @@ def draw_figures(
     *,
     form: str = "svg",
 ) -> tuple[Path, ...]:
-    """Draw loss and accuracy, the consensus distance, and the topology's rounds, as SVG or PNG (``form``).
+    """Draw loss and accuracy, the consensus distance, and the rounds of the topology, as SVG or PNG.
 
-    ``num_ranks`` counts those too that joined; ``changes`` are the summary's.
+    Parameters
+    ----------
+    folder : Path
+        The folder of the run.
+    num_ranks : int
+        The number of ranks that took part, including those that joined.
+    topology : Topology or None
+        The topology to draw, if any.
+    changes : sequence of mapping
+        The changes of membership, ``changes_of_ranks`` of the summary.
+    form : str
+        The file format, "svg" or "png".
+
+    Returns
+    -------
+    tuple of Path
+        The files drawn.
     """
     files = records.record_files(folder, num_ranks)
-    by_rank = [records.read_jsonl(path) for path in files if path.exists()]  # who ended at once has written nothing
+    by_rank = [records.read_jsonl(path) for path in files if path.exists()]  # a rank that ended at once has no file
     drawn: list[Path] = []
     for draw, name in ((run_figures.training_figure, "training"), (run_figures.consensus_figure, "consensus")):
         try:
             drawn.append(draw(by_rank, folder / f"{name}.{form}", changes))
-        except ValueError as error:  # a run that diverged has no numbers to draw, but has a result
+        except ValueError as error:  # a run that diverged has no finite numbers to draw, but it does have a result
             logger.warning("{}.{} is left out: {}", name, form, error)
     if topology is not None:
         drawn.append(folder / f"topology.{form}")
@@ -242,7 +265,7 @@ def draw_figures(
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the platform and the packages that results depend on."""
+    """Return the versions of Python, the platform and the packages on which results depend."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The part of a configuration that the launching side and the loop read themselves, checked."""
+"""The checked settings of a run: the part of a configuration that launcher and training loop read directly."""
 
 from __future__ import annotations
 
@@ -16,62 +16,64 @@ ON_LOSS = ("redistribute", "leave")
 
 
 class ConfigurationError(ValueError):
-    """What a user configured cannot be run; the text is one line that says why and what can."""
+    """The user's configuration cannot be run; the message is one line with the reason and the alternative."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long, on how many ranks and by which method a run trains.
+    """The settings of a run: method, duration, ranks and what it records.
 
     Attributes
     ----------
     method : str
         "gossip", "ddp" (torch's DistributedDataParallel) or "local" (no exchange at all).
     engine : str
-        "processes": one per rank; "virtual": all replicas in one process.
+        "processes" for one process per rank, or "virtual" for all replicas in one process.
     seed : int
-        Of the partition, the initial values and the order of the samples.
+        The seed of the partition, the initial values and the order of the samples.
     figures : bool
         Whether figures are drawn at the end.
     exchange_every : int
-        Steps per exchange; all but the last one of them are local.
+        The number of steps per exchange; all but the last of them are local.
     warmup_rounds : int
-        Rounds of the complete topology before the chosen one begins.
+        The number of rounds of the complete topology before the configured one begins.
     profile : bool
-        Whether each rank leaves a trace of a few steps.
+        Whether each rank writes a trace of a few steps.
     resumes : bool
-        Whether the run goes on from the newest checkpoint in its folder.
+        Whether the run is resumed from the newest checkpoint in its folder.
     checkpoint_every : int
-        Steps between two checkpoints; 0: none.
+        The number of steps between two checkpoints; 0 disables checkpoints.
     checkpoint_keep : int
-        How many checkpoints stay.
+        The number of checkpoints to keep.
     epochs : int
+        The length of the run in epochs.
     steps : int or None
-        Of the whole run, instead of ``epochs``; each rank then repeats its own samples.
+        The number of steps of the whole run, instead of ``epochs``; each rank then repeats its own samples.
     batch_size : int
-        Samples per rank and step.
+        The number of samples per rank and step.
     evaluate_every_epochs : int
-        Epochs between two evaluations on the test split; 0: only at the end.
+        The number of epochs between two evaluations on the test split; 0 means only at the end.
     evaluate_every_steps : int
-        Steps between two more of them; 0: none.
+        The number of steps between two additional evaluations; 0 means none.
     consensus_every_steps : int
-        Steps between two measurements of the consensus distance, each of which costs one global average; 0: only where
-        the test split is evaluated.
+        The number of steps between two measurements of the consensus distance, each of which costs one global average;
+        0 means only where the test split is evaluated.
     world_size : int
+        The number of ranks.
     local_size : int
-        Ranks of a group, which train one replica together; 1: each rank has one.
+        The number of ranks of a group, which train one replica together; with 1, each rank has a replica of its own.
     shard : str
-        How the ranks of a group share a replica: "none" (each has it whole), "optimizer" or "fsdp".
+        How the ranks of a group share a replica: "none" (each has all of it), "optimizer" or "fsdp".
     port : int or None
-        Of the key-value store; None: a free one.
+        The port of the key-value store; None selects a free one.
     timeout : timedelta
-        How long any wait for other ranks may take.
+        The longest time that any wait for other ranks may take.
     num_threads : int or None
-        torch's threads per rank; None: the machine's cores divided by the ranks.
+        The number of torch threads per rank; None divides the cores of the machine by the number of ranks.
     restart : int
-        How often a worker that failed is started again.
+        How many times a failed worker is restarted.
     on_loss : str
-        What becomes of the samples of ranks that are lost: "redistribute" or "leave".
+        What happens to the samples of lost ranks: "redistribute" or "leave".
     """
 
     method: str
@@ -100,7 +102,15 @@ class Settings:
     on_loss: str
 
     def evaluates_after(self, steps: int, *, epochs: int | None) -> bool:
-        """Whether to evaluate after so many steps; ``epochs`` is how many ended with the last one, None amid one."""
+        """Whether to evaluate after ``steps`` completed steps.
+
+        Parameters
+        ----------
+        steps : int
+            The number of completed steps.
+        epochs : int or None
+            The number of completed epochs if the last step ended an epoch; otherwise None.
+        """
         return (epochs is not None and every(self.evaluate_every_epochs, epochs)) or every(
             self.evaluate_every_steps, steps
         )
@@ -145,7 +155,7 @@ class Settings:
 
     @property
     def num_groups(self) -> int:
-        """How many replicas there are."""
+        """The number of groups of ranks, which is the number of replicas."""
         return self.world_size // self.local_size
 
     def _check_combinations(self) -> None:
@@ -177,23 +187,23 @@ class Settings:
 
 
 def every(interval: int, count: int) -> bool:
-    """Whether ``count`` is a multiple; never, if the interval is 0."""
+    """Whether ``count`` is a multiple of ``interval``; never if the interval is 0."""
     return interval > 0 and count % interval == 0
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The words "; did you mean x?" for the name that is most like ``name``, or a full stop."""
+    """Return the words "; did you mean x?" with the closest match to ``name``, or a full stop if there is none."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else "."
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key with dots.
+    """Return the value of a dotted key.
 
     Raises
     ------
     ConfigurationError
-        There is no such key.
+        The configuration has no such key.
     """
     value: Any = config
     for part in key.split("."):
@@ -219,7 +229,7 @@ def _integer(config: Mapping[str, Any], key: str, *, minimum: int, maximum: int 
 
 
 def _batch_size(config: Mapping[str, Any]) -> int:
-    """Of each rank."""
+    """Return the batch size of each rank, given directly or by the total over all ranks."""
     total, world_size = value_of(config, "training.total_batch_size"), value_of(config, "launch.world_size")
     if total is None:
         return _integer(config, "training.batch_size", minimum=1)
@@ -233,7 +243,7 @@ def _batch_size(config: Mapping[str, Any]) -> int:
 
 
 def _on_loss(config: Mapping[str, Any]) -> str:
-    """Data of the user's own need not say it."""
+    """Return ``data.on_loss``, which a user's own data section may omit."""
     return _choice(config, "data.on_loss", ON_LOSS) if "on_loss" in value_of(config, "data") else ON_LOSS[0]
 
 

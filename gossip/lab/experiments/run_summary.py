@@ -1,4 +1,4 @@
-"""What is left of a run in one small dictionary, and how it is shown."""
+"""The summary of a run: one small dictionary, and its presentation as a table."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TOTALS = {
     "num_refused": "num_refused",
     "num_skipped": "num_skipped",
 }
-"""What of a record is added up, and under which name."""
+"""The keys of a record that are summed over the steps, and the name of each sum."""
 _PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
 
 
 class RankReport:
-    """Collects what one rank contributes to the summary."""
+    """Accumulates the contribution of one rank to the summary."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -34,7 +34,7 @@ class RankReport:
         self._wait_by_peer_s: dict[str, float] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count one step, with those costs that its method measures."""
+        """Add the record of one step, with the costs that the training method measures."""
         self._steps += 1
         for key, name in _TOTALS.items():
             if key in record:
@@ -43,17 +43,17 @@ class RankReport:
             self._wait_by_peer_s[peer] = self._wait_by_peer_s.get(peer, 0.0) + wait_s
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted, for a checkpoint."""
+        """Return the accumulated values, for a checkpoint."""
         return {"steps": self._steps, "totals": dict(self._totals), "wait_by_peer_s": dict(self._wait_by_peer_s)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count on from there."""
+        """Restore the accumulated values of a checkpoint."""
         self._steps = state_dict["steps"]
         self._totals = dict(state_dict["totals"])
         self._wait_by_peer_s = dict(state_dict["wait_by_peer_s"])
 
     def of_rank(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Plain numbers, for the other ranks; ``evaluation``: how good the rank's replica is at the end."""
+        """Return the report as plain numbers, with the final evaluation of the rank's replica."""
         return {
             "steps": self._steps,
             **self._totals,
@@ -72,21 +72,22 @@ def summarise(
     parameter_bytes: int,
     changes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The summary of a run that went well.
+    """Build the summary of a completed run.
 
     Parameters
     ----------
     experiment : Experiment
+        The experiment that was run.
     reports : sequence of mapping
-        Each rank's :meth:`RankReport.of_rank`.
+        The result of :meth:`RankReport.of_rank` of each rank.
     average : Evaluation
-        Of the global average.
+        The evaluation of the global average.
     consensus_before, consensus_after : (float, float)
-        Absolute and relative consensus distance before and after the global average.
+        The absolute and the relative consensus distance before and after the global average.
     parameter_bytes : int
-        Of one replica.
+        The size of the parameters of one replica.
     changes : sequence of mapping
-        From which step on which members trained, if they were not the same from beginning to end.
+        The changes of membership during the run: the step from which each applies, and the members from then on.
     """
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
@@ -136,13 +137,13 @@ def _clipping(method: str, options: Mapping[str, Any]) -> str | None:
 
 
 def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Over the ranks; None if the method does not measure it."""
+    """Return the mean of a cost over the ranks; None if the method does not measure it."""
     values = [report[name] for report in reports if name in report]
     return statistics.fmean(values) if values else None
 
 
 def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How long a rank that gets messages from a peer stood still for it: the mean over those ranks."""
+    """Return the time spent waiting for each peer: the mean over the ranks that receive messages from it."""
     peers = sorted({peer for report in reports for peer in report["wait_by_peer_s"]}, key=int)
     waits = ([report["wait_by_peer_s"].get(peer) for report in reports] for peer in peers)
     return {
@@ -152,7 +153,7 @@ def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The summary of a completed run as lines of a table: what it is, and the value with its unit."""
+    """Return the summary of a completed run as rows of a table: the label, and the value with its unit."""
     return [
         ("test accuracy, local replicas: mean", percent(summary["local_test_accuracy_mean"])),
         ("test accuracy, local replicas: worst", percent(summary["local_test_accuracy_worst"])),
@@ -174,22 +175,22 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _measured(summary: Mapping[str, Any], key: str, text: str) -> list[tuple[str, str]]:
-    """Nothing, where the method or the engine has no such time."""
+    """Return one table row for a time, or none where the method or the engine does not measure it."""
     return [] if summary[key] is None else [(text, seconds(summary[key]))]
 
 
 def seconds(duration_s: float | None) -> str:
-    """A time in seconds; "-" if it was not measured."""
+    """Format a time in seconds; "-" if it was not measured."""
     return "-" if duration_s is None else f"{duration_s:.2f} s"
 
 
 def percent(accuracy: float) -> str:
-    """An accuracy as a percentage."""
+    """Format an accuracy as a percentage."""
     return f"{accuracy:.2%}"
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes with a readable unit."""
+    """Format a number of bytes with a suitable unit."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""What each rank trains on, and in which order."""
+"""The samples that each rank trains on, and their order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import torch
 
 @dataclass(frozen=True)
 class Shards:
-    """The samples of each rank, in batches of ``batch_size``: as many per epoch on every rank.
+    """The samples of each rank, in batches of ``batch_size``: the same number of batches per epoch on every rank.
 
-    Either an epoch is as long as the smallest shard, and the other ranks leave samples out; or, if ``repeats``, every
-    rank goes through its own samples again and again, whatever the others do: then an epoch is as long as the mean
-    shard, and shards may be smaller than a batch.
+    Without ``repeats``, an epoch is as long as the smallest shard, and the other ranks skip samples. With ``repeats``,
+    every rank cycles through its own samples independently of the others: an epoch is then as long as the mean shard,
+    and shards may be smaller than a batch.
 
     Parameters
     ----------
     indices : sequence of integer arrays
-        The samples of each rank.
+        The sample indices of each rank.
     batch_size : int
-        Samples per rank and step.
+        The number of samples per rank and step.
     seed : int
-        Of the order of the samples.
+        The seed of the sample order.
     repeats : bool
+        Whether every rank repeats its own samples.
 
     Raises
     ------
@@ -51,14 +52,14 @@ class Shards:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in the smallest shard; or of all samples, if ranks repeat them."""
+        """The number of whole batches in the smallest shard or, if ranks repeat their samples, in the mean shard."""
         if self.repeats:
             return max(1, self._num_samples // (len(self.indices) * self.batch_size))
         return min(len(shard) for shard in self.indices) // self.batch_size
 
     @property
     def left_out_per_epoch(self) -> int:
-        """Samples, over all ranks, that an epoch does not reach; each epoch leaves out others."""
+        """The number of samples, over all ranks, that an epoch skips; they differ from epoch to epoch."""
         if self.repeats:
             return 0
         return self._num_samples - len(self.indices) * self.steps_per_epoch * self.batch_size
@@ -70,18 +71,20 @@ class Shards:
     def batches(
         self, inputs: torch.Tensor, targets: torch.Tensor, *, ranks: range, epoch: int, first: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each step of an epoch the batches of some ranks, one after the other.
+        """Yield, for each step of an epoch, the batches of some ranks, concatenated.
 
-        The order of a rank's samples follows from (seed, rank, epoch) alone.
+        The order of a rank's samples depends on (seed, rank, epoch) alone.
 
         Parameters
         ----------
         inputs, targets : Tensor, [N, ...]
             All samples.
         ranks : range
+            The ranks whose batches are returned.
         epoch : int
+            The number of the epoch.
         first : int
-            How many steps of the epoch are left out, because they have been made.
+            The number of steps of the epoch to skip, because they have been made already.
         """
         own = [self.indices[rank] for rank in ranks]
         for places in zip(*(self.places(rank, epoch, first) for rank in ranks), strict=True):
@@ -91,7 +94,7 @@ class Shards:
             yield inputs[chosen], targets[chosen]
 
     def places(self, rank: int, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Which of a rank's samples are in each batch of an epoch."""
+        """Yield, for each batch of an epoch, the positions of its samples within the rank's shard."""
         size = len(self.indices[rank])
         for batch in range(first, self.steps_per_epoch):
             if self.repeats:
@@ -100,7 +103,10 @@ class Shards:
                 yield _order(self.seed, rank, epoch, size)[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def repeated(self, rank: int, step: int) -> npt.NDArray[np.int64]:
-        """Which of a rank's samples a step takes, if it repeats them: each pass over them is in an order of its own."""
+        """Return the positions of a step's samples within the shard of a rank that repeats its samples.
+
+        Each pass over the shard has an order of its own.
+        """
         size = len(self.indices[rank])
         samples = range(step * self.batch_size, (step + 1) * self.batch_size)
         pieces = []
@@ -110,7 +116,7 @@ class Shards:
         return np.concatenate(pieces)
 
 
-@functools.lru_cache(maxsize=4096)  # a pass takes many steps, and the ranks of a process take turns
+@functools.lru_cache(maxsize=4096)  # a pass spans many steps, and the ranks of a process alternate
 def _order(seed: int, rank: int, number: int, size: int) -> npt.NDArray[np.int64]:
     order: npt.NDArray[np.int64] = np.random.default_rng((seed, rank, number)).permutation(size)
     return order

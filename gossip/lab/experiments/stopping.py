@@ -1,7 +1,7 @@
-"""SIGTERM and USR1 while a run trains: all ranks stop after the same step, so that they can save what they have.
+"""Graceful stop on SIGTERM and SIGUSR1: all ranks stop after the same step, so that they can save a checkpoint.
 
-Where nothing is saved, and after Ctrl-C, the run ends at once, and a call that no signal interrupts does not hold it
-for long.
+Without checkpoints, and after Ctrl-C, the run ends at once; a call that no signal can interrupt delays this only for a
+bounded time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gossip.communication import daemon_threads
 from gossip.launching import signal_workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to save and end: SLURM sends the first at a preemption, and the second where it is asked to."""
+"""The signals that ask a run to save and exit. SLURM sends SIGTERM on preemption, and SIGUSR1 where configured to."""
 
 GRACE_S = 20.0
-"""How long the ranks may take from the signal to the step after which they save; a long step may be in the way."""
+"""The time that the ranks may take from the signal to the end of the step after which they save; steps may be long."""
 
 _PAUSE_S = 0.25  # between two looks for another rank's signal
 _SHORT_PAUSE_S = 0.01
@@ -35,42 +35,45 @@ _ASKED = "asked"
 
 
 class Stopping:
-    """Whether the ranks stop, and after which step: once any of them gets a signal, all stop after the same one.
+    """Agreement of the ranks on a common last step, once any of them receives a signal.
 
-    A rank can be some steps ahead of another, and a rank-local decision would leave peers waiting. So each rank, once
-    it knows of the signal, tells the others how many steps it is bound to have made (those that it has begun), and
-    begins no other before everybody has told. The largest of these numbers is where all stop: no rank is past it, and
-    those that are behind go on, so that those ahead get the messages that they wait for.
+    A rank can be some steps ahead of another, and a rank-local decision would leave peers waiting. So each rank that
+    learns of the signal publishes the number of steps that it is committed to (those that it has begun), and begins no
+    further step before all ranks have published theirs. All ranks stop after the largest of these numbers: no rank is
+    past it, and ranks that are behind continue, so that those ahead receive the messages that they wait for.
 
-    A thread of its own listens to the signal and talks to the key-value store: the step that the main thread is in may
-    be waiting for a rank that waits here already. If the ranks do not get there within ``grace_s``, the thread says so
-    and ends the process, with the signal's status and without a checkpoint. So it does after Ctrl-C, or any signal
-    where nothing is to be saved, if the handler that the program has for it has not ended the block by then: no handler
-    runs before a call into C++ returns.
+    A separate thread listens for the signal and accesses the key-value store, because the step that the main thread is
+    in may be waiting for a rank that waits here already. If the ranks do not reach the last step within ``grace_s``,
+    the thread reports this and terminates the process with the signal's exit status and without a checkpoint. It does
+    the same after Ctrl-C, or after any signal where nothing is to be saved, if the program's own handler has not ended
+    the block by then: no handler runs before a call into C++ returns.
 
     Parameters
     ----------
     store : Store or None
-        Of keys that are for this alone, the same on all ranks; None if there is one rank only.
+        A key-value store with a key prefix that is reserved for this purpose, the same on all ranks; None for a single
+        rank.
     rank : int
+        The rank of this process.
     ranks : callable
-        All of them; those who are lost meanwhile are asked for nothing.
+        Returns the present ranks; ranks that have been lost in the meantime are not waited for.
     bound_steps : int
-        How many steps this rank makes in any case: it must make the first one of this run.
+        The number of steps that this rank is committed to from the start: it must make the first step of this run.
     saves : bool
-        Whether there is anything to agree on; False leaves all signals to the program's own handlers.
+        Whether there is anything to save; False leaves all signals to the program's own handlers.
     last_words : callable
-        Gets the reason if the thread ends the process, and returns what is to be said at the very end.
+        Takes the reason when the thread terminates the process, and returns the text to print last.
     grace_s : float
+        The time limit in seconds, counted from the signal.
 
     Attributes
     ----------
     signal_number : int or None
-        What the ranks were asked to stop by; None until :meth:`goes_on` says that they do.
+        The signal that asked the ranks to stop; None until :meth:`goes_on` has returned False.
 
     Notes
     -----
-    Within ``with``, in the main thread; on the same ranks, which call :meth:`goes_on` after each step.
+    To be used as a context manager in the main thread of every rank; each rank calls :meth:`goes_on` after each step.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Stopping:
 
     @classmethod
     def of_all_ranks(cls, world: World, bound_steps: int, *, saves: bool, last_words: Callable[[str], str]) -> Self:
-        """For the ranks of a model, or for a process alone. Collective."""
+        """Make an instance for all ranks of a model, or for a single process. Collective."""
         store = world.keys("stopping") if saves else None
         return cls(store, world.member, lambda: world.members, bound_steps, saves=saves, last_words=last_words)
 
@@ -110,7 +113,7 @@ class Stopping:
         if threading.current_thread() is threading.main_thread():
             os.set_blocking(self._writing, False)
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            # The thread hears of the signal by the descriptor, also while the main thread is in foreign code.
+            # The descriptor informs the thread of the signal even while the main thread executes native code.
             self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self._saves}
         self._thread = daemon_threads.start("gossip-stopping", self._watch, end=self._is_there.set)
         return self
@@ -128,7 +131,7 @@ class Stopping:
             os.close(self._writing)
 
     def goes_on(self, step: int) -> bool:
-        """Whether this rank makes another step after ``step`` of them. If not, no rank does.
+        """Whether this rank makes another step after ``step`` completed steps. If not, no rank does.
 
         Raises
         ------
@@ -157,18 +160,18 @@ class Stopping:
             elif signal_number is not None and not self._is_there.wait(self._grace_s):
                 self.signal_number = signal_number
                 self._give_up("the call that the main thread is in has not returned")
-        except RuntimeError as error:  # of the store
+        except RuntimeError as error:  # raised by the key-value store
             if not self._is_there.is_set() and self._is_asked:
                 self._give_up(f"the key-value store does not answer ({str(error).splitlines()[0]})")
 
     def _listen(self) -> int | None:
-        """The signal, once this or another rank has got one; None once the training has ended."""
+        """Wait for a signal on this or another rank and return its number; None once the training has ended."""
         while not self._is_there.is_set():
             ready, _, _ = select.select([self._reading], [], [], _PAUSE_S)
             for number in os.read(self._reading, 64) if ready else b"":
                 if number in (*SIGNALS, signal.SIGINT):
                     return number
-            with contextlib.suppress(RuntimeError):  # whoever misses the store will say so
+            with contextlib.suppress(RuntimeError):  # a store that is gone is reported where it is needed
                 if self._saves and self._store is not None and self._store.check([_ASKED]):
                     return int(self._store.get(_ASKED))
         return None
@@ -177,7 +180,7 @@ class Stopping:
         deadline = time.monotonic() + self._grace_s
         self.signal_number = signal_number
         with self._lock:
-            self._is_asked = True  # from here on the main thread leaves the number as it is
+            self._is_asked = True  # from here on the main thread no longer changes the number of bound steps
         steps = [self._bound_steps]
         if self._store is not None:
             self._store.set(_ASKED, str(signal_number))
@@ -189,7 +192,7 @@ class Stopping:
                     return
                 if time.monotonic() > deadline:
                     self._give_up(f"no answer from {'rank' if len(absent) == 1 else 'ranks'} {str(absent)[1:-1]}")
-            # Whoever told and was lost counts too: others may have read it before.
+            # A rank that published its number and was then lost counts too: others may have read the number already.
             told = [f"steps{rank}" for rank in known.union(self._ranks()) if self._store.check([f"steps{rank}"])]
             steps = [int(self._store.get(key)) for key in told]
         self._last_step = max(steps)
@@ -205,14 +208,15 @@ class Stopping:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(128 + self.signal_number)  # the main thread may be in a wait that no signal ends
+        os._exit(128 + self.signal_number)  # the main thread may be in a wait that no signal can interrupt
 
 
 @contextlib.contextmanager
 def signals_for_workers() -> Iterator[list[int]]:
-    """Within the block the workers of :func:`gossip.launch` get :data:`SIGNALS` in this process's place.
+    """Forward :data:`SIGNALS` from this process to the workers of :func:`gossip.launch` within the block.
 
-    Yields a list of those that came. Before there are workers a signal ends this process as it would without the block.
+    Yields a list to which each forwarded signal is appended. As long as there are no workers, a signal ends this
+    process as it would outside the block.
     """
     came: list[int] = []
     before: dict[int, Any] = {}
@@ -237,4 +241,4 @@ def signals_for_workers() -> Iterator[list[int]]:
 
 
 def _leave_to_the_thread(_: int, __: FrameType | None) -> None:
-    """A handler there must be, or Python writes nothing to the descriptor."""
+    """Do nothing; without a Python-level handler, Python would not write to the wake-up descriptor."""

@@ -1,4 +1,4 @@
-"""The command line over hydra: a run, a sweep, or a rank that others started; and what a user's mistakes look like."""
+"""The hydra command line: a run, a sweep, or one rank of a launched job; and the reporting of user errors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gossip.lab.experiments.stopping import SIGNALS
 from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"
-"""The environment variable from which the configuration takes the last part of the run folder's name."""
+"""The environment variable from which the configuration reads the name of the run folder (its last component)."""
 
 SWEEP = "sweep"
-"""The primary configuration of many runs."""
+"""The name of the primary config of a sweep."""
 
 FAILED = 1
 REFUSED = 2
@@ -40,20 +40,20 @@ INTERRUPTED = 130
 
 
 def main(config_folder: Path, config_name: str) -> int:
-    """Run what ``sys.argv`` says.
+    """Run the command that ``sys.argv`` describes.
 
     Parameters
     ----------
     config_folder : Path
-        Absolute.
+        The absolute path of the folder of config files.
     config_name : str
-        Of the primary configuration in it.
+        The name of the primary config in that folder.
 
     Returns
     -------
     int
-        The exit status: 0; 1 if a run failed; 2 if what the user asked for cannot be run; 130 after Ctrl-C. SIGTERM
-        raises ``SystemExit(143)`` and USR1 ``SystemExit(138)``, after a checkpoint where checkpoints are on.
+        The exit status: 0 for success, 1 if a run failed, 2 if the request cannot be run, 130 after Ctrl-C. SIGTERM
+        raises ``SystemExit(143)`` and SIGUSR1 ``SystemExit(138)``, after a checkpoint if checkpoints are enabled.
     """
     if set(FLAGS).intersection(sys.argv[1:]):
         try:
@@ -66,7 +66,7 @@ def main(config_folder: Path, config_name: str) -> int:
         signal.signal(number, _terminate)
     try:
         placement = find_placement()
-    except ValueError as error:  # of SLURM's variables
+    except ValueError as error:  # invalid environment variables of SLURM
         return report(ConfigurationError(str(error)), config_folder, config_name)
     if placement is not None:
         return _main_of_one_rank(config_folder, config_name, placement)
@@ -77,7 +77,7 @@ def main(config_folder: Path, config_name: str) -> int:
             _prepare_sweep()
         _run_hydra(config_folder, config_name, last_words)
     except BrokenPipeError:
-        raise  # whether standard output's reader has gone is seen to above
+        raise  # the caller handles a closed standard output
     except (Exception, KeyboardInterrupt) as error:
         status = report(error, config_folder, config_name)
         if status == REFUSED:
@@ -90,7 +90,10 @@ def main(config_folder: Path, config_name: str) -> int:
 
 
 def _prepare_sweep() -> None:
-    """Let hydra sweep whatever the arguments are: where it cannot compose them, it would take them for one run's."""
+    """Insert the options of a sweep into ``sys.argv``, such as ``--multirun``.
+
+    Without that flag, hydra would treat arguments that it cannot compose as those of a single run.
+    """
     from gossip.lab.sweeps import sweep_folder
 
     arguments = sys.argv[1:]
@@ -106,7 +109,7 @@ def _prepare_sweep() -> None:
 
 
 def report(error: BaseException, config_folder: Path, config_name: str) -> int:
-    """Tell the user on stderr what went wrong, and return the exit status that belongs to it."""
+    """Report an error to the user on stderr, and return the corresponding exit status."""
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -127,7 +130,7 @@ def report(error: BaseException, config_folder: Path, config_name: str) -> int:
 
 
 def _refusal_within(error: BaseException) -> ConfigurationError | None:
-    """What was refused while omegaconf resolved the configuration, which wraps it."""
+    """Return the ConfigurationError that OmegaConf wrapped while resolving the configuration; None if there is none."""
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, ConfigurationError):
         inner = inner.__cause__ or inner.__context__
@@ -135,7 +138,10 @@ def _refusal_within(error: BaseException) -> ConfigurationError | None:
 
 
 def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> None:
-    """Compose and run; every error is raised, none is printed. What is to be said after it is left in the list."""
+    """Compose the configuration and run it. Every error is raised and none is printed.
+
+    The text to print after the error is appended to ``last_words``.
+    """
     import hydra
     from omegaconf import OmegaConf
 
@@ -149,26 +155,26 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
     def task(config: Any) -> None:
         try:
             _task(config, config_folder, config_name, last_words)
-        except Exception as error:  # hydra would print lines of its own about it
+        except Exception as error:  # hydra would add output of its own
             errors.append(error)
 
     sweeper.register()
     OmegaConf.register_new_resolver("gossip.run_folder", _FolderChoice(), replace=True)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises its own errors
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes hydra raise its errors instead of printing them
     hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
     if errors:
         raise errors[0]
 
 
 def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: list[str]) -> None:
-    """One run of hydra's: in a sweep a failure is recorded and reported, and the next run comes."""
+    """Perform one hydra job. In a sweep, a failure is recorded and reported, and the next run follows."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    written: Any = OmegaConf.to_container(settings.overrides.task)  # as they are, not resolved
+    written: Any = OmegaConf.to_container(settings.overrides.task)  # as written, interpolations unresolved
     overrides = list(map(str, written))
     in_sweep = settings.mode == RunMode.MULTIRUN
 
@@ -214,7 +220,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
             raise
         status = report(error, config_folder, config_name)
         if isinstance(error, run_folder.FolderError):
-            raise SystemExit(status) from error  # nothing can be recorded in a sweep's folder that is another's
+            raise SystemExit(status) from error  # the failure cannot be recorded in a folder that another run uses
         why = explain(error, config_folder, config_name) or reason(error)
         run_folder.write_failure(folder, {"status": "failed", "reason": why, "overrides": overrides})
         return
@@ -226,12 +232,12 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
 
 
 def _is_to_go_on_if_it_can(resume: str | None) -> bool:
-    """Whether the run may have begun already, in an attempt that did not end well."""
+    """Whether the run may have been started before, in an attempt that failed."""
     return resume == attempts.AUTO or (resume is None and attempts.restarter() is not None)
 
 
 class _FolderChoice:
-    """The folder of the run, for the configuration to ask for: chosen once, by rank 0. The first call is collective."""
+    """The OmegaConf resolver for the run folder, which rank 0 chooses once. The first call is collective."""
 
     def __init__(self) -> None:
         self._found: str | None = None
@@ -248,7 +254,7 @@ class _FolderChoice:
 
 
 def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_name: str) -> dict[str, Any]:
-    """The configuration of the run that goes on in ``folder``."""
+    """Return the configuration of the run that is resumed in ``folder``."""
     from hydra import compose
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -256,7 +262,7 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
         raise ConfigurationError(f"resume={asked['resume']} goes on in that folder; leave out hydra.run.dir={folder}")
     keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
     if dist.is_initialized():
-        keys.append("launch.world_size")  # whoever started the ranks has set it
+        keys.append("launch.world_size")  # set by the launcher of the ranks
     defaults = _plain(compose(config_name), complete=False)
     return resuming.continued_configuration(folder, asked, defaults, keys)
 
@@ -276,7 +282,7 @@ def _plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
 
 
 def _main_of_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
-    """Under torchrun or srun: every rank runs this, with one run folder for all."""
+    """Run as one rank under torchrun or srun; all ranks share one run folder. Collective."""
     try:
         with joined_process_group():
             return _run_one_rank(config_folder, config_name, placement)
@@ -299,7 +305,8 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
             )
         _run_hydra(config_folder, config_name, last_words)
     except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
-        # The same on every rank. Torchrun ends all when the first one leaves: rank 0 must have spoken by then.
+        # The error is the same on every rank. Torchrun ends all ranks when the first one exits, and rank 0 must have
+        # reported the error by then.
         status = report(error, config_folder, config_name) if rank == 0 else REFUSED
         dist.barrier()
         new_folders.remove_new()
@@ -309,7 +316,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
         print(*last_words, sep="", end="", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # communication that cannot end any more must not hold the process
+        os._exit(status)  # communication that can no longer complete must not block the exit
     return 0
 
 
@@ -318,14 +325,14 @@ def _report_rank(error: BaseException, rank: int) -> int:
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if not isinstance(error, ExchangeError | dist.DistError):  # those are the echo of another rank's failure
+    if not isinstance(error, ExchangeError | dist.DistError):  # these are consequences of another rank's failure
         traceback.print_exception(error)
     print(f"rank {rank} failed: {reason(error)}", file=sys.stderr)
     return FAILED
 
 
 def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
-    """What ``text`` returns on rank 0. Collective."""
+    """Return on every rank what ``text`` returns on rank 0. Collective."""
     world = World(DEFAULT_TIMEOUT)
     texts = world.gather_bytes(text().encode() if world.rank == 0 else b"", what)
     world.close()

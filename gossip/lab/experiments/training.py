@@ -1,4 +1,4 @@
-"""What a process does of a run, for one rank or for all: the loop, its records, and at the end the averaged model."""
+"""The part of a run in one process, for one rank or for all: training loop, records and the averaged model."""
 
 from __future__ import annotations
 
@@ -35,16 +35,19 @@ MODEL_FILE = "model.safetensors"
 
 
 def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], str] = lambda _: "") -> dict[str, Any]:
-    """As :func:`train_experiment`, for a worker, which gets what it is to train as a configuration. Collective.
+    """Build the experiment from its configuration and call :func:`train_experiment`: the entry point of a worker.
+
+    Collective.
 
     Parameters
     ----------
     config : mapping
-        Resolved and plain; the same on every rank.
+        The resolved configuration as plain data; the same on every rank.
     folder : str
-        Of the run; it exists.
+        The folder of the run; it must exist.
     last_words : callable
-        Of a rank that a signal ends in mid-call: see :class:`gossip.lab.experiments.stopping.Stopping`.
+        Returns the last output of a rank that a signal terminates during a blocking call: see
+        :class:`gossip.lab.experiments.stopping.Stopping`.
     """
     return train_experiment(build(config), Path(folder), last_words)
 
@@ -52,23 +55,25 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
 def train_experiment(
     experiment: Experiment, folder: Path, last_words: Callable[[str], str] = lambda _: ""
 ) -> dict[str, Any]:
-    """Train this process's replicas: its rank's, or those of all ranks. Collective.
+    """Train the replicas of this process: the replica of its rank, or those of all ranks. Collective.
 
-    Leaves their records and, on rank 0, the averaged model in ``folder``.
+    Writes their records and, on rank 0, the averaged model to ``folder``.
 
     Parameters
     ----------
     experiment : Experiment
+        The experiment to train.
     folder : Path
-        Of the run; it exists.
+        The folder of the run; it must exist.
     last_words : callable
-        Of a rank that a signal ends in mid-call: see :class:`gossip.lab.experiments.stopping.Stopping`.
+        Returns the last output of a rank that a signal terminates during a blocking call: see
+        :class:`gossip.lab.experiments.stopping.Stopping`.
 
     Returns
     -------
     dict
-        The summary of the run, the same on every rank. ``wall_time_s`` is what the run took before it was resumed.
-        Where checkpoints are on and a signal ended the run, ``signal`` instead: its number.
+        The summary of the run, the same on every rank. Its ``wall_time_s`` covers only the time before the run was
+        resumed. If checkpoints are enabled and a signal ended the run, only ``signal``, the number of that signal.
     """
     settings, shards = experiment.settings, experiment.shards
     rank = int(os.environ.get("RANK", dist.get_rank())) if dist.is_initialized() else 0
@@ -125,7 +130,8 @@ def _make_all_steps(
 ) -> tuple[dict[str, Any], int | None]:
     """Train to the end, or until a signal asks all ranks to save and stop.
 
-    Returns the last record, which is not logged where it is the run's last, and the signal's number.
+    Returns the last record and the number of the signal, or None. The record of the final step of the run has not been
+    logged yet.
     """
     checkpoint_every, total_steps = experiment.settings.checkpoint_every, state.total_steps
     last: dict[str, Any] = {}
@@ -140,7 +146,7 @@ def _make_all_steps(
                 _log(records, last)
                 stops = not stopping.goes_on(state.step)
                 if stops or every(checkpoint_every, state.step):
-                    records.flush()  # a checkpoint that survives finds all the records before it
+                    records.flush()  # a checkpoint must not be more durable than the records before it
                     state.save()
                 if stops:
                     return last, stopping.signal_number
@@ -148,7 +154,7 @@ def _make_all_steps(
 
 
 def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state: RunState) -> Iterator[dict[str, Any]]:
-    """Make all steps that are left; yield the record of each, the last one without its evaluation."""
+    """Make all remaining steps and yield the record of each; that of the last step lacks its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
     total_steps, first_step = state.total_steps, state.step
     first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
@@ -191,17 +197,20 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
                 if is_evaluated or every(settings.consensus_every_steps, state.step):
                     record |= _consensus(method)
                 if is_evaluated:
-                    if len(method.ranks) == 1:  # of many it takes long
+                    if len(method.ranks) == 1:  # evaluating many replicas takes long
                         record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
                     with method.averaged():
                         record |= _evaluate_average(experiment, method).named("averaged_test")
             yield record
-            if state.step == total_steps:  # amid an epoch, if the steps are given
+            if state.step == total_steps:  # possibly in the middle of an epoch, if training.steps is set
                 return
 
 
 def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate the replicas, average them for good, evaluate the average; complete the last record."""
+    """Evaluate the replicas, replace them by their average, evaluate it and complete the last record.
+
+    Returns the summary of the run.
+    """
     local = method.evaluate(experiment.data.test_inputs, experiment.data.test_targets)
     before = method.consensus_distance()
     method.global_avg()
@@ -218,7 +227,7 @@ def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[
 
 
 def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
-    """What the module holds is the same in all processes."""
+    """Evaluate the averaged model, which the module holds in all processes; each evaluates its share of the samples."""
     data = experiment.data
     return evaluate_together(method.module, data.test_inputs, data.test_targets, method.groups)
 
@@ -229,7 +238,7 @@ def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def _cut_records(folder: Path, method: Method, step: int) -> None:
-    """Leave the records of the steps before ``step``: those here, and by rank 0 those of ranks that are no more."""
+    """Remove the records from ``step`` on: each process from its own files, rank 0 from those of former ranks too."""
     own = folder / f"{method.name}.jsonl"
     num_records = cut_jsonl(own, step) + cut_jsonl(other_file(own), step)
     if 0 < num_records < step:
@@ -243,7 +252,7 @@ def _cut_records(folder: Path, method: Method, step: int) -> None:
 
 @contextmanager
 def _begun_records(experiment: Experiment, method: Method, state: RunState, folder: Path) -> Iterator[Logger]:
-    """This process's records, within the block. Collective if the run is resumed."""
+    """Open the record files of this process for the duration of the block. Collective if the run is resumed."""
     settings, world = experiment.settings, method.world
     rank = world.member if settings.engine == "processes" else None
     records = JsonlLogger()

@@ -1,4 +1,4 @@
-"""Gossip, all-reduce (torch's DDP) and no exchange at all, behind one small interface."""
+"""Training methods behind one small interface: gossip, all-reduce (torch's DDP) and no exchange at all."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from topologies import Round, Topology
 
 
 class Method(Protocol):
-    """How the replicas on the ranks learn from each other.
+    """The interface of a training method: how the replicas on the ranks learn from each other.
 
     Attributes
     ----------
     name : str
-        Of the files of this process.
+        The stem of the names of this process's files.
     ranks : range
-        Whose replicas are trained in this process.
+        The ranks whose replicas are trained in this process.
     module : Module
-        The rank's bare replica; of several ranks one that holds their mean, once it is asked for.
+        The bare replica of the rank; with several ranks in this process, a module that holds the mean of their
+        replicas once it has been requested.
     optimizer : Optimizer
-        For a scheduler; a method steps it itself.
+        The optimizer, for use by a scheduler; the method steps it itself.
     world : World
         All processes of the run, until the method is closed.
     groups : World
-        Those of them among which samples are divided to evaluate the mean of the replicas.
+        The processes among which the samples are divided when the mean of the replicas is evaluated.
     """
 
     name: str
@@ -58,38 +59,42 @@ class Method(Protocol):
 
     @property
     def model(self) -> GossipDataParallel | VirtualWorkers | None:
-        """What checkpoints are made of; None where there are none."""
+        """The object that checkpoints save; None for a method without checkpoints."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The replicas' outputs, for training. Local, or collective where buffers are shared."""
+        """Return the outputs of the replicas, for training. Local, or collective where buffers are shared."""
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
-        """Make one step. Every process makes as many.
+        """Make one step. Every process must make the same number of steps.
 
         Returns
         -------
         dict
-            What it cost: of :class:`gossip.StepStats` what this method measures, with strings for keys.
+            The costs of the step: those fields of :class:`gossip.StepStats` that this method measures, with string
+            keys.
         """
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-        """Each replica here on all samples. Local."""
+        """Evaluate each replica of this process on all samples. Local."""
 
     def consensus_distance(self) -> tuple[float, float]:
-        """Root mean square distance of the replicas from their mean, and relative to the mean's norm. Collective."""
+        """Return the root mean square distance of the replicas from their mean, absolute and relative. Collective.
+
+        The relative distance is divided by the norm of the mean.
+        """
 
     def averaged(self) -> contextlib.AbstractContextManager[Any]:
-        """Within the block ``module`` holds the mean of the replicas. Collective."""
+        """Return a context manager in whose block ``module`` holds the mean of the replicas. Collective."""
 
     def global_avg(self) -> None:
-        """Replace every replica by the mean. Collective."""
+        """Replace every replica by the mean of all replicas. Collective."""
 
     def close(self) -> None:
         """End communication. Local."""
 
 
 def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
-    """The method that the settings name, for one rank; it tells ``tracer`` of exchanges. Collective."""
+    """Make the training method of the settings for one rank; it reports exchanges to ``tracer``. Collective."""
     torch.manual_seed(experiment.settings.seed)
     module = experiment.make_module()
     if experiment.settings.method == "ddp":
@@ -101,12 +106,12 @@ def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         num_groups = world_size // experiment.settings.local_size
         method = GossipMethod(experiment, module, experiment.topology or without_exchange(num_groups), tracer)
-    torch.manual_seed(_rank_seed(experiment.settings.seed, method.world.rank))  # dropout: others on every rank
+    torch.manual_seed(_rank_seed(experiment.settings.seed, method.world.rank))  # dropout must differ between ranks
     return method
 
 
 def without_exchange(world_size: int) -> Topology:
-    """For replicas that are trained alone."""
+    """Return a topology of identity rounds, for replicas that are trained without communication."""
     return Topology.from_rounds([Round.identity(world_size)], name="no exchange")
 
 
@@ -115,7 +120,7 @@ def _rank_seed(seed: int, rank: int) -> int:
 
 
 def _say_what_is_ignored(experiment: Experiment) -> None:
-    """Options that mean something to other methods only, if the user has changed them."""
+    """Log the options that the user has changed and that method=ddp ignores."""
     changed = {
         f"algorithm {experiment.algorithm.describe()}": experiment.algorithm.describe()
         != AdaptWhileCommunicating().describe(),
@@ -129,13 +134,13 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
 
 
 def of_one_rank(world: World) -> tuple[str, range]:
-    """The name of a rank's files, and whose replica it trains."""
+    """Return the stem of a rank's file names and the range that holds this rank alone."""
     return f"rank{world.member}", range(world.rank, world.rank + 1)
 
 
 def _grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
-    """What the wrapper is told of groups of ranks, once the module is sharded where that is asked for. Collective."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # loads for a while
+    """Return the wrapper's options for groups of ranks; with shard=fsdp, apply ``fully_shard`` first. Collective."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
     mesh = make_shard_mesh(local_size, "cpu")
     if shard != "fsdp":
@@ -149,7 +154,7 @@ def _grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
 
 
 class GossipMethod:
-    """:class:`gossip.GossipDataParallel`, as ``model``; with identity rounds every rank trains alone."""
+    """Gossip with :class:`gossip.GossipDataParallel` as ``model``; with identity rounds every rank trains alone."""
 
     def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
         options = options_of_the_wrapper(experiment.wrapper_options)
@@ -178,12 +183,12 @@ class GossipMethod:
         self.name, self.ranks = of_one_rank(self.world)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The replica's output. Local."""
+        """Return the output of the replica. Local."""
         output: torch.Tensor = self.model(inputs)
         return output
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
-        """Update and exchange inside the backward pass, or after it."""
+        """Make one step; update and exchange happen inside the backward pass, or after it."""
         loss.backward()
         if not self._options["step_in_backward"]:
             if self._options["clip_grad_norm"] is not None:
@@ -197,42 +202,42 @@ class GossipMethod:
             if isinstance(value, Mapping):
                 costs[key] = {str(peer): of_peer for peer, of_peer in sorted(value.items())}
         del costs["step"]
-        costs["membership_epoch"] = costs.pop("epoch")  # a record's own one counts passes over the data
+        costs["membership_epoch"] = costs.pop("epoch")  # a record's "epoch" counts passes over the data
         return costs
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-        """This rank's replica."""
+        """Evaluate the replica of this rank. Local."""
         return [evaluate(self.module, inputs, targets)]
 
     def consensus_distance(self) -> tuple[float, float]:
-        """As :meth:`gossip.GossipDataParallel.consensus_distance`."""
+        """See :meth:`gossip.GossipDataParallel.consensus_distance`."""
         return self.model.consensus_distance()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """As :meth:`gossip.GossipDataParallel.averaged`."""
+        """See :meth:`gossip.GossipDataParallel.averaged`."""
         return self.model.averaged()
 
     def global_avg(self) -> None:
-        """As :meth:`gossip.GossipDataParallel.global_avg`."""
+        """See :meth:`gossip.GossipDataParallel.global_avg`."""
         self.model.global_avg()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks and end communication."""
         self.model.close()
         if self.world is not self.groups:
             self.world.close()
 
 
 class AllReduceMethod:
-    """torch's DistributedDataParallel: gradients are averaged, the replicas stay equal.
+    """All-reduce with torch's DistributedDataParallel: gradients are averaged, so the replicas stay equal.
 
-    Buffers (batch norm's running statistics) are rank 0's at the beginning of each forward pass and drift apart in it,
-    so that only they are averaged.
+    Buffers (batch norm's running statistics) are broadcast from rank 0 at the beginning of each forward pass and
+    diverge during it, so that averaging the replicas only needs to average the buffers.
 
     Notes
     -----
-    The exposed wait is the time from the moment in which the last bucket of gradients is ready on this rank to the end
-    of the backward pass. A ring all-reduce sends 2 (n - 1) / n times the gradients' bytes.
+    The exposed wait is the time from the moment when the last gradient bucket is ready on this rank to the end of the
+    backward pass. A ring all-reduce sends 2 (n - 1) / n times the bytes of the gradients.
     """
 
     def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
@@ -242,7 +247,7 @@ class AllReduceMethod:
         self._model = DistributedDataParallel(
             module, bucket_cap_mb=experiment.wrapper_options["bucket_cap_mb"], process_group=group
         )
-        # A lambda: torch compares annotations, which are strings here, with its own types.
+        # A lambda has no annotations: torch compares them with its own types, but here they are strings.
         self._model.register_comm_hook(group, lambda group, bucket: self._all_reduce(group, bucket))
         self.module = module
         self.optimizer = experiment.make_optimizer(list(module.named_parameters()))
@@ -255,7 +260,7 @@ class AllReduceMethod:
         self.name, self.ranks = of_one_rank(world)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The replica's output. Collective if there are buffers."""
+        """Return the output of the replica. Collective if the module has buffers."""
         start = time.perf_counter()
         with self._exchange("sharing rank 0's buffers"):
             output: torch.Tensor = self._model(inputs)
@@ -263,7 +268,7 @@ class AllReduceMethod:
         return output
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
-        """Average the gradients inside the backward pass, then update."""
+        """Make one step: all-reduce the gradients inside the backward pass, then update."""
         start = time.perf_counter()
         with self._exchange("the all-reduce of the gradients"):
             loss.backward()
@@ -284,11 +289,11 @@ class AllReduceMethod:
         return costs
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-        """This rank's replica."""
+        """Evaluate the replica of this rank. Local."""
         return [evaluate(self.module, inputs, targets)]
 
     def consensus_distance(self) -> tuple[float, float]:
-        """Measured, not assumed: 0 as long as the replicas are equal."""
+        """Measure the consensus distance rather than assume it: 0 as long as the replicas are equal. Collective."""
         values = nn.utils.parameters_to_vector(self.module.parameters()).detach().double()
         mean = values.clone()
         self.world.average_(mean, "consensus distance")
@@ -300,7 +305,7 @@ class AllReduceMethod:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the buffers are the ranks' mean; the parameters are equal anyway."""
+        """Hold the mean of the ranks' buffers within the block; the parameters are equal anyway. Collective."""
         saved = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         self.global_avg()
         try:
@@ -310,7 +315,7 @@ class AllReduceMethod:
                 buffer.copy_(values)
 
     def global_avg(self) -> None:
-        """Average the buffers; the parameters are equal anyway."""
+        """Average the buffers over the ranks; the parameters are equal anyway. Collective."""
         for name, buffer in self.module.named_buffers():
             if buffer.is_floating_point():
                 self.world.average_(buffer, f"averaging buffer {name!r}")
@@ -318,12 +323,12 @@ class AllReduceMethod:
         self.world.broadcast_(others, "broadcasting buffers from rank 0")
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Release the communicators."""
         self.world.close()
 
     @contextlib.contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
-        """Tell a failure of the exchange, which is another rank's fault, from one of this rank's model."""
+        """Convert a lost connection to an error of the exchange; errors of this rank's own model pass through."""
         try:
             yield
         except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""The options of :class:`gossip.GossipDataParallel` in a configuration, for every method and engine.
+"""The options of :class:`gossip.GossipDataParallel` in the config section ``wrapper``, for every method and engine.
 
-They stand in its section ``wrapper``. Which there are, of which type and with which defaults, the wrapper's signature
-says; which values they may have, the wrapper's own check.
+The signature of the wrapper determines their names, types and defaults; the wrapper's own argument check determines
+the permitted values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gossip.step.wrapper_arguments import Arguments, check_arguments
 SECTION = "wrapper"
 
 ALL_REDUCE_OPTIONS = ("bucket_cap_mb", "clip_grad_norm")
-"""Those that mean something to torch's DistributedDataParallel too."""
+"""The options that also apply to torch's DistributedDataParallel."""
 
 _SAID_ELSEWHERE = {
     "module": "model",
@@ -37,12 +37,12 @@ _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Go
 
 
 def wrapper_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the section says, and the wrapper's defaults of what the loop reads too.
+    """Return the options of the section, completed by the wrapper's defaults of those that the training loop reads.
 
     Raises
     ------
     ConfigurationError
-        It is missing, or says what stands elsewhere.
+        The section is missing, or sets an option that belongs elsewhere.
     """
     section = value_of(config, SECTION)
     for name in section:
@@ -56,33 +56,33 @@ def wrapper_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that have another value than the wrapper's default."""
+    """Return the options whose values differ from the wrapper's defaults."""
     return {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
 
 
 def options_in_words(options: Mapping[str, Any]) -> list[str]:
-    """As on the command line."""
+    """Return the options as they are written on the command line."""
     return [f"{SECTION}.{name}={shown(value)}" for name, value in options.items()]
 
 
 def options_of_the_wrapper(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the wrapper gets: where steps are made after the backward pass, the loop clips."""
+    """Return the options to pass to the wrapper: without clipping if ``step()`` is called by the loop, which clips."""
     return {**options, "clip_grad_norm": options["clip_grad_norm"] if options["step_in_backward"] else None}
 
 
 def options_of_virtual_workers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that virtual workers have."""
+    """Return the options that :class:`gossip.VirtualWorkers` accepts."""
     names = inspect.signature(VirtualWorkers).parameters
     return {name: value for name, value in options.items() if name in names}
 
 
 def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse options that cannot work with others of the run.
+    """Refuse wrapper options that are incompatible with other settings of the run.
 
     Raises
     ------
     ConfigurationError
-        The text names the options.
+        The options are incompatible; the message names them.
     """
     if settings.engine == "virtual":
         only_processes = changed_options(options).items() - options_of_virtual_workers(options).items()
@@ -118,14 +118,14 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
 
 
 def check_values(options: Mapping[str, Any], module: nn.Module) -> None:
-    """Refuse values that the wrapper refuses. Local.
+    """Refuse option values that the wrapper itself would refuse. Local.
 
     Raises
     ------
     ConfigurationError
-        The text names the option.
+        A value is refused; the message names the option.
     """
-    # A norm is one for the loop too, which clips where the wrapper, after the backward pass, does not.
+    # The clipping norm is checked in any case: with step_in_backward=false the training loop clips, not the wrapper.
     given = {**options, "step_in_backward": True, "optimizer": None}
     arguments = Arguments(**{entry.name: given.get(entry.name, _DEFAULTS[entry.name]) for entry in fields(Arguments)})
     try:
