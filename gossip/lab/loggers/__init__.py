@@ -1,4 +1,4 @@
-"""Where the records of a run go besides the JSON lines that its ranks write.
+"""Loggers: destinations of the records of a run besides the JSON lines that its ranks write.
 
-Nothing is imported here: TensorBoard, wandb and mlflow are loaded by the loggers that use them, once they are chosen.
+Nothing is imported here: TensorBoard, wandb and mlflow are imported by the loggers that use them, when selected.
 """

@@ -1,7 +1,7 @@
-"""Threads that bring loggers what the ranks write, while the run goes on and a little beyond its end.
+"""Threads that pass the records of the ranks to loggers, during the run and for a bounded time after its end.
 
-They are in the process that leaves the run's folder: the one that starts the ranks, or rank 0 under torchrun and SLURM.
-No step waits for them, and none of them waits for another.
+They run in the process that manages the run folder: the one that starts the ranks, or rank 0 under torchrun and SLURM.
+No training step waits for them, and they do not wait for each other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gossip.lab.loggers.record_streams import MeanStream, RankStream, Stream
 
 _BEGUN = "begun.json"
 _BATCH = 256  # records between two calls of flush
-_PAUSE_S = 0.5  # between two looks for new records
-_RETRY_S = 10.0  # from a failure to the next attempt
+_PAUSE_S = 0.5  # polling interval for new records
+_RETRY_S = 10.0  # delay between a failure and the next attempt
 
 
 def say_begun(folder: Path, step: int) -> None:
-    """Tell followers that the files of all ranks hold the records before ``step``, and none from it on. Local."""
+    """Tell the followers that the files of all ranks hold the records before ``step``, and no later ones. Local."""
     path = folder / STATE_FOLDER / _BEGUN
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -38,22 +38,23 @@ def say_begun(folder: Path, step: int) -> None:
 
 
 class Follower:
-    """Brings one logger the records of a run, as they are written.
+    """Passes the records of a run to one logger, as they are written.
 
     Parameters
     ----------
     name : str
-        Of the logger.
+        The name of the logger.
     make : callable
-        Makes one, for the means or for each rank.
+        Makes a logger, for the means or for one rank.
     beginning : Beginning
-        As all of them get it, but for ``rank`` and ``step``.
+        The description of the run that every logger gets, except for ``rank`` and ``step``.
     each_rank : bool
-        Whether there is a logger for each rank.
+        Whether there is a separate logger for each rank.
 
     Notes
     -----
-    What fails is begun again after a while, from the step that the logger lacks; the first failure is a warning.
+    After a failure the logger is begun again with a delay, from the first step that it lacks. Only the first failure is
+    logged, as a warning.
     """
 
     def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning, *, each_rank: bool) -> None:
@@ -67,12 +68,12 @@ class Follower:
         self._thread = daemon_threads.start(f"gossip-{name}", self._run, end=self._give_up)
 
     def finish(self, ending: Ending | None) -> None:
-        """Say that the run has ended, or with None that it has not begun; return at once."""
+        """Announce the end of the run, or with None that it never began. Returns immediately."""
         self._ending = ending
         self._is_over.set()
 
     def wait(self, deadline: float) -> None:
-        """Wait until the logger has everything, or until then (``time.monotonic()``); then leave it alone."""
+        """Wait until the logger has everything, or until ``deadline`` (in ``time.monotonic()``), and then give up."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn("has not taken everything")
@@ -104,7 +105,7 @@ class Follower:
         return self._beginning.folder
 
     def _await_beginning(self) -> int | None:
-        """The step with which the ranks have begun; None if they never did."""
+        """Wait for the ranks to begin and return their first step; None if they never begin."""
         path = self._folder / STATE_FOLDER / _BEGUN
         while not path.exists():
             if self._is_over.wait(_PAUSE_S) and not path.exists():
@@ -112,10 +113,10 @@ class Follower:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
 
     def _follow(self, step: int) -> None:
-        """Begin, bring all that there is until the run has ended, and end."""
+        """Begin the loggers, pass on all records until the run has ended, and end the loggers."""
         streams: dict[str, Stream] = {}
         while not self._is_given_up.is_set():
-            is_over = self._is_over.is_set()  # asked before reading: then nothing can come after it
+            is_over = self._is_over.is_set()  # checked before reading, so that no record can be missed
             for beginning in self._beginnings(step):
                 if beginning.records not in streams and beginning.records not in self._ended:
                     streams[beginning.records] = self._begin(beginning, step)
@@ -129,7 +130,7 @@ class Follower:
                 self._ended.add(records)
 
     def _beginnings(self, step: int) -> Iterator[Beginning]:
-        """Of all runs for which there are records by now."""
+        """Yield the description of the run for each logger, for which there are records by now."""
         if not self._each_rank:
             yield replace(self._beginning, step=step)
             return
@@ -145,7 +146,7 @@ class Follower:
         return MeanStream(self._folder, beginning.world_size, first_step, settled_steps=step)
 
     def _bring(self, records: str, stream: Stream) -> int:
-        """Bring some, and return how many."""
+        """Pass one batch of records to a logger, and return their number."""
         is_whole = self._ending is not None and self._ending.status == "completed"
         found = stream.read(_BATCH, is_whole=is_whole)
         for step, values in found:
@@ -156,24 +157,24 @@ class Follower:
 
 
 class Following:
-    """The followers of a run: of each chosen logger one.
+    """The followers of a run, one for each selected logger.
 
     Parameters
     ----------
     config : mapping
-        Resolved and plain.
+        The resolved configuration as plain data.
     folder : Path
-        Of the run, locked by this process.
+        The folder of the run, which this process must have locked.
 
     Raises
     ------
     ConfigurationError
-        A logger cannot be made; nothing has been started.
+        A logger cannot be made; no thread has been started.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         settings = logging_settings(config)
-        (folder / STATE_FOLDER / _BEGUN).unlink(missing_ok=True)  # a killed attempt's
+        (folder / STATE_FOLDER / _BEGUN).unlink(missing_ok=True)  # left behind by a killed attempt
         self._begun, self._wait_s, self._keeps_model = folder / STATE_FOLDER / _BEGUN, settings.wait_s, settings.model
         beginning = Beginning(
             folder=folder,
@@ -194,7 +195,10 @@ class Following:
         return bool(self._followers)
 
     def end(self, ending: Ending | None) -> None:
-        """Give the loggers what they lack, for a bounded time; None if the run was refused before it began."""
+        """Pass the remaining records to the loggers for a bounded time, and end them.
+
+        ``ending`` is None if the run was refused before it began.
+        """
         if ending is not None and not self._keeps_model:
             ending = replace(ending, model=None)
         deadline = time.monotonic() + self._wait_s
@@ -205,10 +209,10 @@ class Following:
         if self._followers:
             self._begun.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                self._begun.parent.rmdir()  # where no logger has left anything in it
+                self._begun.parent.rmdir()  # succeeds only if no logger has left state in it
 
 
 def _name_of(folder: Path) -> str:
-    """The runs of a sweep are numbered in its folder."""
+    """Return the name of a run: its folder name, preceded by that of the sweep for numbered runs of a sweep."""
     parts: Sequence[str] = folder.resolve().parts
     return "/".join(parts[-2:]) if folder.name.isdecimal() else parts[-1]

@@ -1,4 +1,4 @@
-"""The JSON lines that every process of a run writes: its record, which figures, reports and all other loggers read."""
+"""The JSON-lines logger: the records that every process of a run writes, and that figures and other loggers read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gossip.lab.loggers.logger import Beginning, Ending
 
 
 class JsonlLogger:
-    """``rank3.jsonl``, or ``workers.jsonl`` where one process has the means: a line per step, every value as it is.
+    """Writes ``rank3.jsonl``, or ``workers.jsonl`` where one process has all ranks: a line per step, values unchanged.
 
-    It is there whether it is chosen or not, and the only one whose records a resumed run takes back: those of steps
-    that are made again.
+    This logger is always active, whether it is selected or not. It is the only one from which a resumed run removes
+    records: those of steps that are made again.
     """
 
     libraries: tuple[str, ...] = ()
 
     def begin(self, beginning: Beginning) -> int:
-        """Keep the records of the steps that are not made again, and go on behind them."""
+        """Remove the records of steps that are made again, and append after the remaining ones."""
         name = TOGETHER_FILE if beginning.rank is None else f"{beginning.records}.jsonl"
         path = beginning.folder / name
         cut_jsonl(path, beginning.step)
@@ -27,13 +27,13 @@ class JsonlLogger:
         return beginning.step
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line; the operating system has it then."""
+        """Append one line and flush it to the operating system."""
         self._writer.log(step, values)
 
     def flush(self) -> None:
-        """Wait until the disk has all lines."""
+        """Wait until all lines have reached the disk."""
         self._writer.sync()
 
     def end(self, ending: Ending) -> None:  # noqa: ARG002
-        """Close the file: the summary, the figures and the model stand beside it."""
+        """Close the file; summary, figures and model are in the same folder anyway."""
         self._writer.close()

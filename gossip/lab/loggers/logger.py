@@ -1,4 +1,4 @@
-"""What a logger is, and what it is told of a run when it begins and when it ends."""
+"""The logger interface, and the descriptions of a run that a logger gets at its beginning and at its end."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 STATE_FOLDER = "loggers"
-"""In the run's folder: what loggers must still know when the run goes on, such as the id of a W&B run."""
+"""The sub-folder of the run folder for state that loggers need on resume, such as the id of a W&B run."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a logger is told of the run that begins or goes on.
+    """The description of a run that is started or resumed, as a logger gets it.
 
     Attributes
     ----------
     folder : Path
-        Of the run; it exists.
+        The folder of the run; it exists.
     rank : int or None
-        Whose records the logger gets; None: means over all ranks.
+        The rank whose records the logger gets; None for the means over all ranks.
     world_size : int
+        The number of ranks.
     step : int
-        How many steps the run has made before it was resumed; their records will not change any more. 0 for a run that
-        begins.
+        The number of steps made before the run was resumed, whose records are final; 0 for a new run.
     config : mapping
-        The resolved configuration, without what is about loggers.
+        The resolved configuration, without the sections that concern loggers.
     name, group : str
-        Of the run, for people; an empty group is none.
+        The display name of the run and of its group; an empty group means none.
     tags : tuple of str
+        The tags of the run.
     wait_s : float
-        How long a call that needs another machine may take before it fails.
+        The time limit in seconds for a call that needs another machine.
     """
 
     folder: Path
@@ -48,11 +49,11 @@ class Beginning:
 
     @property
     def records(self) -> str:
-        """Which records the logger gets, in a word: ``mean`` or ``rank3``."""
+        """The name of the records that the logger gets: ``mean``, or ``rank3`` for those of rank 3."""
         return "mean" if self.rank is None else f"rank{self.rank}"
 
     def read_state(self, logger: str) -> dict[str, Any]:
-        """What :meth:`write_state` has left; empty if there is nothing that can be read."""
+        """Read the state that :meth:`write_state` wrote; empty if there is none or it cannot be read."""
         try:
             state = json.loads(self._state_file(logger).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -60,7 +61,7 @@ class Beginning:
         return state if isinstance(state, dict) else {}
 
     def write_state(self, logger: str, state: Mapping[str, Any]) -> None:
-        """Leave a few plain values for the next attempt at this run, in one stroke."""
+        """Atomically write a few plain values for the next attempt at this run."""
         path = self._state_file(logger)
         path.parent.mkdir(exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -73,18 +74,18 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Ending:
-    """What a logger is told of the run that has ended.
+    """The description of a run that has ended, as a logger gets it.
 
     Attributes
     ----------
     status : {"completed", "failed", "stopped"}
-        "stopped": by a signal or Ctrl-C.
+        The outcome; "stopped" means by a signal or Ctrl-C.
     summary : mapping
-        As in ``summary.json``.
+        The content of ``summary.json``.
     figures : tuple of Path
-        As PNG.
+        The PNG files of the figures.
     model : Path or None
-        The averaged model, where it is wanted.
+        The file of the averaged model, if it is to be stored.
     """
 
     status: Literal["completed", "failed", "stopped"]
@@ -94,40 +95,41 @@ class Ending:
 
 
 class Logger(Protocol):
-    """Takes the records of one rank, or their means, in the order of the steps.
+    """The interface of a logger: it takes the records of one rank, or the means over all ranks, in step order.
 
-    Constructing one checks its options and loads nothing. It may fail at any call: whoever calls it then begins it
-    again, and goes on from the step that it names. Local.
+    Construction checks the options and imports nothing. Any call may fail: the caller then begins the logger again and
+    continues from the step that :meth:`begin` returns. Local.
 
     Attributes
     ----------
     libraries : tuple of str
-        What must be installed, as it is imported. The extra has the name under which the logger is registered.
+        The import names of the required packages. The pip extra that installs them has the name under which the logger
+        is registered.
     """
 
     libraries: tuple[str, ...]
 
     def begin(self, beginning: Beginning) -> int:
-        """Open the run, or go on with the one that an earlier attempt has left.
+        """Open the run, or continue the one that an earlier attempt has left.
 
         Returns
         -------
         int
-            The first step whose record it lacks.
+            The first step whose record the logger lacks.
         """
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the record of ``step``: numbers, None for what could not be measured, and mappings to those."""
+        """Take the record of ``step``: numbers, None for a value that could not be measured, or mappings to these."""
 
     def flush(self) -> None:
-        """Hand over what is pending, so that it survives this process."""
+        """Store or send everything that is pending, so that it survives this process."""
 
     def end(self, ending: Ending) -> None:
-        """Close the run; nothing may be logged afterwards, unless it is begun again."""
+        """Close the run; nothing may be logged afterwards unless the logger is begun again."""
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, float]:
-    """One number per key, and of a mapping each under ``key/name``; NaN for what could not be measured."""
+    """Flatten a record to one number per key: mappings to ``key/name``, and None (not measured) to NaN."""
     flat: dict[str, float] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

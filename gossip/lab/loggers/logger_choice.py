@@ -1,4 +1,4 @@
-"""Which loggers a configuration chooses, and what it says of all of them."""
+"""The loggers that a configuration selects, and the settings common to all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossip.lab.loggers.wandb_logger import WandbLogger
 from topologies.registry import Registry
 
 JSONL = "jsonl"
-"""What every process of a run writes, whether it is chosen or not."""
+"""The name of the JSON-lines logger, which is always active, whether it is selected or not."""
 
 LOGGERS: Registry[type[Logger]] = Registry(
     "logger",
@@ -26,27 +26,29 @@ LOGGERS: Registry[type[Logger]] = Registry(
 )
 
 SECTIONS = ("logger", "logging")
-"""What of a configuration is about loggers."""
+"""The config sections that concern loggers."""
 
 _KEEP_A_MODEL = ("wandb", "mlflow")
 
 
 @dataclass(frozen=True)
 class LoggingSettings:
-    """What is the same for all loggers of a run.
+    """The settings common to all loggers of a run.
 
     Attributes
     ----------
     name : str or None
-        Of the run, for people; None: that of its folder.
+        The display name of the run; None selects the name of its folder.
     group : str or None
+        The group to which the run belongs, if any.
     tags : tuple of str
+        The tags of the run.
     ranks : {"mean", "each"}
-        One run with the means over the ranks, or one for each rank.
+        "mean" for one logged run with the means over the ranks, or "each" for one per rank.
     model : bool
-        Whether the averaged model is kept by the loggers that can.
+        Whether the averaged model is stored by the loggers that support it.
     wait_s : float
-        How long the end of a run waits for loggers that have not taken everything.
+        How long, in seconds, the end of a run waits for loggers that have not taken all records.
     """
 
     name: str | None = None
@@ -58,12 +60,12 @@ class LoggingSettings:
 
 
 def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
-    """The section ``logging``; what it leaves out is as in :class:`LoggingSettings`.
+    """Read and check the section ``logging``; omitted values take the defaults of :class:`LoggingSettings`.
 
     Raises
     ------
     ConfigurationError
-        A value cannot be, or does not go with the rest of the configuration.
+        A value is invalid, or incompatible with the rest of the configuration.
     """
     section = config.get("logging") or {}
     check_options("logging", LoggingSettings, section)
@@ -85,18 +87,18 @@ def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
 
 
 def make_loggers(config: Mapping[str, Any]) -> dict[str, Callable[[], Logger]]:
-    """What makes each chosen logger, by its name; all but the JSON lines, which the ranks write themselves.
+    """Return a factory for each selected logger by name, except the JSON lines, which the ranks write themselves.
 
     Raises
     ------
     ConfigurationError
-        A logger does not exist, lacks its library, or cannot be made with its options.
+        A logger does not exist, its library is not installed, or it cannot be constructed with its options.
     """
     section = config.get("logger") or {}
     return {
         name: _maker(name, options)
         for name, options in section.items()
-        if name != JSONL and options is not None  # None: as a run of an earlier version has it in its configuration
+        if name != JSONL and options is not None  # configurations saved by earlier versions can contain None
     }
 
 

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The MLflow logger."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.loggers.logger import Beginning, Ending, flattened
 
 NAME = "mlflow"
-_MARK = "loss"  # every record has it; of a record it is handed over last
-_MAX_METRICS, _MAX_PARAMS = 1000, 100  # of a batch, by MLflow's limits
-_MAX_CHARACTERS = 6000  # of a parameter's value
+_MARK = "loss"  # present in every record and logged last, so it marks a record that is complete on the server
+_MAX_METRICS, _MAX_PARAMS = 1000, 100  # MLflow's limits per batch
+_MAX_CHARACTERS = 6000  # MLflow's limit for the value of a parameter
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MlflowLogger:
-    """An MLflow run; a resumed run is the same one, whose id is kept in the run's folder.
+    """Logs to an MLflow run; a resumed run continues the same MLflow run, whose id is kept in the run folder.
 
     Parameters
     ----------
     tracking_uri : str or None
-        None: the SQLite file ``mlflow.db`` in the run's folder.
+        The MLflow tracking URI; None selects the SQLite file ``mlflow.db`` in the run folder.
     experiment : str
-        Made if there is none of that name.
+        The name of the MLflow experiment, which is created if it does not exist.
     """
 
     libraries: tuple[str, ...] = (NAME, "sqlalchemy", "alembic")
@@ -35,10 +35,10 @@ class MlflowLogger:
         self._uri, self._experiment = tracking_uri, experiment
 
     def begin(self, beginning: Beginning) -> int:
-        """Open the run that is kept for this tracking URI, or make one."""
+        """Reopen the MLflow run that was recorded for this tracking URI, or create one."""
         from mlflow import MlflowClient
 
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # of new tables it tells everybody
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it logs the creation of its tables
         uri = self._uri or f"sqlite:///{beginning.folder.resolve()}/{NAME}.db"
         self._client = MlflowClient(tracking_uri=uri)
         self._pending: list[Any] = []
@@ -53,7 +53,7 @@ class MlflowLogger:
         return 0
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep its numbers for the next batch."""
+        """Add the numbers of the record to the next batch."""
         from mlflow.entities import Metric
 
         flat = flattened(values)
@@ -64,13 +64,13 @@ class MlflowLogger:
         self._pending += metrics
 
     def flush(self) -> None:
-        """Hand over the numbers that are kept, many at a time."""
+        """Send the pending numbers in batches."""
         while self._pending:
             self._client.log_batch(self._run_id, metrics=self._pending[:_MAX_METRICS])
             del self._pending[:_MAX_METRICS]
 
     def end(self, ending: Ending) -> None:
-        """Add the summary's numbers as metrics, the files as artifacts, and end the run."""
+        """Log the numbers of the summary as metrics and the files as artifacts, and terminate the run."""
         from mlflow.entities import Metric
 
         self.flush()
@@ -103,9 +103,9 @@ class MlflowLogger:
     def _experiment_id(self, beginning: Beginning) -> str:
         from mlflow.exceptions import MlflowException
 
-        # Beside its own database; elsewhere the server says where artifacts are.
+        # With the local database, artifacts are stored beside it; otherwise the server determines their location.
         location = None if self._uri else (beginning.folder.resolve() / "mlflow_artifacts").as_uri()
-        with contextlib.suppress(MlflowException):  # it is there
+        with contextlib.suppress(MlflowException):  # the experiment exists already
             return str(self._client.create_experiment(self._experiment, artifact_location=location))
         return str(self._client.get_experiment_by_name(self._experiment).experiment_id)
 

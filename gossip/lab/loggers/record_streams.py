@@ -1,7 +1,7 @@
-"""The records of a run that goes on, as its files grow: of one rank, or the means over all.
+"""Streams of the records of a run in progress, read as its files grow: those of one rank, or the means over all ranks.
 
-What a logger has not taken yet waits in these files, which are on the disk anyway: in memory there are at most
-``AHEAD`` records of each rank, however long a logger is out of reach.
+Records that a logger has not taken yet remain in these files, which are on disk anyway: at most ``AHEAD`` records of
+each rank are held in memory, however long a logger is unreachable.
 """
 
 from __future__ import annotations
@@ -19,30 +19,35 @@ from gossip.lab.experiments.records import TOGETHER_FILE
 from gossip.lab.loggers.logger import flattened
 
 AHEAD = 64
-"""How many records of a rank are kept in memory."""
+"""The maximum number of records of a rank that are held in memory."""
 
 _STEP = re.compile(rb'\{"step": (\d+)')
 
 
 class Stream(Protocol):
-    """Records in the order of their steps, each once."""
+    """A stream of records in step order, each returned once."""
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:
-        """Those that have come since the last call, at most ``limit``: pairs of a step and its values.
+        """Return the records that have arrived since the last call, as pairs of a step and its values.
 
-        ``is_whole``: nothing more will come, so that there is nothing to wait for.
+        Parameters
+        ----------
+        limit : int
+            The maximum number of records to return.
+        is_whole : bool
+            Whether the files are complete, so that incomplete steps are not waited for.
         """
 
 
 class RankStream:
-    """The records of one rank, from a step on.
+    """The records of one rank, from a given step on.
 
     Parameters
     ----------
     path : Path
-        Of lines as :class:`gossip.lab.experiments.records.JsonlWriter` writes them; it need not exist yet.
+        The file that :class:`gossip.lab.experiments.records.JsonlWriter` writes; it need not exist yet.
     first_step : int
-        Records of earlier steps are left out.
+        The first step to return; records of earlier steps are skipped.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -51,13 +56,13 @@ class RankStream:
         self._first_step, self._position = first_step, 0
 
     def has_next(self) -> bool:
-        """Whether a record is waiting, or there is one to read."""
+        """Whether a record is waiting in memory or can be read from the file."""
         if not self.waiting:
             self.look_ahead()
         return bool(self.waiting)
 
     def look_ahead(self) -> None:
-        """Read on, until ``AHEAD`` records are waiting or there are no more."""
+        """Read from the file until ``AHEAD`` records are waiting or there are no more."""
         if len(self.waiting) < AHEAD and self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._position)
@@ -69,7 +74,7 @@ class RankStream:
                         self.waiting.append(json.loads(line))
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:  # noqa: ARG002
-        """As of :class:`Stream`."""
+        """See :meth:`Stream.read`."""
         found: list[tuple[int, dict[str, Any]]] = []
         while len(found) < limit and self.has_next():
             record = self.waiting.popleft()
@@ -77,27 +82,27 @@ class RankStream:
         return found
 
     def _is_wanted(self, line: bytes) -> bool:
-        """Without parsing it: a run that goes on may have left millions of lines."""
+        """Whether a line is to be returned, without parsing it: a resumed run may have left millions of lines."""
         step = _STEP.match(line)
         return step is not None and int(step[1]) >= self._first_step
 
 
 class MeanStream:
-    """The means over the ranks, from a step on: over those that have a value, and NaN where none has.
+    """The means over the ranks, from a given step on: over the ranks that have a value, and NaN where none has.
 
-    A step is there once all ranks that trained have its record. A rank whose record does not come has been lost if the
-    others, further on, are fewer (``num_ranks``); then the mean is that of the others.
+    A step is returned once all ranks that trained have written its record. A rank whose record does not arrive is taken
+    to be lost if later records of the others report fewer ranks (``num_ranks``); the mean is then that of the others.
 
     Parameters
     ----------
     folder : Path
-        Of the run.
+        The folder of the run.
     world_size : int
-        Where records do not say how many ranks there are.
+        The number of ranks, for records that do not state it.
     first_step : int
-        Records of earlier steps are left out.
+        The first step to return; records of earlier steps are skipped.
     settled_steps : int
-        So many steps are over for good, whoever has made them: what there is of them is all.
+        The number of initial steps whose records are final: ranks that lack them are not waited for.
     """
 
     def __init__(self, folder: Path, world_size: int, first_step: int, settled_steps: int = 0) -> None:
@@ -107,7 +112,7 @@ class MeanStream:
         self._ranks: dict[Path, RankStream] = {}
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:
-        """As of :class:`Stream`."""
+        """See :meth:`Stream.read`."""
         for path in self._folder.glob("rank*.jsonl"):
             self._ranks.setdefault(path, RankStream(path, self._next_step))
         for stream in self._streams():
@@ -120,7 +125,7 @@ class MeanStream:
         return found
 
     def _complete_step(self, is_whole: bool) -> list[dict[str, Any]]:
-        """The records of the next step, taken; none where some are still to come."""
+        """Take and return the records of the next step; none while some of them are still to come."""
         ready = [stream for stream in self._streams() if self._has_next(stream)]
         step = min((stream.waiting[0]["step"] for stream in ready), default=self._next_step)
         having = [stream for stream in ready if stream.waiting[0]["step"] == step]
@@ -130,13 +135,13 @@ class MeanStream:
         return [stream.waiting.popleft() for stream in having] if is_complete else []
 
     def _has_next(self, stream: RankStream) -> bool:
-        """Whether a record is waiting; one that came too late for its step is dropped."""
+        """Whether a record is waiting; records that arrived too late for their step are dropped."""
         while stream.has_next() and stream.waiting[0]["step"] < self._next_step:
             stream.waiting.popleft()
         return bool(stream.waiting)
 
     def _num_ranks(self, streams: Sequence[RankStream]) -> int:
-        """The fewest that trained in any of the steps that are known by now."""
+        """Return the smallest number of ranks that trained in any of the waiting records."""
         records = (record for stream in streams for record in stream.waiting)
         return min((int(record.get("num_ranks", self._world_size)) for record in records), default=self._world_size)
 

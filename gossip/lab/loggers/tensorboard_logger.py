@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""The TensorBoard logger, which writes event files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAME = "tensorboard"
 
 
 class TensorBoardLogger:
-    """Scalars in ``tensorboard/mean`` or ``tensorboard/rank3`` of the run's folder; configuration and summary as texts.
+    """Writes scalars to ``tensorboard/mean`` or ``tensorboard/rank3`` in the run folder; config and summary as text.
 
-    A run that goes on writes a new event file there, which tells TensorBoard from which step on those before it do not
-    count. It keeps no model.
+    A resumed run writes a new event file there, which tells TensorBoard from which step on to discard the values of
+    earlier files (``purge_step``). The model is not logged.
     """
 
     libraries: tuple[str, ...] = (NAME,)
@@ -26,7 +26,7 @@ class TensorBoardLogger:
         self._writer: Any = None
 
     def begin(self, beginning: Beginning) -> int:
-        """Open an event file; what is not known to be written is written again, and counts instead."""
+        """Open an event file; values not known to be on disk are written again and supersede the earlier ones."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._close_quietly()
@@ -40,13 +40,13 @@ class TensorBoardLogger:
         return self._next_step
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add one scalar per number."""
+        """Add one scalar per number of the record."""
         for key, number in flattened(values).items():
             self._writer.add_scalar(key, number, global_step=step)
         self._next_step = step + 1
 
     def flush(self) -> None:
-        """Write the event file, and note how far it goes."""
+        """Flush the event file, and record the next step to be written."""
         self._writer.flush()
         self._beginning.write_state(NAME, {"next_step": self._next_step})
 
@@ -65,7 +65,7 @@ class TensorBoardLogger:
 
 
 def _code(content: Mapping[str, Any]) -> str:
-    """Markdown that shows it as it is."""
+    """Return Markdown that shows the content as an indented code block of JSON."""
     text = json.dumps(without_non_finite(content), indent=2, default=str)
     return "\n".join(f"    {line}" for line in text.splitlines())
 

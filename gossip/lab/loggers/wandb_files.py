@@ -1,6 +1,7 @@
-"""How far the files go in which wandb keeps a run on this machine: LevelDB's log format, with a message per record.
+"""A reader of the local run files of wandb, which are in LevelDB's log format with one message per record.
 
-https://github.com/google/leveldb/blob/main/doc/log_format.md; wandb has no reader of its own from 0.30 on.
+It determines the last step that they contain. See https://github.com/google/leveldb/blob/main/doc/log_format.md; from
+version 0.30 on, wandb has no reader of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def next_step(folder: Path, run_id: str) -> int:
-    """The step after the newest one that any file of a run has; 0 if there is none.
+    """Return the step after the last one in any file of a run; 0 if there is none.
 
     Parameters
     ----------
     folder : Path
-        In which wandb has made a folder for each attempt at the run.
+        The folder whose sub-folder ``wandb`` has a folder for each attempt at the run.
     run_id : str
+        The W&B run id.
     """
     files = folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
     return max((step + 1 for path in files for step in _steps(path)), default=0)
@@ -42,7 +44,7 @@ def _steps(path: Path) -> Iterator[int]:
 
 
 def _messages(content: bytes) -> Iterator[bytes]:
-    """The messages up to the first one that is not whole, at which a process was killed."""
+    """Yield the messages up to the first incomplete or corrupt one, which a killed process leaves behind."""
     position, parts = _FILE_HEADER_BYTES, b""
     while True:
         left = _BLOCK_BYTES - position % _BLOCK_BYTES

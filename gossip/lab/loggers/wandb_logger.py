@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The Weights & Biases logger."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandbLogger:
-    """A W&B run; a resumed run is the same one, whose id is kept in the run's folder.
+    """Logs to a W&B run; a resumed run continues the same W&B run, whose id is kept in the run folder.
 
-    Nobody is asked for a login: offline none is needed, and online a missing one is refused at the start.
+    There is no interactive login: offline mode needs none, and online mode without a login is refused at construction.
 
     Parameters
     ----------
     mode : {"offline", "online"}
-        "offline": into ``wandb/`` of the run's folder, for ``wandb sync`` later.
+        "offline" writes to ``wandb/`` in the run folder, for a later ``wandb sync``.
     project : str
+        The W&B project.
     entity : str or None
-        Team or user; None: the default of the login.
+        The team or user; None selects the default of the login.
 
     Raises
     ------
     ConfigurationError
-        Online, without a login.
+        The mode is "online" and there is no login.
     """
 
     libraries: tuple[str, ...] = (NAME,)
@@ -55,7 +56,7 @@ class WandbLogger:
             )
 
     def begin(self, beginning: Beginning) -> int:
-        """Open the run with the id that is kept for it."""
+        """Open the W&B run with the recorded id, or with a new one."""
         import wandb
 
         if self._run is not None:
@@ -88,14 +89,14 @@ class WandbLogger:
         return int(self._run.step) if is_online else on_disk
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Make it the history's row of ``step``."""
+        """Log the record as the row of ``step`` in the history."""
         self._run.log(flattened(values), step=step, commit=True)
 
     def flush(self) -> None:
-        """Nothing is pending: wandb's own process has every row, and keeps what its server does not take."""
+        """Do nothing: the wandb process has every row already, and keeps those that the server has not accepted."""
 
     def end(self, ending: Ending) -> None:
-        """Add summary and figures to the run's summary, the model as an artifact, and finish the run."""
+        """Add summary and figures to the W&B run's summary and the model as an artifact, and finish the run."""
         import wandb
 
         self._run.summary.update(without_non_finite(ending.summary))
@@ -109,7 +110,7 @@ class WandbLogger:
 
 
 def _is_logged_in() -> bool:
-    """Whether there is a key for the server, as wandb itself finds one."""
+    """Whether wandb would find an API key for the server, in the environment or in a netrc file."""
     import wandb
 
     if any(os.environ.get(name) for name in _KEYS):

@@ -1,1 +1,1 @@
-"""Many runs at once: which ones, where each is, and what all of them together show."""
+"""Sweeps: many runs at once, with their selection, their folders and the comparison of their results."""

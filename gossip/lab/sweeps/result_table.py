@@ -1,4 +1,4 @@
-"""The result of a sweep on the terminal: one line per row of its document."""
+"""The results of a sweep on the terminal: one line per row of the result document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossip.lab.report.verdict import verdict
 
 
 def print_rows(document: Document, folder: Path) -> None:
-    """Print the rows, then why runs failed that did, what was found, and where the report is."""
+    """Print the rows, then the reason of each failure, the verdict and the path of the report."""
     from rich.table import Table
 
     rows, metric = document.rows, document.metric
@@ -51,7 +51,7 @@ def print_rows(document: Document, folder: Path) -> None:
 
 
 def _columns(metric: str) -> list[tuple[str, str, Callable[[float], str]]]:
-    """Heading, name of the value, and how it is shown."""
+    """Return the heading, the name of the value and the formatter of each column."""
     value = percent if metric == "accuracy" else "{:.4f}".format
     local = "local_accuracy" if metric == "accuracy" else "local_loss"
     against = [

@@ -1,4 +1,4 @@
-"""What a sweep (``-m``) leaves besides its runs: one table over them, as sweep.csv and on the terminal."""
+"""The table over the runs of a multirun (``-m``), as sweep.csv and on the terminal."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _COLUMNS = (
 
 
 def table_callback() -> Any:
-    """The hydra callback (``hydra.callbacks`` in the configuration) that ends a sweep with its table.
+    """Return the hydra callback (``hydra.callbacks`` in the configuration) that ends a multirun with its table.
 
-    It leaves with exit status 1 if a run failed: hydra itself sees only tasks that returned.
+    The callback exits with status 1 if a run failed, because hydra itself only sees tasks that returned.
     """
     from hydra.experimental.callback import Callback
 
     class TableCallback(Callback):
-        """Gathers the runs at the end of a sweep."""
+        """Gathers the runs at the end of a multirun."""
 
         def on_multirun_end(self, config: Any, **_: Any) -> None:
             summaries = finish_sweep(Path(config.hydra.sweep.dir))
@@ -67,7 +67,7 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        Each run's summary, with its place under ``folder`` as ``job``.
+        The summary of each run, with its path relative to ``folder`` as ``job``.
     """
     found = {path.parent for name in (CONFIG_FILE, SUMMARY_FILE) for path in folder.rglob(name)}
     jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))
@@ -78,7 +78,7 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_csv(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write one row per run; what a run does not have is left empty."""
+    """Write one row per run as CSV; missing values are left empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _COLUMNS, restval="", extrasaction="ignore")
         writer.writeheader()
@@ -94,5 +94,5 @@ def _read(job: Path, folder: Path) -> dict[str, Any]:
 
 
 def _natural(path: Path) -> tuple[tuple[int, str], ...]:
-    """So that 10 comes after 9."""
+    """Return a natural sort key, by which 10 comes after 9."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in path.parts)

@@ -1,4 +1,4 @@
-"""What tuning tried, and what it chose."""
+"""The trials of a tuning and the value that it chose."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trial:
-    """A value of the grid and what it gave.
+    """A value of the grid and its result.
 
     Attributes
     ----------
     value : float
+        The value of the tuned parameter.
     accuracy, loss : float or None
-        Of the averaged model at the end; None where it is not finite, or the run failed.
+        The final accuracy and loss of the averaged model; None if not finite, or if the run failed.
     reason : str
-        Why the run failed; empty if it did not.
+        The reason why the run failed; empty if it did not.
     """
 
     value: float
@@ -26,17 +27,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a setting is run with.
+    """The tuned value with which a setting is run.
 
     Attributes
     ----------
     parameter : str
+        The config key of the tuned parameter.
     seed : int
-        Of the trials, and of none of the runs that are compared.
+        The seed of the trials, which none of the compared runs has.
     trials : tuple of Trial
-        In the order of the grid.
+        The trials, in the order of the grid.
     value : float or None
-        The best one of the grid; None if no trial ended with a finite loss.
+        The best value of the grid; None if no trial ended with a finite loss.
     """
 
     parameter: str
@@ -46,18 +48,18 @@ class Choice:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What the choice adds to the overrides of a run."""
+        """The overrides that the choice adds to those of a run."""
         return () if self.value is None else (f"{self.parameter}={self.value!r}",)
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the smallest or the largest value was the best: a better one may lie beyond."""
+        """Whether the best value is the smallest or the largest of the grid, so that a better one may lie beyond."""
         values = [trial.value for trial in self.trials]
         return self.value in (min(values), max(values))
 
     @property
     def problem(self) -> str:
-        """Why there is no value; empty if there is one."""
+        """The reason why there is no value; empty if there is one."""
         if self.value is not None:
             return ""
         reasons = [f"{trial.value:g}: {trial.reason or 'its loss is not finite'}" for trial in self.trials]

@@ -1,4 +1,4 @@
-"""How a run went, from its records: the averaged model and the replicas' distance over steps and bytes."""
+"""The curves of a run, from its records: averaged model and consensus distance over steps and bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gossip.lab.experiments.records import read_jsonl, record_files
 
 @dataclass(frozen=True)
 class Metric:
-    """What runs are compared by.
+    """The metric by which runs are compared.
 
     Attributes
     ----------
     name : str
         "accuracy" or "loss", of the averaged model on the test split.
     target : float or None
-        At which rounds, bytes and time are read off.
+        The value for which the rounds, bytes and time to reach it are reported.
     """
 
     name: str
@@ -28,29 +28,29 @@ class Metric:
 
     @property
     def higher_is_better(self) -> bool:
-        """Of two values."""
+        """Whether the higher of two values is the better one."""
         return self.name == "accuracy"
 
     def is_reached(self, value: float) -> bool:
-        """Whether ``value`` is as good as the target."""
+        """Whether ``value`` is at least as good as the target."""
         assert self.target is not None
         return value >= self.target if self.higher_is_better else value <= self.target
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is known after ``step`` steps; None: not measured then, or not finite.
+    """A point of a curve: the measurements after ``step`` steps; None if not measured, or not finite.
 
     Attributes
     ----------
     step : int
-        Number of steps made.
+        The number of completed steps.
     bytes_sent : float
-        So far, mean over the ranks.
+        The bytes sent per rank so far, mean over the ranks.
     accuracy, loss : float or None
-        Of the averaged model.
+        The accuracy and the loss of the averaged model.
     consensus : float or None
-        Relative consensus distance.
+        The relative consensus distance.
     """
 
     step: int
@@ -60,12 +60,12 @@ class Point:
     consensus: float | None
 
     def metric(self, metric: Metric) -> float | None:
-        """The value of the metric."""
+        """Return the value of the metric at this point."""
         return self.accuracy if metric.name == "accuracy" else self.loss
 
 
 def read_curve(folder: Path, world_size: int) -> list[Point]:
-    """The points of a run, in order, from the records in its folder."""
+    """Read the points of a run, in step order, from the records in its folder."""
     by_rank = [read_jsonl(path) for path in record_files(folder, world_size)]
     points: list[Point] = []
     sent = 0.0
@@ -78,7 +78,7 @@ def read_curve(folder: Path, world_size: int) -> list[Point]:
 
 
 def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
-    """The first measured point at which the metric's target is reached; None: never, or there is no target."""
+    """Return the first measured point that reaches the target of the metric; None if there is none, or no target."""
     if metric.target is None:
         return None
     for point in points:
@@ -89,15 +89,16 @@ def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
 
 
 def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float | None) -> dict[str, Any] | None:
-    """Means over runs at the steps that all of them have, as lists of equal length; None if there are none.
+    """Average curves over runs at the steps that all of them have, as lists of equal length; None without any run.
 
     Parameters
     ----------
     curves : sequence of sequence of Point
-        Of runs that differ in their seed.
+        The curves of runs that differ in their seed.
     metric : Metric
+        The metric to average.
     step_time_s : float or None
-        Predicted.
+        The predicted time per step.
     """
     by_step = [{point.step: point for point in curve} for curve in curves]
     if not by_step:
@@ -124,6 +125,6 @@ def _point(record: dict[str, Any], sent: float) -> Point:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None if a value is missing: a mean over fewer runs would jump."""
+    """Return the mean, or None if a value is missing: a mean over fewer runs would make the curve jump."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if len(present) == len(values) else None

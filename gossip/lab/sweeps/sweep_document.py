@@ -1,4 +1,4 @@
-"""All that a sweep shows, as one document of plain JSON: rows, curves, what is common to all, and drawings."""
+"""The result document of a sweep, as plain JSON: rows, curves, common settings and drawings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _MAX_DRAWN_WORLD_SIZE = 64
 
 
 def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
-    """Gather what the runs of a sweep have left.
+    """Build the result document from the files of the runs of a sweep.
 
     Parameters
     ----------
     plan : Plan
-        With at least one run.
+        The plan of the sweep, with at least one run.
     folder : Path
-        Of the sweep.
+        The folder of the sweep.
     title : str
+        The title of the document.
 
     Returns
     -------
     dict
-        As :func:`gossip.lab.report.write_report` takes it.
+        The document, as input for :func:`gossip.lab.report.write_report`.
     """
     config = plan.jobs[0].config
     metric = make_metric(config)
@@ -53,12 +54,12 @@ def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
 
 
 def check_described(plan: Plan) -> None:
-    """Raise for what would be found wrong only when all runs have ended.
+    """Check the settings that would otherwise be read only after all runs have ended.
 
     Raises
     ------
     ConfigurationError
-        The metric, its target, a bar or the cluster is none.
+        The metric, its target, a bar or the cluster is invalid.
     """
     make_metric(plan.jobs[0].config)
     for job in plan.jobs:
@@ -67,12 +68,12 @@ def check_described(plan: Plan) -> None:
 
 
 def make_metric(config: Mapping[str, Any]) -> Metric:
-    """What the configuration says that runs are compared by.
+    """Read the metric by which runs are compared from the configuration.
 
     Raises
     ------
     ConfigurationError
-        There is no such metric, or the target is no number.
+        The metric does not exist, or the target is not a number.
     """
     name, target = value_of(config, "sweep.metric"), value_of(config, "sweep.target")
     if name not in METRICS:
@@ -92,7 +93,7 @@ def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
         if summary["status"] != "completed":
             results.append(Result(job, summary, [], None))
             continue
-        if job.setting not in step_times_s:  # the same for every seed
+        if job.setting not in step_times_s:  # the prediction does not depend on the seed
             step_times_s[job.setting] = predict_step_time_s(job.config, summary)
         curve = read_curve(folder / job.name, job.setting.world_size)
         results.append(Result(job, summary, curve, step_times_s[job.setting]))
@@ -100,7 +101,7 @@ def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 
 def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What a reader must know besides the rows: those settings in which no two runs differ."""
+    """Return the settings that all runs share, which the rows do not show."""
     texts = [_settings(config) for config in configs]
     first = texts[0]
     parts = {
@@ -122,7 +123,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _common_text(parts: Sequence[Mapping[str, Any]]) -> str:
-    """A part of the configurations as a call, with those options that are alike in all; empty if the calls differ."""
+    """Format a config section as a call with the options that all runs share; empty if the targets differ."""
     first = parts[0]
     if any(part["_target_"] != first["_target_"] for part in parts):
         return ""
@@ -150,7 +151,7 @@ def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def _drawings(jobs: Sequence[Job]) -> dict[str, str]:
-    """Each topology's rounds, at its smallest number of ranks; of many ranks nothing could be seen."""
+    """Draw the rounds of each topology at its smallest number of ranks; drawings of many ranks would be illegible."""
     from topologies.drawing import draw_compact
 
     smallest: dict[str, Job] = {}

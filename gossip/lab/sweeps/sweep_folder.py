@@ -1,4 +1,4 @@
-"""Where a sweep without an experiment is kept: a folder that the same sweep finds again, also with more values."""
+"""The folder of a sweep without an experiment: the same sweep finds it again, even with additional values."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 _OPTION = "hydra.sweep.dir"
 _EXPERIMENT = "experiment"
 _NOT_OF_THE_NAME = ("seed", "figures", "output_root", "sweep", "hydra")
-"""Keys, and parts of the configuration, that do not make another sweep."""
+"""Config keys and sections that do not distinguish one sweep from another."""
 
 _MOST_CHARACTERS = 80
 
 
 def option(arguments: Sequence[str]) -> list[str]:
-    """Return the option that chooses the folder of a sweep; none where the command line chooses it.
+    """Return the option that sets the folder of a sweep; none if the command line determines it.
 
     Parameters
     ----------
     arguments : sequence of str
-        The command line without the script.
+        The command-line arguments, without the script.
 
     Returns
     -------
     list of str
-        Empty with ``experiment=`` (after which the folder is named) or ``hydra.sweep.dir=``, and for arguments that
-        hydra cannot read, which it reports itself.
+        The option as the only entry. Empty with ``experiment=`` (which names the folder) or ``hydra.sweep.dir=``, and
+        for arguments that hydra cannot parse, which it reports itself.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
@@ -47,7 +47,7 @@ def option(arguments: Sequence[str]) -> list[str]:
 
 
 def name(parts: Sequence[str]) -> str:
-    """Return a folder name for keys that are swept and ``key=value`` of those that are not, in any order.
+    """Return a folder name for the swept keys and the ``key=value`` of the others, independent of their order.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which runs a sweep is made of: every combination of its axes, and the baselines once for each setting."""
+"""The runs of a sweep: every combination of its axes, and the baselines once for each setting."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BASELINES = ("ddp", "local")
-"""The methods that every setting is compared with: all-reduce, and no exchange at all."""
+"""The methods with which every setting is compared: all-reduce, and no exchange at all."""
 
 REFERENCE = "ddp"
-"""The baseline from which differences are taken, seed by seed."""
+"""The baseline to which differences are computed, seed by seed."""
 
 GOSSIP_ONLY = ("topology", "algorithm", "compression")
-"""Parts of the configuration that mean nothing to the baselines."""
+"""The config sections that do not apply to the baselines."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What makes one run of the primary configuration.
+    """One run of a sweep, as overrides of the primary config.
 
     Attributes
     ----------
     overrides : tuple of str
+        The overrides of the run.
     reference : tuple of str
-        The overrides of the all-reduce run that this one is compared with: same ranks, data, seed and what else both
-        have; its own, of that run itself.
+        The overrides of the all-reduce run with which this run is compared: the same ranks, data, seed and other
+        settings that apply to both. For that all-reduce run, its own overrides.
     """
 
     overrides: tuple[str, ...]
@@ -35,7 +36,7 @@ class Run:
 def expand(
     axes: Mapping[str, Sequence[str]], method: str = "gossip", variants: Sequence[Sequence[str]] = ((),)
 ) -> list[Run]:
-    """The runs of a sweep.
+    """Expand the axes of a sweep into its runs.
 
     Every combination of the axes is a run. The baselines do not depend on topology, algorithm and compression: for each
     combination of the other axes (ranks, partition, seed, ...) there is one run of each baseline.
@@ -43,17 +44,18 @@ def expand(
     Parameters
     ----------
     axes : mapping of key to sequence of str
-        The overrides, ``key=value``, that a key takes in turn; an axis of one is set in every run to which it means
-        something.
+        For each key, the overrides ``key=value`` to combine. An axis with a single override applies to every run for
+        which the key is meaningful.
     method : str
-        Of a run without an override of ``method``.
+        The method of a run without an override of ``method``.
     variants : sequence of sequence of str
-        Overrides that go together, and that each combination takes in turn; the baselines have no part in them.
+        Groups of overrides, each of which is combined with every combination of the axes; the baselines do not take
+        part in them.
 
     Returns
     -------
     list of Run
-        With overrides in the order of the axes, no two alike.
+        The distinct runs, with overrides in the order of the axes.
 
     Examples
     --------
@@ -80,15 +82,15 @@ def expand(
 
 
 def is_gossip_only(key: str) -> bool:
-    """Whether an override of ``key`` means nothing to the baselines."""
+    """Whether an override of ``key`` does not apply to the baselines."""
     return section_of(key) in GOSSIP_ONLY
 
 
 def section_of(key: str) -> str:
-    """The part of the configuration that an override of ``key`` changes."""
+    """Return the config section that an override of ``key`` changes."""
     return key.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0]
 
 
 def swept(axes: Mapping[str, Sequence[str]], besides: Iterable[str]) -> list[str]:
-    """The keys that take more than one value, but for some."""
+    """Return the keys that take more than one value, except those in ``besides``."""
     return [key for key, overrides in axes.items() if len(overrides) > 1 and key not in besides]

@@ -1,4 +1,4 @@
-"""One run of a sweep: what it is called, where its folder is, and whether it has been run already."""
+"""One run of a sweep: its name, its folder, and whether it has been completed already."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run
 
 _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "cluster")
-"""Parts of a configuration that change nothing of what a run computes."""
+"""The config sections that do not affect what a run computes."""
 
 _NOT_SHOWN = ("seed",)
-"""Options of a topology that its label leaves out."""
+"""The options of a topology that its label omits."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row of the result stands for: a run but for its seed. The fields are text and numbers for a reader.
+    """The setting of a run apart from its seed, which identifies a row of the result. The fields are for display.
 
-    Rows of the same ranks, partition and condition are compared with the same all-reduce. ``condition`` is what else
-    the sweep varies that all-reduce has too, such as ``data=digits``; None where it varies nothing else.
+    Rows with the same number of ranks, partition and condition are compared with the same all-reduce run.
+    ``condition`` states the other varied options that apply to all-reduce too, such as ``data=digits``; None if there
+    are none.
     """
 
     label: str
@@ -55,13 +56,13 @@ class Job:
     Attributes
     ----------
     run : Run
-        Of the grid.
+        The run of the grid.
     config : mapping
         The resolved configuration.
     setting : Setting
-        The row that it belongs to.
+        The setting, which identifies the row to which the run belongs.
     choice : Choice or None
-        What tuning has added to the run; without a value it cannot be run. None: it is not tuned.
+        The choice of the tuning; without a value the run cannot be made. None if the run is not tuned.
     """
 
     run: Run
@@ -71,22 +72,22 @@ class Job:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """That make the run's configuration of the primary one."""
+        """The overrides that turn the primary config into the configuration of the run."""
         return self.run.overrides if self.choice is None else (*self.run.overrides, *self.choice.overrides)
 
     @property
     def problem(self) -> str:
-        """Why it cannot be run; empty if it can."""
+        """The reason why the run cannot be made; empty if it can."""
         return "" if self.choice is None else self.choice.problem
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
         return int(self.config["seed"])
 
     @property
     def name(self) -> str:
-        """Of its folder: readable, and another one for every configuration."""
+        """The name of the run folder: readable, and unique to the configuration."""
         label = ", ".join(filter(None, (self.setting.label, self.setting.condition)))
         parts = [label, f"n{self.setting.world_size}", self.setting.partition, f"s{self.seed}"]
         slug = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
@@ -94,11 +95,11 @@ class Job:
 
     @property
     def command(self) -> str:
-        """That makes the same run by itself."""
+        """The command that makes the same run by itself."""
         return f"gossip train {shlex.join(self.overrides)}"
 
     def summary(self, sweep_folder: Path) -> dict[str, Any]:
-        """What the run has left, or why it has left nothing."""
+        """Return the summary of the run, or a summary with the reason why it left none."""
         nothing = {
             "status": "failed",
             "reason": self.problem or f"its process ended without leaving {run_folder.SUMMARY_FILE}",
@@ -111,20 +112,20 @@ class Job:
         return {**nothing, **summary, "job": self.name}
 
     def is_finished(self, sweep_folder: Path) -> bool:
-        """Whether it has been run to its end with this very configuration."""
+        """Whether the run has been completed with exactly this configuration."""
         return bool(self.summary(sweep_folder)["status"] == "completed")
 
     def has_begun(self, sweep_folder: Path) -> bool:
-        """Whether anything of it is there."""
+        """Whether the run folder holds a configuration, so that the run has begun."""
         return (sweep_folder / self.name / run_folder.CONFIG_FILE).exists()
 
     def forget(self, sweep_folder: Path) -> None:
-        """Remove what a run that did not end well has left.
+        """Remove the folder of a run that failed.
 
         Raises
         ------
         FolderError
-            It goes on in another process.
+            The run is in progress in another process.
         """
         if (sweep_folder / self.name).exists():
             with run_folder.lock(sweep_folder / self.name):
@@ -132,7 +133,7 @@ class Job:
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """Eight hexadecimal digits that differ where a run would."""
+    """Return a hash of eight hexadecimal digits over everything that affects the result of a run."""
     content = {key: value for key, value in config.items() if key not in _NOT_OF_THE_RUN}
     content["launch"] = {"world_size": value_of(config, "launch.world_size")}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -145,19 +146,20 @@ def make_job(
     other: Sequence[str],
     choice: Choice | None = None,
 ) -> Job:
-    """Describe a run.
+    """Make the job of a run, with the setting that its configuration describes.
 
     Parameters
     ----------
     run : Run
+        The run of the grid.
     config : mapping
-        Resolved and plain.
+        The resolved configuration as plain data.
     choices : mapping
-        The file that was chosen of each group.
+        The selected file of each config group.
     other : sequence of str
-        Keys of axes and variants that a row is told apart by, besides those that it has fields for.
+        The keys of axes and variants that distinguish rows and for which a row has no field.
     choice : Choice, optional
-        What tuning has added to the configuration.
+        The choice of the tuning, which ``config`` already includes.
     """
     method = str(value_of(config, "method"))
     is_gossip = method == "gossip"
@@ -177,7 +179,7 @@ def make_job(
 
 
 def check_distinct(jobs: Sequence[Job]) -> None:
-    """Raise if two runs would do the same.
+    """Check that no two runs would compute the same.
 
     Raises
     ------
@@ -195,7 +197,7 @@ def check_distinct(jobs: Sequence[Job]) -> None:
 
 
 def topology_label(config: Mapping[str, Any]) -> str:
-    """The topology's name, with the options that are not its defaults."""
+    """Return the name of the topology, with the options that differ from its defaults."""
     options = config["topology"].get("options") or {}
     defaults = _defaults(str(value_of(config, "topology.name")))
     shown = [f"{key}={value}" for key, value in options.items() if value != defaults.get(key) and key not in _NOT_SHOWN]
@@ -208,7 +210,7 @@ def topology_label(config: Mapping[str, Any]) -> str:
 
 
 def _plain(override: str) -> str:
-    """As it is written on the command line: hydra escapes the colon of ``data=my_module:make``."""
+    """Return an override as the user writes it: hydra escapes the colon of ``data=my_module:make``."""
     return override.replace("\\:", ":")
 
 
@@ -218,7 +220,7 @@ def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
 
 
 def _algorithm(config: Mapping[str, Any], name: str) -> str:
-    """Its name, with the options that are not its defaults."""
+    """Return the name of the algorithm, with the options that differ from its defaults."""
     of_file = {key: value for key, value in config["algorithm"].items() if key not in (TARGET, "name", "options")}
     options = {**of_file, **(config["algorithm"].get("options") or {})}
     defaults = options_of("algorithm", name) if name in ALGORITHMS.available() else {}
@@ -227,7 +229,7 @@ def _algorithm(config: Mapping[str, Any], name: str) -> str:
 
 
 def _defaults(topology: str) -> dict[str, Any]:
-    """The options of a family that need not be told."""
+    """Return the default values of the options of a topology family."""
     try:
         parameters = inspect.signature(topologies.family(topology)).parameters
     except ValueError as error:

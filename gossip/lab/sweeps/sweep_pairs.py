@@ -1,4 +1,4 @@
-"""What runs lose against all-reduce: seed by seed, as a mean with its 95 % interval, and held against bars."""
+"""Paired comparison of runs with all-reduce, seed by seed: the mean with its 95 % interval, checked against bars."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Summary = Mapping[str, Any]
 
 AT_LEAST = {"average": "average_difference", "worst": "worst_difference"}
 AT_MOST = {"loss_ratio": "loss_ratio", "worst_loss_ratio": "worst_loss_ratio"}
-"""The bars from below and from above, and the values that they are for."""
+"""The lower and the upper bars (acceptance thresholds), and the values to which they apply."""
 
 _CONFIDENCE = 0.95
 _ROUNDING = 1e-9
-"""A mean that equals a bar but for rounding meets it."""
+"""The tolerance for rounding errors within which a mean that equals a bar meets it."""
 
 
 def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, dict[str, Any] | None]:
-    """What a setting loses against all-reduce's model, at the end and on the test split.
+    """Compare a setting with the final model of all-reduce on the test split.
 
     Parameters
     ----------
     pairs : sequence of (mapping, mapping)
-        Summaries of completed runs: one of the setting, and all-reduce's with the same seed, ranks and data.
+        The summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks and data.
     metric : str
         "accuracy" or "loss".
 
     Returns
     -------
     dict
-        ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica, and where the metric
-        is accuracy ``average_difference`` and ``worst_difference`` in percentage points, above 0 where all-reduce is
-        less accurate; each as of :func:`with_interval`.
+        ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica and, if the metric is
+        accuracy, ``average_difference`` and ``worst_difference`` in percentage points, positive where all-reduce is
+        less accurate. Each value is a result of :func:`with_interval`.
     """
     of_pairs: dict[str, list[float | None]] = {}
     if metric == "accuracy":
@@ -47,9 +47,9 @@ def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[s
 
 
 def with_interval(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean, sample standard deviation, count and 95 % interval; None if there is no value or one is missing.
+    """Return mean, sample standard deviation, count and 95 % interval; None if there is no value or one is missing.
 
-    The interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None of a single value.
+    The confidence interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for a single value.
     """
     present = [value for value in values if value is not None]
     if not present or len(present) < len(values):
@@ -65,12 +65,12 @@ def with_interval(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
-    """What ``sweep.bars`` says that a setting must reach; nothing if it is null.
+    """Read the thresholds in ``sweep.bars`` that a setting must reach; empty if it is null.
 
     Raises
     ------
     ConfigurationError
-        There is no such bar for the metric, or it is no number.
+        A bar does not exist for the metric, or is not a finite number.
     """
     bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
     if bars is None:
@@ -90,7 +90,7 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each bar its ``bar`` and whether the mean has ``met`` it; None where there is no mean."""
+    """Return, for each bar, its value ``bar`` and whether the mean has ``met`` it; None if there is no mean."""
     return {name: {"bar": bar, "met": _is_met(name, bar, values)} for name, bar in bars.items()}
 
 

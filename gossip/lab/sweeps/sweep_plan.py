@@ -1,4 +1,4 @@
-"""From a sweep's axes to its runs: each one composed, and those left out that no topology or compression serves."""
+"""The plan of a sweep: its composed runs, without the combinations that a topology or compression does not support."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import Job, check_distinct, make_job
 
 _OF_VARIANTS = (*sweep_grid.GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
-"""Parts of the configuration in which a setting may differ from all-reduce and still be compared with it."""
+"""The config sections in which a setting may differ from all-reduce and still be compared with it."""
 
 _TOLD_APART = (
     "topology",
@@ -28,7 +28,7 @@ _TOLD_APART = (
     "engine",
     "seed",
 )
-"""Axes for which a row has fields of its own."""
+"""The axes for which a row has fields of its own."""
 
 Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]
 
@@ -40,9 +40,9 @@ class Plan:
     Attributes
     ----------
     jobs : sequence of Job
-        No two alike.
+        The runs, all distinct.
     left_out : sequence of str
-        One line for each combination that cannot be, with the reason.
+        One line for each combination that is not possible, with the reason.
     """
 
     jobs: Sequence[Job]
@@ -55,17 +55,17 @@ def make_plan(
     variants: Sequence[Sequence[str]] = ((),),
     choose: Callable[[Run], Choice | None] = lambda _: None,
 ) -> Plan:
-    """Expand, compose and sort out.
+    """Expand the axes, compose the configuration of each run and leave out impossible combinations.
 
     Parameters
     ----------
     axes, variants : mapping, sequence
-        As of :func:`gossip.lab.sweeps.sweep_grid.expand`.
+        As for :func:`gossip.lab.sweeps.sweep_grid.expand`.
     compose : callable
-        From overrides to the resolved configuration and the file that was chosen of each group; it raises for what does
-        not exist.
+        Maps overrides to the resolved configuration and the selected file of each config group; it raises for keys and
+        files that do not exist.
     choose : callable, optional
-        What tuning has chosen for a run; None: nothing.
+        Returns the choice of the tuning for a run; None if there is none.
 
     Raises
     ------
@@ -96,12 +96,12 @@ def make_plan(
 
 
 def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
-    """What ``sweep.variants`` says; one variant of no overrides, if it is empty.
+    """Read ``sweep.variants``; if it is empty, return one variant without overrides.
 
     Raises
     ------
     ConfigurationError
-        A variant would not be comparable with all-reduce, or undoes what the sweep says elsewhere.
+        A variant would not be comparable with all-reduce, or overrides another option of the sweep.
     """
     texts = value_of(config, "sweep.variants")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -127,14 +127,14 @@ def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) 
 
 
 def _told_in_label(axes: Mapping[str, Sequence[str]], variants: Sequence[Sequence[str]]) -> list[str]:
-    """The keys for which a row has no field."""
+    """Return the keys of axes and variants for which a row has no field, so that its label must state them."""
     keys = [*sweep_grid.swept(axes, _TOLD_APART)]
     keys += [override.partition("=")[0] for variant in variants for override in variant]
     return [key for key in dict.fromkeys(keys) if key not in _TOLD_APART and sweep_grid.section_of(key) != "algorithm"]
 
 
 def why_not_served(config: Mapping[str, Any]) -> str | None:
-    """Why the topology cannot serve the ranks, or the compression the topology; None if they can."""
+    """Return why the topology does not support the ranks, or the compression the topology; None if both do."""
     settings = Settings.from_config(config)
     try:
         topology = make_topology(config, settings)

@@ -1,4 +1,4 @@
-"""How long a run's steps would take on the cluster that the configuration describes."""
+"""Prediction of the step time of a run on the cluster that the configuration describes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gossip.lab.experiments.wrapper_options import wrapper_options
 from topologies import Topology
 
 _NUM_STEPS = 64
-"""Simulated; longer runs take as much longer."""
+"""The number of simulated steps; longer runs are assumed to have the same mean step time."""
 
 _FORWARD_SHARE = 1 / 3
-"""Of a step's computation: a backward pass costs about two forward passes."""
+"""The share of the forward pass in the computation of a step: a backward pass costs about two forward passes."""
 
 
 def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
-    """The cluster of so many ranks.
+    """Build the described cluster for a number of ranks.
 
     Raises
     ------
     ConfigurationError
-        The ranks do not fill its nodes, or a number is out of range.
+        The ranks do not fill whole nodes, or a value is out of range.
     """
     described = dict(value_of(config, "cluster"))
     local_size = described.pop("local_size")
@@ -48,14 +48,14 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
 
 
 def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
-    """Seconds per step, mean over the first steps of the run.
+    """Predict the time per step in seconds, as the mean over the first steps of the run.
 
     Parameters
     ----------
     config : mapping
-        Resolved.
+        The resolved configuration.
     summary : mapping
-        Of the completed run: how large the model is, and how many bytes a rank sends per step.
+        The summary of the completed run, with the size of the model and the bytes that a rank sends per step.
     """
     settings = Settings.from_config(config)
     topology, algorithm = make_topology(config, settings), make_algorithm(config)
@@ -80,7 +80,7 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
 
 
 def _compression_ratio(summary: Mapping[str, Any], topology: Topology | None, algorithm: gossip.Algorithm) -> float:
-    """How many times smaller the messages were than the parameters: as sent, so that every compression is served."""
+    """Return the ratio of parameter bytes to message bytes, measured in the run, so that it holds for any codec."""
     if topology is None or summary["compression"] == gossip.Uncompressed().describe():
         return 1.0
     schedule = algorithm.schedule(topology)

@@ -1,4 +1,4 @@
-"""What a sweep says while its runs are under way, whoever runs them: how many have ended, and SLURM's job array."""
+"""Progress messages of a sweep, for any launcher: the number of runs that have ended, and SLURM's job array."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossip.lab.experiments.run_folder import SUMMARY_FILE
 
 PAUSE_S = 10.0
 LOGS = ".submitit"
-"""The folder within a sweep's in which hydra's launcher keeps the output of each job, by SLURM's number of it."""
+"""The sub-folder of a sweep in which hydra's launcher stores the output of each job, by SLURM job id."""
 
 _MINUTE_S, _HOUR_S = 60, 3600
 
@@ -24,18 +24,18 @@ _MINUTE_S, _HOUR_S = 60, 3600
 def told(
     names: Sequence[str], folder: Path, *, pause_s: float = PAUSE_S, say: Callable[[str], object] = logger.info
 ) -> Iterator[None]:
-    """Within the block, say from time to time how many of these runs have ended, and name a job array once.
+    """Report periodically, within the block, how many of these runs have ended, and report each new job array once.
 
     Parameters
     ----------
     names : sequence of str
-        The runs' folders in ``folder``; a run that has ended has left its summary in its own.
+        The names of the run folders in ``folder``; a run has ended once its folder holds a summary.
     folder : Path
         The folder of the sweep.
     pause_s : float
-        Seconds between two looks.
+        The polling interval in seconds.
     say : callable
-        Takes each line.
+        Called with each message.
     """
     began_at = time.monotonic()
     is_over = threading.Event()
@@ -65,13 +65,13 @@ def told(
 
 
 def _job_arrays(folder: Path) -> set[str]:
-    """The numbers of job arrays, whose tasks have folders such as 123_4."""
+    """Return the ids of the job arrays whose tasks have folders such as 123_4."""
     found = (folder / LOGS).glob("*_*") if (folder / LOGS).is_dir() else ()
     return {path.name.partition("_")[0] for path in found if path.name.replace("_", "").isdigit()}
 
 
 def line(num_ended: int, num_runs: int, elapsed_s: float) -> str:
-    """ "3 of 12 runs have ended, about 6 min left", at the pace so far."""
+    """Return a message such as "3 of 12 runs have ended, about 6 min left", extrapolated from the pace so far."""
     left_s = elapsed_s / num_ended * (num_runs - num_ended)
     return f"{num_ended} of {num_runs} runs have ended, about {_rounded(left_s)} left"
 

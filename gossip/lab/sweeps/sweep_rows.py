@@ -1,4 +1,4 @@
-"""The rows of a sweep's result: runs that differ in their seed become one, with mean and spread."""
+"""The rows of the result of a sweep: runs that differ only in their seed are aggregated to mean and spread."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _FROM_SUMMARY = {
     "steps": "steps",
     "training_time_s": "training_time_s",
 }
-"""The values of a row, and where a run's summary has them."""
+"""The values of a row, and their keys in the summary of a run."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run and what it has left.
+    """A run and its results.
 
     Attributes
     ----------
     job : Job
+        The run.
     summary : mapping
-        With its ``status``, and the ``reason`` if it failed.
+        The summary of the run, with its ``status``, and the ``reason`` if it failed.
     curve : sequence of Point
-        Empty if it failed.
+        The curve of the run; empty if it failed.
     step_time_s : float or None
-        Predicted for the cluster, mean over the steps of the run.
+        The predicted time per step on the cluster, mean over the simulated steps; None if the run failed.
     """
 
     job: Job
@@ -49,9 +50,9 @@ class Result:
 
 
 def make_rows(results: Sequence[Result], metric: Metric) -> list[dict[str, Any]]:
-    """One row per setting, in the order in which the settings come; the seeds of a setting are aggregated.
+    """Build one row per setting, in order of appearance; the seeds of a setting are aggregated.
 
-    Each run is compared with the one of all-reduce that has its seed, ranks and data, where both have ended well.
+    Each run is compared with the all-reduce run of the same seed, ranks and data, if both have completed.
     """
     by_setting: dict[Setting, list[Result]] = {}
     for result in results:
@@ -61,9 +62,9 @@ def make_rows(results: Sequence[Result], metric: Metric) -> list[dict[str, Any]]
 
 
 def aggregate(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean, sample standard deviation (None for one value) and count; None if a value is missing.
+    """Return mean, sample standard deviation (None for one value) and count; None if a value is missing.
 
-    A mean over those seeds alone that reached the target would make a bad setting look good.
+    A mean over only those seeds that reached the target would make a bad setting look good.
     """
     present = [value for value in values if value is not None]
     if not present or len(present) < len(values):
@@ -109,7 +110,7 @@ def _row(
 
 
 def _values(result: Result, metric: Metric) -> dict[str, float | None]:
-    """What one run contributes."""
+    """Return the values that one run contributes to its row."""
     values: dict[str, float | None] = {name: result.summary.get(key) for name, key in _FROM_SUMMARY.items()}
     reached = steps_to_target(result.curve, metric)
     step_time_s = result.step_time_s

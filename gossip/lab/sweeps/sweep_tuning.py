@@ -1,4 +1,4 @@
-"""Tuning at equal effort: each setting of a sweep takes the best value of the same grid, found with the same seed."""
+"""Tuning with equal effort: each setting of a sweep takes the best value of the same grid, found with the same seed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _KEYS = ("parameter", "values", "seed")
 
 @dataclass(frozen=True)
 class Tuning:
-    """How every setting is tuned.
+    """The tuning that applies to every setting of a sweep.
 
     Attributes
     ----------
     parameter : str
-        Key of the configuration.
+        The config key of the tuned parameter.
     values : tuple of float
-        At least two, no two alike.
+        The grid: at least two distinct values.
     seed : int
+        The seed of the trials.
     """
 
     parameter: str
@@ -37,7 +38,7 @@ class Tuning:
     seed: int
 
     def trial_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
-        """The axes of the trials: every value, with the one seed."""
+        """Return the axes of the trials: every value of the grid, with the seed of the trials."""
         return {
             **axes,
             "seed": [f"seed={self.seed}"],
@@ -45,14 +46,14 @@ class Tuning:
         }
 
     def compared_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
-        """The axes of the runs that are compared: all seeds but that of the trials."""
+        """Return the axes of the compared runs: all seeds except that of the trials."""
         return {**axes, "seed": [seed for seed in axes.get("seed", ()) if seed != f"seed={self.seed}"]}
 
     def choose(self, trials: Sequence[Job], folder: Path, metric: Metric) -> Callable[[Run], Choice | None]:
-        """The choice for each run that is compared; None for one that had no trial.
+        """Return a function that maps each compared run to its choice, or to None if its setting had no trial.
 
-        The best trial is that with the best metric of the averaged model; of equally accurate ones that with the lower
-        loss, and of those still equal the first one of the grid.
+        The best trial is the one with the best metric of the averaged model. Ties in accuracy are broken by the lower
+        loss, and remaining ties by the order of the grid.
         """
         by_setting: dict[tuple[str, ...], list[Trial]] = {}
         for job in trials:
@@ -69,19 +70,19 @@ class Tuning:
 
 
 def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
-    """What ``sweep.tune`` says; None if nothing is tuned.
+    """Read and check ``sweep.tune``; None if nothing is tuned.
 
     Parameters
     ----------
     config : mapping
-        Resolved.
+        The resolved configuration.
     axes : mapping
-        Of the sweep.
+        The axes of the sweep.
 
     Raises
     ------
     ConfigurationError
-        It cannot be; the text names the key.
+        The tuning is invalid; the message names the key.
     """
     tune = value_of(config, "sweep.tune")
     if tune is None:

@@ -1,4 +1,4 @@
-"""Hydra's part of a sweep: from the command line to runs for its launchers, and the report over all of them."""
+"""The hydra sweeper: it turns the command line into runs for hydra's launchers, and reports on all of them."""
 
 from __future__ import annotations
 
@@ -28,38 +28,41 @@ if TYPE_CHECKING:
 
 
 class GridSweeper:
-    """Runs what has not been run, and writes the report over all.
+    """Launches the runs of a sweep that have not been completed, and writes the report over all of them.
 
-    The axes are hydra's: ``params`` and the command line, ``topology=ring,torus``. What they amount to is in
-    :func:`gossip.lab.sweeps.sweep_grid.expand`. Each run has a folder whose name follows from its configuration.
+    The axes are given as in hydra, by ``params`` and on the command line: ``topology=ring,torus``.
+    :func:`gossip.lab.sweeps.sweep_grid.expand` defines the runs that result. Each run has a folder whose name is
+    derived from its configuration.
 
     Parameters
     ----------
     params : mapping or None
-        From keys to values separated by commas; the command line has the last word.
+        The comma-separated values of each key; the command line takes precedence.
     """
 
     def __init__(self, params: Mapping[str, str]) -> None:
         self._params = dict(params)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra calls this once."""
+        """Store the primary config and make the launcher. Called once by hydra."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.core.plugins import Plugins
 
         self._context, self._config = hydra_context, config
-        HydraConfig.instance().set_config(config)  # for ${hydra:...} in the sweep's folder
+        HydraConfig.instance().set_config(config)  # resolves ${hydra:...} in the path of the sweep folder
         self._launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep; leaves with exit status 1 if a run failed.
+        """Run the sweep; exit with status 1 if a run failed.
 
         Raises
         ------
         ConfigurationError
-            What the command line says cannot be run, or the sweep's folder is in use.
+            The sweep that the command line describes cannot be run, or its folder is in use.
+        SystemExit
+            A run failed.
         """
         configure_logging(rank=0)
         folder = Path(self._config.hydra.sweep.dir)
@@ -83,7 +86,7 @@ class GridSweeper:
             raise SystemExit(1)
 
     def _plan(self, axes: Mapping[str, Sequence[str]], variants: Sequence[Sequence[str]]) -> Plan:
-        """Make a plan and check what its runs do not; say what it leaves out."""
+        """Make a plan, check the settings that its runs do not check, and log the combinations that it leaves out."""
         plan = make_plan(axes, self._compose, variants)
         check_described(plan)
         for line in plan.left_out:
@@ -91,10 +94,10 @@ class GridSweeper:
         return plan
 
     def _run_plan(self, plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
-        """Run what has not been run, and report on all; returns the summaries of trials and runs."""
+        """Run the unfinished runs of a plan and report on all; returns the summaries of trials and runs."""
         try:
             self._run_missing(plan.jobs, folder)
-        except Exception:  # the launcher's own: what has been run is worth a report
+        except Exception:  # raised by the launcher itself: the runs that have ended are still worth a report
             finish(plan, folder, trials)
             raise
         return finish(plan, folder, trials)
@@ -109,7 +112,7 @@ class GridSweeper:
             self._run(waiting, folder)
 
     def _run(self, jobs: Sequence[Job], folder: Path) -> None:
-        """Launch the jobs. One whose process is killed takes joblib's other processes with it: these run again."""
+        """Launch the jobs; if a killed process takes joblib's other processes with it, run those jobs again."""
         waiting = list(jobs)
         while waiting:
             try:
@@ -119,7 +122,7 @@ class GridSweeper:
                 ended = {job.name for job in waiting if (folder / job.name / run_folder.SUMMARY_FILE).exists()}
                 interrupted = [job for job in waiting if job.name not in ended and job.has_begun(folder)]
                 if not ended and not interrupted:
-                    raise  # processes end before they begin a run
+                    raise  # the processes end before they begin a run, so another attempt would not help
                 logger.error("a process was killed; {} runs begin again, one by one", len(interrupted))
                 for job in interrupted:
                     job.forget(folder)
@@ -136,7 +139,7 @@ class GridSweeper:
         self._launcher.launch([[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs], initial_job_idx=0)
 
     def _axes(self, arguments: Sequence[str]) -> dict[str, list[str]]:
-        """For each key its overrides, one by one."""
+        """Return the list of overrides of each key."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         parser = OverridesParser.create(config_loader=self._context.config_loader)
@@ -164,9 +167,9 @@ class GridSweeper:
 
 
 def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
-    """Write the report and the tables over the runs of a sweep, and print the result; returns the runs' summaries.
+    """Write the report and the tables over the runs of a sweep, and print the result; returns the summaries.
 
-    The trials of a tuning stand in the table of all runs and not in the report.
+    The trials of a tuning are in the table of all runs, but not in the report.
     """
     from gossip.lab.report import read_document, write_report
 
@@ -185,7 +188,7 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
 
 
 def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
-    """How many runs of the report that is there are not in the new one."""
+    """Return the number of runs in the existing report that are not in the new one."""
     from gossip.lab.report.report_files import DOCUMENT_FILE
 
     try:
@@ -197,7 +200,7 @@ def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
 
 
 def _warn_of_ends(plan: Plan) -> None:
-    """Say for which settings the grid should be longer."""
+    """Warn of the settings whose best value is at the end of the grid, which should then be extended."""
     choices = {job.setting: job.choice for job in plan.jobs if job.choice is not None and job.choice.is_at_end}
     for setting, choice in choices.items():
         name = ", ".join(filter(None, (setting.label, setting.condition, setting.algorithm)))
@@ -208,15 +211,16 @@ def _warn_of_ends(plan: Plan) -> None:
 
 
 def register() -> None:
-    """Make the sweeper known to hydra, as ``hydra/sweeper=grid``.
+    """Register the sweeper in hydra as ``hydra/sweeper=grid``.
 
-    Hydra makes only plugins whose name is of its package ``hydra_plugins``, which a repository cannot add modules to.
+    Hydra only instantiates plugins whose names are within its package ``hydra_plugins``, to which a repository cannot
+    add modules. The class is therefore entered directly in hydra's table of plugins.
     """
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
     from hydra.plugins.sweeper import Sweeper
 
-    Sweeper.register(GridSweeper)  # it is one, without hydra's class at import
+    Sweeper.register(GridSweeper)  # a virtual subclass, so that hydra need not be imported at module level
     name = "hydra_plugins.gossip_training.GridSweeper"
     known: dict[str, Any] = Plugins.instance().class_name_to_class
     known[name] = GridSweeper
