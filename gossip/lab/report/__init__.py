@@ -1,7 +1,7 @@
-"""What a sweep leaves for people and for other programs: one HTML page, one table as CSV, and the document as JSON.
+"""The report of a sweep for readers and for other programs: an HTML page, a CSV table and a JSON document.
 
-The page loads nothing from anywhere: style, script and charts stand in it. It needs no package beyond the standard
-library.
+The page is self-contained: styles, scripts and charts are embedded, and nothing is loaded. Writing it needs no package
+beyond the standard library.
 """
 
 from gossip.lab.report.report_document import Curves as Curves

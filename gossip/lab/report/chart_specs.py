@@ -1,8 +1,9 @@
-"""A chart as a specification for Vega-Lite.
+"""Charts as Vega-Lite specifications.
 
-Colours are names of the page's style sheet, ``var(--c0)``: charts.js puts in what they are in the page's colour scheme,
-and for the data that a layer names, ``curves`` or ``ends``, the rows of one panel. It also sets two parameters:
-``shown``, the indices of the rows that filters and legend leave, and ``brought``, the name that is brought out or null.
+Colours are variables of the page's style sheet, such as ``var(--c0)``: charts.js substitutes their values in the page's
+colour scheme, and the rows of one panel for the named data of a layer, ``curves`` or ``ends``. It also sets two
+parameters: ``shown``, the indices of the rows that pass the filters and the legend, and ``brought``, the name that is
+highlighted, or null.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _HAS_PLACE = f"{_IS_SHOWN} && !datum.is_level && isValid(datum.x) && isValid(dat
 _IS_BROUGHT = "brought !== null && datum.name === brought"
 _IS_MUTED = "brought !== null && datum.name !== brought"
 _FONT = 'system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
-#: The panel pans by dragging with a mouse or a pen, and zooms by the wheel with a key: else both belong to the page.
+#: Dragging with a mouse or a pen pans the panel, and the wheel with Ctrl or Meta zooms; otherwise the page scrolls.
 _ZOOM = {
     "name": "zoom",
     "bind": "scales",
@@ -77,7 +78,7 @@ def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec
 
 
 def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list[Spec]:
-    """Where each row ends, in the units of the axes and in words."""
+    """Return the end point of each row, in the units of the axes and in words."""
     ends = []
     for series in every:
         end = chart.end(series.row)
@@ -101,19 +102,19 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
 
 
 def _place(value: float, scale: Scale) -> float | None:
-    """A value in the unit of its axis; a logarithmic axis has no place for zero, which would be drawn anywhere."""
+    """Return a value in the unit of its axis; None for values without a place on a logarithmic axis, such as zero."""
     return None if scale.share(value) is None else value / scale.unit.size
 
 
 def describe(chart: Chart, series: Series) -> str:
-    """The end of a row in words."""
+    """Describe the end point of a row in words."""
     if chart.end(series.row) is None:
         return series.name
     return f"{series.name}: {chart.height_text(series.row)} at {chart.width_text(series.row)}"
 
 
 def make_curves(rows: Sequence[Row], names: dict[int, str]) -> list[Spec]:
-    """The curves of the rows by the index in the names, with what five digits show."""
+    """Return the curves of the rows whose indices are keys of ``names``, rounded to five significant digits."""
     return [
         {"index": index, "name": name, **{key: _rounded(curve) for key, curve in vars(curves).items()}}
         for index, name in names.items()
@@ -126,7 +127,7 @@ def _rounded(curve: Sequence[float | None]) -> list[float | None]:
 
 
 def domain(scale: Scale, size: float) -> list[float]:
-    """The ends of an axis in units of a size."""
+    """Return the ends of an axis in units of a given size."""
     return [scale.low / size, scale.high / size]
 
 
@@ -145,7 +146,7 @@ def _with_unit(title: str, scale: Scale) -> str:
 
 
 def _named(panels: Sequence[Panel]) -> list[Series]:
-    """One series for each name."""
+    """Return one series for each name."""
     return list({series.name: series for panel in panels for series in panel.series}.values())
 
 
@@ -159,7 +160,7 @@ def _dash(panels: Sequence[Panel]) -> Spec:
 
 
 def _target(chart: Chart, y: Scale) -> list[Spec]:
-    """A line; its name stands above the frame, where no curve can run through it."""
+    """Return the layers of the target: a line, and its label above the frame, where no curve can cross it."""
     if chart.target is None:
         return []
     data = {"values": [{"y": chart.target / y.unit.size}]}
@@ -176,7 +177,7 @@ def _target(chart: Chart, y: Scale) -> list[Spec]:
 
 
 def _levels(chart: Chart, panels: Sequence[Panel]) -> Spec:
-    """Rows that stay at the beginning of the x-axis, across all of it."""
+    """Return the layer of rows that never leave the start of the x-axis, drawn as horizontal lines across it."""
     return {
         "data": {"name": "ends"},
         "transform": [{"filter": f"{_IS_SHOWN} && datum.is_level"}],
@@ -188,7 +189,7 @@ def _levels(chart: Chart, panels: Sequence[Panel]) -> Spec:
 
 
 def _curves(chart: Chart, panels: Sequence[Panel], levels: Sequence[int], x: Scale, y: Scale) -> list[Spec]:
-    """The lines; and at their points, unseen, what the pointer finds."""
+    """Return the layers of the curves: the lines, and invisible points that carry the tooltips."""
     names = list(dict.fromkeys([chart.x_curve, chart.y_curve, "step"]))
     fields = {chart.x_curve: "x", chart.y_curve: "y"}
     data = {
@@ -225,7 +226,7 @@ def _curves(chart: Chart, panels: Sequence[Panel], levels: Sequence[int], x: Sca
 
 
 def _placed(field: str, scale: Scale) -> str:
-    """A value in the unit of its axis; null is no place, and interrupts a line."""
+    """Return the Vega expression of a value in the unit of its axis; null interrupts the line."""
     known = f"isValid(datum.{field})" + (f" && datum.{field} > 0" if scale.is_log else "")
     return f"{known} ? datum.{field} / {scale.unit.size!r} : null"
 

@@ -1,4 +1,4 @@
-"""Which charts the page has, and what of a row is drawn in them."""
+"""The charts of the page, and the part of a row that each of them shows."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quant
 from gossip.lab.report.report_document import Document, Metric, Row, Value
 from gossip.lab.report.scales import Extent, Scale
 
-#: Where a row ends: x, y and the spread of y.
+#: The end point of a row: x, y and the spread of y.
 End = tuple[float, float, float | None]
 
-#: The share of a run that is left out when the lower end of the accuracy is looked for: all start near chance.
+#: The initial share of a run that does not count for the lower end of the accuracy axis: all runs start near chance.
 _START = 0.5
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Two of the curves against each other, with the result at the end.
+    """A chart of one curve against another, with the final result at the end.
 
     Attributes
     ----------
     identifier, title
-        Of its section.
+        The id and the title of its section.
     x_title, y_title, x, y
-        The axes.
+        The titles and the quantities of the axes.
     x_curve, y_curve
-        Names in :class:`Curves`.
+        The names of the curves in :class:`Curves`.
     y_value
-        The name of the value that stands at the end of a curve, with its spread; None: the curve's last point.
+        The name of the value that is shown at the end of a curve, with its spread; None for the last point of the
+        curve.
     target
-        A level to be reached.
+        The level to be reached, if any.
     """
 
     identifier: str
@@ -48,7 +49,7 @@ class Chart:
     higher_is_better: bool = False
 
     def end(self, row: Row) -> End | None:
-        """Where a row ends; None where it is not known."""
+        """Return the end point of a row; None if it is not known."""
         known = self._known(row)
         if self.y_value is None or row.values.get(self.y_value) is None:
             return (*known[-1], None) if known else None
@@ -57,10 +58,10 @@ class Chart:
         return None if x is None or value is None else (x, value.mean, value.spread)
 
     def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
-        """The axes that all rows share; None if there is nothing to draw.
+        """Return the axes that all rows share; None if there is nothing to draw.
 
-        See :meth:`Scale.without_outliers` for what may lie beyond them. The rows of gossip are those for which they are
-        made: replicas that never communicate may be useless, and with all-reduce they differ by rounding alone.
+        See :meth:`Scale.without_outliers` for the values that may lie beyond them. The gossip rows determine the axes:
+        replicas that never communicate may be useless, and with all-reduce the replicas differ by rounding alone.
         """
         ends = [(row, end) for row in rows if (end := self.end(row)) is not None]
         if not ends:
@@ -76,12 +77,12 @@ class Chart:
             for row, (x, height, _) in ends
             if y.reaches(height) and not self.is_level(row)
         ]
-        # Levels alone have no place along the axis: any will do.
+        # If there are only levels, which span the whole x-axis, any range will do.
         across = across or [Extent(1.0, (0.0, 1.0), is_compared=True)]
         return Scale.without_outliers(across, self.x, may_be_log=self.x is not NUMBER), y
 
     def whole(self, rows: Sequence[Row], x: Scale, y: Scale) -> tuple[Scale, Scale]:
-        """The axes on which nothing lies beyond."""
+        """Return the axes widened so that nothing lies beyond them."""
         points = [point for row in rows if not self.is_level(row) for point in self._known(row)]
         ends = [end for row in rows if (end := self.end(row)) is not None]
         heights = [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
@@ -89,19 +90,19 @@ class Chart:
         return x.widened([*across, *(x for x, _ in points)]), y.widened([*heights, *(y for _, y in points)])
 
     def height_text(self, row: Row) -> str:
-        """How high a row ends, with its spread; a dash where it does not."""
+        """Format the final y-value of a row, with its spread; a dash if there is none."""
         end = self.end(row)
         return "-" if end is None else self.y.value_text(Value(end[1], end[2], len(row.seeds)))
 
     def width_text(self, row: Row) -> str:
-        """Where along the x-axis a row ends."""
+        """Format the final x-value of a row; a dash if there is none."""
         end = self.end(row)
         if end is None:
             return "-"
         return f"{end[0]:g} steps" if self.x_curve == "step" else self.x.text(end[0])
 
     def is_level(self, row: Row) -> bool:
-        """Whether a row stays at the beginning of the x-axis: it sends nothing, however long it runs."""
+        """Whether a row stays at the start of the x-axis, because it sends nothing however long it runs."""
         end = self.end(row)
         return row.method == "local" and end is not None and end[0] == 0
 
@@ -112,7 +113,7 @@ class Chart:
         return [(x, y) for x, y in line if x is not None and y is not None]
 
     def _heights(self, row: Row) -> tuple[float, ...]:
-        """What the axis should show of a curve; of an accuracy not the beginning."""
+        """Return the y-values of a curve that the axis should show; for accuracy, without the initial part."""
         line = self._known(row)
         return tuple(y for _, y in line[math.floor(_START * len(line)) if self.higher_is_better else 0 :])
 
@@ -131,12 +132,12 @@ def charts(document: Document) -> list[Chart]:
 
 
 def quantity_of(metric: Metric) -> Quantity:
-    """In what a metric is measured."""
+    """Return the quantity in which a metric is measured."""
     return FRACTION if metric.name == "accuracy" else NUMBER
 
 
 def beyond(chart: Chart, row: Row, x: Scale, y: Scale) -> bool:
-    """Whether a row ends where the axes do not reach, such as at zero on a logarithmic one."""
+    """Whether a row ends beyond the axes, such as at zero on a logarithmic one."""
     end = chart.end(row)
     return end is not None and not (y.reaches(end[1]) and (chart.is_level(row) or x.reaches(end[0])))
 
@@ -159,7 +160,7 @@ def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Q
 
 
 def _end_of(x_curve: str, row: Row) -> float | None:
-    """Where on the x-axis a row ends, by its values."""
+    """Return the final x-value of a row, computed from its values rather than its curves."""
     if x_curve == "time_s":
         return row.mean("predicted_total_time_s")
     per_step, steps = row.mean("bytes_per_step"), row.mean("steps")

@@ -1,4 +1,4 @@
-"""The values of a row as columns of a table."""
+"""The columns of the results table, one for each value of a row."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _DECIDING = ("predicted_time_to_target_s", "bytes_to_target", "loss_ratio")
 
 @dataclass(frozen=True)
 class Column:
-    """A value.
+    """A column of the table, which shows one value.
 
     Attributes
     ----------
     name
-        In the document.
+        The name of the value in the document.
     title, explanation
-        For people.
+        The heading, and its explanation.
     quantity
-        Its units.
+        The quantity, which determines the units.
     better
-        Whether "higher" or "lower" values are better; None: neither.
+        Whether "higher" or "lower" values are better; None for neither.
     among
-        The methods that are compared for the best; without communication nothing is sent, and that is no merit.
+        The methods that compete for the best value. Without communication nothing is sent, which is not an achievement.
     """
 
     name: str
@@ -67,12 +67,12 @@ VALUE_NAMES = tuple(column.name for column in _COLUMNS)
 
 
 def value_names(rows: Sequence[Row]) -> list[str]:
-    """Every name that a value has: the known ones in order, then others as they come."""
+    """Return the names of all values: the known ones in order, then others in order of appearance."""
     return list(dict.fromkeys([*VALUE_NAMES, *(name for row in rows for name in row.values)]))
 
 
 def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
-    """The columns in which any row has a value, those that decide first; a name that is not known is its own title."""
+    """Return the columns in which any row has a value, the deciding ones first; an unknown name is its own title."""
     known = {column.name: column for column in _COLUMNS}
     present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
     if same_steps(rows) is not None:
@@ -83,7 +83,7 @@ def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
 
 
 def num_deciding(present: Sequence[Column], metric: Metric) -> int:
-    """How many of the columns, which come first, decide between settings."""
+    """Return the number of leading columns that decide between settings."""
     return sum(column.name in (*_first(metric), *_DECIDING[:2]) for column in present)
 
 
@@ -92,15 +92,15 @@ def _first(metric: Metric) -> list[str]:
 
 
 def same_steps(rows: Sequence[Row]) -> str | None:
-    """The number of steps, if it is one for all rows that have any: no column then."""
+    """Return the number of steps if all rows that have one agree, so that no column is needed; otherwise None."""
     means = {mean for row in rows if (mean := row.mean("steps")) is not None}
     return NUMBER.text(means.pop()) if len(means) == 1 else None
 
 
 def best(rows: Sequence[Row], column: Column) -> set[int]:
-    """Indices of the rows that are best among those of as many ranks, the same partition and condition.
+    """Return the indices of the best rows among those with the same number of ranks, partition and condition.
 
-    Where all are equal, or there is only one, none is best.
+    If all rows of a group are equal, or there is only one, none is best.
     """
     groups: dict[tuple[str | None, ...], dict[int, float]] = {}
     for index, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG. The standard library's writer escapes what stands in them."""
+"""Construction of HTML and SVG elements. The writer of the standard library escapes their content."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def element(tag: str, *children: Element | str, **attributes: str | float | bool
     Parameters
     ----------
     tag
-        Its name.
+        The name of the element.
     children
-        Elements and text, in order.
+        The child elements and texts, in order.
     attributes
-        ``class_`` is class, ``aria_label`` aria-label; numbers are written with at most one decimal, True is an
-        attribute without a value, None and False leave it out.
+        The attributes: ``class_`` stands for class, ``aria_label`` for aria-label. Numbers are written with at most
+        one decimal, True gives an attribute without a value, None and False omit it.
     """
     made = Element(tag)
     for name, value in attributes.items():
@@ -40,12 +40,12 @@ def extend(parent: Element, *children: Element | str) -> Element:
 
 
 def html(root: Element) -> str:
-    """Write an element as HTML; a script and a style stand as they are."""
+    """Write an element as HTML; the content of script and style elements is not escaped."""
     return ElementTree.tostring(root, encoding="unicode", method="html")
 
 
 def _attribute_name(name: str) -> str:
-    # SVG has names with capitals (viewBox), HTML such with hyphens: neither has underscores.
+    # SVG attribute names can have capitals (viewBox) and HTML attribute names hyphens, but neither have underscores.
     return name.rstrip("_").replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""What is measured in which units, and how a value is written."""
+"""Quantities with their units, and the formatting of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Unit:
-    """A name with the space before it, and how much one is in the quantity's base unit."""
+    """A unit: its suffix, including the leading space, and its size in the base unit of the quantity."""
 
     suffix: str
     size: float
@@ -20,32 +20,32 @@ class Unit:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something with units.
+    """A quantity that is measured in one of several units.
 
     Attributes
     ----------
     units
-        From the smallest to the largest.
+        The units, from the smallest to the largest.
     decimals
-        Of a mean, in its unit; None: four significant digits.
+        The number of decimals of a mean in its unit; None for four significant digits.
     """
 
     units: tuple[Unit, ...]
     decimals: int | None = None
 
     def unit(self, value: float) -> Unit:
-        """The largest unit of which the value has at least one; nothing stands in the base unit."""
+        """Return the largest unit in which the value is at least 1; zero is given in the base unit."""
         size = abs(value) * (1 + 1e-12) if value else 1.0
         return next((unit for unit in reversed(self.units) if unit.size <= size), self.units[0])
 
     def text(self, value: float) -> str:
-        """A value with its unit."""
+        """Format a value with its unit."""
         return self._number(value, self.unit(value)) + self.unit(value).suffix
 
     def value_text(self, value: Value) -> str:
-        """A mean with its interval, or with its spread, where there is one, in one unit.
+        """Format a mean with its interval or else its spread, if there is one, in a common unit.
 
-        It has as many decimals as the quantity says, or else the spread tells.
+        The number of decimals is that of the quantity, or else follows from the spread.
         """
         unit = self.unit(value.mean)
         if value.interval is not None:
@@ -63,7 +63,7 @@ class Quantity:
         return f"({scaled})·{_power_of_ten(exponent)}{unit.suffix}"
 
     def round_text(self, value: float) -> str:
-        """A value that somebody chose: 93 %, without decimals that say nothing."""
+        """Format a value that a user chose, such as a target of 93 %, without trailing decimals."""
         unit = self.unit(value)
         return _significant(value / unit.size, 4) + unit.suffix
 
@@ -74,7 +74,7 @@ class Quantity:
 
 
 def _significant(number: float, digits: int) -> str:
-    """Significant digits, as people write them: 0.0013, 52000, 2·10⁻⁵."""
+    """Format a number with significant digits, in the notation of a text: 0.0013, 52000, 2·10⁻⁵."""
     if number and not 1e-3 <= abs(number) < 1e6:
         mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
@@ -86,7 +86,7 @@ def _significant(number: float, digits: int) -> str:
 
 
 def _with_spread(mean: float, spread: float) -> str:
-    """One digit of the spread, two if the first is a 1; of the mean as many decimals, at most four."""
+    """Format mean ± spread with one significant digit of the spread, two if the first is a 1; at most four decimals."""
     mantissa, exponent = f"{spread:.1e}".split("e")
     decimals = min(max(mantissa.startswith("1") - int(exponent), 0), 4)
     return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"

@@ -1,4 +1,4 @@
-"""The charts of the page: where they will stand, the legend that they share, and what the script draws them from."""
+"""The charts of the page: their containers, their common legend, and the data from which the script draws them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gossip.lab.report.scales import Scale
 from gossip.lab.report.series import Panel, Series, panels
 
 DATA = "chart-data"
-"""The identifier of the element that holds what is drawn, packed."""
+"""The id of the element that holds the packed data of the charts."""
 
 _TOOLS = {
     "zoom-in": "Zoom in", "zoom-out": "Zoom out", "reset": "Reset", "svg": "SVG", "png": "PNG",
 }  # fmt: skip
 _TITLES = {"svg": "Save as SVG", "png": "Save as PNG"}
-#: Shapes of marks around 20, 9 in a sample of the legend.
+#: SVG paths of the marker shapes, centred at (20, 9) in a sample of the legend.
 _SHAPES = {
     "circle": "M15.6 9a4.4 4.4 0 1 0 8.8 0a4.4 4.4 0 1 0 -8.8 0z",
     "square": "M16 5h8v8h-8z",
@@ -32,7 +32,7 @@ _SHAPES = {
 
 
 def make_charts(document: Document) -> Iterator[Element]:
-    """The charts with their legend, or that there is nothing to draw."""
+    """Yield the charts with their legend, or a note that there is nothing to draw."""
     divided = panels(document.rows)
     drawn = [
         (chart, scales)
@@ -84,7 +84,7 @@ def _figure(chart: Chart, divided: Sequence[Panel], x: Scale, y: Scale) -> Eleme
 
 
 def _members(chart: Chart, divided: Sequence[Panel]) -> list[Panel]:
-    """The panels in which there is anything to draw."""
+    """Return the panels in which there is anything to draw."""
     return [panel for panel in divided if any(chart.end(series.row) is not None for series in panel.series)]
 
 
@@ -94,7 +94,7 @@ def _missing(chart: Chart, panel: Panel, x: Scale, y: Scale) -> str:
 
 
 def _legend(drawn: Sequence[Series]) -> Element:
-    """One entry for each name of which anything is drawn; it belongs to all rows of that name."""
+    """Make the legend, with one entry for each drawn name; the entry controls all rows of that name."""
     named: dict[str, list[Series]] = {}
     for series in drawn:
         named.setdefault(series.name, []).append(series)
@@ -115,8 +115,8 @@ def _legend(drawn: Sequence[Series]) -> Element:
 
 
 def _data(document: Document, divided: Sequence[Panel], drawn: Sequence[tuple[Chart, tuple[Scale, Scale]]]) -> str:
-    """All that is drawn, as JSON: each curve once, each chart's specification once."""
-    # Baselines come last, above the others: they are what those are compared with.
+    """Return the data of the charts as JSON, with each curve and each chart specification once."""
+    # Baselines come last, so that they are drawn on top of the rows that are compared with them.
     every = sorted(
         {series.index: series for panel in divided for series in panel.series}.values(),
         key=lambda series: series.row.method != "gossip",
@@ -148,7 +148,7 @@ def _data(document: Document, divided: Sequence[Panel], drawn: Sequence[tuple[Ch
 
 
 def _whole(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> dict[str, list[float]]:
-    """How far the button zooms out, by the axis."""
+    """Return the domain of each axis to which the "Zoom out" button can zoom out at most."""
     wide_x, wide_y = chart.whole([series.row for series in every], x, y)
     return {"x": domain(wide_x, x.unit.size), "y": domain(wide_y, y.unit.size)}
 

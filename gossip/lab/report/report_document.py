@@ -1,4 +1,4 @@
-"""The result document of a sweep, checked and with types."""
+"""The result document of a sweep, validated and typed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from gossip.lab.report.report_fields import Field
 METHODS = ("gossip", "ddp", "local")
 STATUSES = ("completed", "partly failed", "failed")
 METRICS = ("accuracy", "loss")
-#: The name under which a cluster is described in a sentence.
+#: The key of the cluster under which a sentence describes it.
 DESCRIPTION = "description"
 
 
 @dataclass(frozen=True)
 class Value:
-    """A result over the seeds.
+    """A result, aggregated over the seeds.
 
     Attributes
     ----------
     mean, spread, count
-        The sample standard deviation is None for one seed.
+        Mean, sample standard deviation (None for one seed) and number of seeds.
     interval
-        In which the true mean lies with 95 % confidence, where it is known.
+        The 95 % confidence interval of the mean, if known.
     """
 
     mean: float
@@ -35,7 +35,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row should reach against all-reduce, and whether it has; None: not known."""
+    """The threshold that a row should reach in comparison with all-reduce, and whether it did; None if not known."""
 
     bar: float
     met: bool | None
@@ -43,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Trial:
-    """A value that was tried, and what the averaged model was worth at the end; the reason, if the run failed."""
+    """A tuning trial: the value, the final accuracy and loss of the averaged model, and the reason of a failure."""
 
     value: float
     accuracy: float | None
@@ -52,7 +52,7 @@ class Trial:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The trial in words."""
         if self.reason:
             return f"{self.value:g}: {self.reason}"
         accuracy, loss = ("not finite" if what is None else f"{what:.4f}" for what in (self.accuracy, self.loss))
@@ -61,7 +61,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """With which value of a parameter a row was run, chosen among trials with a seed of their own."""
+    """The value of a parameter with which a row was run, chosen among trials with a separate seed."""
 
     parameter: str
     seed: int
@@ -71,7 +71,7 @@ class Tuning:
 
     @property
     def text(self) -> str:
-        """The value, and whether a better one may lie beyond; a dash for none."""
+        """The value, and whether it is at the end of the grid; a dash if there is none."""
         if self.value is None:
             return "-"
         return f"{self.value:g}, at the end of the grid" if self.is_at_end else f"{self.value:g}"
@@ -79,18 +79,18 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Curves:
-    """What was measured during training, as means over the seeds; all of one length.
+    """The measurements during training, as means over the seeds; all sequences have the same length.
 
     Attributes
     ----------
     step
-        Local updates so far.
+        The number of local updates so far.
     bytes, time_s
-        Sent per rank, and predicted, so far.
+        The bytes sent per rank and the predicted time so far.
     metric
-        Of the averaged model on held-out data.
+        The metric of the averaged model on held-out data.
     consensus
-        Relative consensus distance.
+        The relative consensus distance.
     """
 
     step: tuple[float | None, ...]
@@ -102,10 +102,10 @@ class Curves:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of the sweep, over its seeds. What a method does not have is None.
+    """One setting of the sweep, over its seeds. Fields that do not apply to the method are None.
 
-    Rows are compared with others of the same number of ranks, partition and condition: what else the sweep varies that
-    all-reduce has too, such as ``data=digits``; None where it varies nothing else.
+    Rows are compared with others of the same number of ranks, partition and condition. The condition states the other
+    varied options that apply to all-reduce too, such as ``data=digits``; None if there are none.
     """
 
     label: str
@@ -129,7 +129,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Which of its bars it has met, in words; empty without any."""
+        """Whether the row has met its bars, in words; empty without any."""
         missed = [name for name, bar in self.bars.items() if bar.met is False]
         if missed:
             return f"not met: {', '.join(missed)}"
@@ -137,14 +137,14 @@ class Row:
         return f"not known: {', '.join(unknown)}" if unknown else "met" if self.bars else ""
 
     def mean(self, name: str) -> float | None:
-        """The mean of a value, None where there is none."""
+        """Return the mean of a value; None if there is none."""
         value = self.values.get(name)
         return None if value is None else value.mean
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What is compared: ``accuracy`` or ``loss`` of the averaged model, and the target that counts as reached."""
+    """The metric of the comparison: ``accuracy`` or ``loss`` of the averaged model, and the target to reach."""
 
     name: str
     higher_is_better: bool
@@ -153,7 +153,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole sweep. ``settings``, ``cluster`` and ``environment`` are text by name, ``drawings`` SVG by title."""
+    """The results of a sweep.
+
+    ``settings``, ``cluster`` and ``environment`` map names to text; ``drawings`` maps titles to SVG.
+    """
 
     title: str
     description: str
@@ -166,12 +169,12 @@ class Document:
 
 
 def read_document(document: Mapping[str, Any]) -> Document:
-    """Check a document as it stands in results.json.
+    """Validate a document with the content of results.json, and convert it.
 
     Raises
     ------
     ValueError
-        If something is missing or is not what it must be; the message names the place and what stands there.
+        If a field is missing or invalid; the message names its place and its value.
     """
     whole = Field(document, "document")
     metric = whole["metric"]

@@ -1,4 +1,4 @@
-"""One place in a document of plain data, read as what it must be."""
+"""Validated access to the fields of a document of plain data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 
 
 class Field:
-    """A value and where it stands: every error names both.
+    """A value and its place in the document: every error names both.
 
     Parameters
     ----------
     value
-        Plain data, as JSON has it.
+        The value, as plain JSON data.
     place
-        For messages, such as ``rows[3].label``.
+        The place for error messages, such as ``rows[3].label``.
     """
 
     def __init__(self, value: Any, place: str) -> None:
@@ -25,14 +25,14 @@ class Field:
         self.place = place
 
     def __getitem__(self, name: str) -> Field:
-        """The field of that name, which must be there."""
+        """Return the field of that name, which must exist."""
         mapping = self._mapping()
         if name not in mapping:
             raise ValueError(f"{self.place} has no {name!r}, only {sorted(map(str, mapping))}; add it")
         return self.get(name)
 
     def get(self, name: str) -> Field:
-        """The field of that name, null if it is missing."""
+        """Return the field of that name, null if it is missing."""
         place = name if self.place == "document" else f"{self.place}.{name}"
         return Field(self._mapping().get(name), place)
 
@@ -41,7 +41,7 @@ class Field:
         return self.value is None
 
     def items(self) -> list[Field]:
-        """The entries of a list; none of null."""
+        """Return the entries of a list; none for null."""
         if self.is_null:
             return []
         if not isinstance(self.value, Sequence) or isinstance(self.value, str):
@@ -49,7 +49,7 @@ class Field:
         return [Field(value, f"{self.place}[{index}]") for index, value in enumerate(self.value)]
 
     def named(self) -> list[tuple[str, Field]]:
-        """The entries of a mapping; none of null."""
+        """Return the entries of a mapping by name; none for null."""
         if self.is_null:
             return []
         return [(str(name), Field(value, f"{self.place}[{name!r}]")) for name, value in self._mapping().items()]
@@ -63,7 +63,7 @@ class Field:
         return None if self.is_null else self.text()
 
     def texts(self) -> dict[str, str]:
-        """Text by name; numbers and what else is plain are written out, null is left out."""
+        """Return texts by name; numbers and other plain data are formatted as text, null is omitted."""
         return {name: _plain(field.value) for name, field in self.named() if not field.is_null}
 
     def one_of(self, allowed: Sequence[str]) -> str:
@@ -97,7 +97,7 @@ class Field:
         return None if self.is_null else self.number(minimum=minimum)
 
     def svg(self) -> str:
-        """The markup of one svg element; as a picture of its own it needs its namespace."""
+        """Return the markup of one svg element, with the namespace that it needs as a separate image."""
         markup = re.sub(r"^\s*<svg(?![^>]*\sxmlns=)", '<svg xmlns="http://www.w3.org/2000/svg"', self.text())
         try:
             tag = ElementTree.fromstring(markup.strip()).tag

@@ -1,4 +1,4 @@
-"""The files of a report."""
+"""Writing the files of a report."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _SETTINGS = (
 
 
 def write_report(document: Mapping[str, Any], folder: Path) -> None:
-    """Write report.html, results.csv, results.json and results.md of a sweep; ones that are there are replaced.
+    """Write report.html, results.csv, results.json and results.md of a sweep, replacing existing files.
 
     Parameters
     ----------
     document
-        Plain data as JSON has it, without numbers that are not finite: ``title``, ``metric`` and ``rows``, and where
-        they are known ``description``, ``settings``, ``cluster``, ``environment`` and ``drawings``; see
-        :func:`read_document` and the classes that it returns.
+        The document as plain JSON data, with finite numbers only: ``title``, ``metric`` and ``rows``, and optionally
+        ``description``, ``settings``, ``cluster``, ``environment`` and ``drawings``; see :func:`read_document` and the
+        classes that it returns.
     folder
-        Made if it does not exist.
+        The folder of the files, which is created if it does not exist.
 
     Raises
     ------
     ValueError
-        If the document is malformed: nothing is written then.
+        If the document is malformed; nothing is written then.
     """
     checked = read_document(document)
     page = render_page(checked)
@@ -48,9 +48,9 @@ def write_report(document: Mapping[str, Any], folder: Path) -> None:
 
 
 def _write_table(document: Document, path: Path) -> None:
-    """Write one line per row: its settings, each value as ``name`` and ``name_spread``, its seeds and commands.
+    """Write one CSV line per row: its settings, each value as ``name`` and ``name_spread``, its seeds and commands.
 
-    Where a value has an interval, its ends are ``name_low`` and ``name_high``.
+    If a value has an interval, its ends are ``name_low`` and ``name_high``.
     """
     lines = [_cells(row, value_names(document.rows)) for row in document.rows]
     columns = dict.fromkeys(name for line in lines for name in line)
@@ -61,7 +61,7 @@ def _write_table(document: Document, path: Path) -> None:
 
 
 def _cells(row: Row, names: list[str]) -> dict[str, Any]:
-    """By the column; what is None is left empty."""
+    """Return the cells of a row by column; None stands for an empty cell."""
     cells: dict[str, Any] = {name: getattr(row, name) for name in _SETTINGS}
     for name in names:
         value = row.values.get(name)

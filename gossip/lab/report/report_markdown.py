@@ -1,4 +1,4 @@
-"""What a sweep found in one table of Markdown: each setting against all-reduce, and what it sends."""
+"""The results of a sweep as a Markdown table: each setting compared with all-reduce, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = (
 
 
 def markdown(document: Document) -> str:
-    """The verdict, and the table under a line that says what its numbers are."""
+    """Return the verdict, and the table below a line that explains its numbers."""
     rows = document.rows
     settings = [name for name in varying(rows, list(SETTINGS)) if name != "topology"]
     values = [column for column in columns(rows, document.metric) if column.name in _SHOWN]

@@ -1,4 +1,4 @@
-"""Text in the page at a third of its size: compressed by gzip, as base64; unpack.js makes it text again."""
+"""Compression of text in the page to a third of its size: gzip in base64; unpack.js decompresses it."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import gzip
 
 
 def pack(text: str) -> str:
-    """The same characters for the same text, all of which may stand in an attribute or a script element."""
+    """Compress a text deterministically to characters that are safe in an attribute or a script element."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode("ascii")

@@ -1,4 +1,4 @@
-"""The whole page."""
+"""The HTML page of a report."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CLUSTER = {
     "local_bandwidth_gbps": "bandwidth within a node, Gbit/s",
     "compute_us_per_sample": "computation per sample, µs",
 }
-#: What charts.js draws with, in the order in which they need each other.
+#: The libraries with which charts.js draws, in the order of their dependencies.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
-#: Nothing is loaded, whatever a document brings along; form targets are none.
+#: The content security policy: nothing is loaded, whatever a document contains, and no form can be submitted.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; form-action 'none'"
 
 
 def render_page(document: Document) -> str:
-    """Return the page as HTML that needs nothing else."""
+    """Return the page as self-contained HTML."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -61,7 +61,7 @@ def _asset(*place: str) -> str:
 
 
 def _drawing() -> Iterator[Element]:
-    """What draws the charts: the libraries packed, with their licences."""
+    """Yield the scripts that draw the charts: the packed libraries with their licences, and charts.js."""
     libraries = ";\n".join(_asset("vendored", name) for name in _LIBRARIES)
     yield element("script", _asset("vendored", "LICENSES.txt"), type="text/plain")
     yield element("script", pack(libraries), type="text/plain", id="libraries")
@@ -153,7 +153,7 @@ def _reproduce(document: Document) -> Iterator[Element]:
 
 
 def _described(title: str, texts: Mapping[str, str], sentence: str | None = None) -> Iterator[Element]:
-    """Text by name, under a heading; nothing without any."""
+    """Yield a heading with a description list; nothing if there is no text."""
     if texts or sentence:
         yield element("h3", title)
     if sentence:

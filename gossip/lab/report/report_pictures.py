@@ -1,6 +1,6 @@
-"""Drawings as pictures of their own within the page: their styles, names and scripts reach nothing outside of them.
+"""Drawings as isolated images within the page: their styles, ids and scripts do not affect anything outside of them.
 
-A drawing stands packed in an attribute of its image, and report.js gives it to the image as a file.
+A drawing is stored, packed, in an attribute of its image, and report.js passes it to the image as a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
 
 
 def make_gallery(drawings: Mapping[str, str]) -> Iterator[Element]:
-    """A gallery; of many one for each number of ranks, or whatever else stands last in the titles."""
+    """Yield one gallery, or for many drawings one per number of ranks (the last part of the titles)."""
     groups: dict[str, list[Element]] = {}
     for title, svg in drawings.items():
         picture = element("img", data_packed=pack(plain_picture(svg)), alt=f"Drawing of {title}")
@@ -33,7 +33,7 @@ def make_gallery(drawings: Mapping[str, str]) -> Iterator[Element]:
 
 
 def plain_picture(svg: str) -> str:
-    """Return an SVG without what does not show: metadata and more than four digits of a place."""
+    """Return an SVG without invisible content: metadata, and digits of coordinates beyond the fourth."""
     svg = _NOT_DRAWN.sub("", svg)
     svg = _PATH.sub(lambda match: match[1] + _short_path(match[2]) + match[3], svg)
     return re.sub(r"\s*\n\s*", " ", svg).strip()

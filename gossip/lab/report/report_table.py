@@ -1,4 +1,4 @@
-"""The table of the page: one body per row, that holds its line and what is folded away below it."""
+"""The results table of the page: one ``tbody`` per row, with its line and the collapsible details below it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SETTINGS = {
     "compression": "Compression",
     "engine": "Engine",
 }
-#: The first column has it already, with its options.
+#: The first column, the label, shows this setting already, with its options.
 _IN_LABEL = "topology"
 _OUTCOMES = ("Tuned", "Bars")
-"""What is said of a row in words."""
+"""The columns that describe the outcome of a row in words."""
 _NOTHING = "–"  # noqa: RUF001
 _LONGEST_REASON = 160
 
 
 def make_filters(document: Document) -> Element:
-    """What chooses rows: words, and one choice for each setting in which the rows differ."""
+    """Make the row filters: a text search, and one selection list for each setting in which the rows differ."""
     controls = [
         element(
             "label", element("span", "Search"), element("input", type="search", id="filter-text", autocomplete="off")
@@ -48,7 +48,7 @@ def make_filters(document: Document) -> Element:
 
 
 def make_table(document: Document) -> Element:
-    """The table with its container, in which it scrolls: what a row is, what decides, and then all the rest."""
+    """Make the table in its scrolling container: first the labels, then the deciding values, then everything else."""
     rows = document.rows
     settings = [name for name in varying(rows, list(SETTINGS)) if name != _IN_LABEL]
     values = columns(rows, document.metric)
@@ -79,7 +79,7 @@ def make_table(document: Document) -> Element:
 
 
 def setting_text(row: Row, name: str) -> str:
-    """A setting as the table and the filters show it."""
+    """Return a setting as the table and the filters show it."""
     return setting(row, name) or _NOTHING
 
 
@@ -130,7 +130,7 @@ def _label_cell(row: Row, settings: Sequence[str], details: str) -> Element:
 
 
 def _facts(row: Row, settings: Sequence[str]) -> Iterator[str]:
-    """What tells a row from others of the same name; it stays in sight when the table is scrolled."""
+    """Yield the settings that distinguish rows of the same label; they remain visible when the table is scrolled."""
     for name in settings:
         text = setting(row, name)
         if name == "world_size":
@@ -141,7 +141,7 @@ def _facts(row: Row, settings: Sequence[str]) -> Iterator[str]:
 
 
 def _breakable(label: str) -> list[Element | str]:
-    """A label that may go on in a new line after an underscore and before a bracket."""
+    """Return a label that may wrap after an underscore and before a bracket."""
     first, *others = re.split(r"(?<=_)|(?=\()", label)
     return [first, *(part for other in others for part in (element("wbr"), other))]
 
@@ -163,7 +163,7 @@ def _outcome(row: Row, name: str) -> str:
 
 
 def _counted(row: Row, count: int) -> str | None:
-    """A word where not all seeds are in a mean."""
+    """Return a note if the mean does not cover all seeds; None if it does."""
     return None if count == len(row.seeds) else f"mean of {count} of {len(row.seeds)} seeds"
 
 
@@ -186,7 +186,7 @@ def _details(row: Row) -> Element:
 
 
 def _compared(row: Row) -> Iterator[str]:
-    """How the row was tuned, and which bars it had."""
+    """Yield sentences on the tuning of the row and on its bars."""
     if row.tuning is not None:
         tried = "; ".join(trial.text for trial in row.tuning.trials)
         yield f"{row.tuning.parameter} with seed {row.tuning.seed}: {tried}"

@@ -1,4 +1,4 @@
-"""The range of an axis: what it must show, and what may lie beyond it."""
+"""The range of an axis: the values that it must show, and the outliers that may lie beyond it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from gossip.lab.report.quantities import Quantity, Unit
 
 _FENCE = 3.0
-"""In distances between the quartiles: what Tukey (Exploratory Data Analysis, 1977, 2D) calls far out."""
+"""The outlier fence in interquartile ranges: what Tukey (Exploratory Data Analysis, 1977, 2D) calls far out."""
 _FEWEST = 4
-"""Fewer numbers have no quartiles that mean anything, and none of them is an outlier."""
+"""With fewer numbers, quartiles are not meaningful, and none of the numbers counts as an outlier."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """What an axis would have to show of one row.
+    """The values of one row that an axis would have to show.
 
     Attributes
     ----------
     end
-        Where the row ends.
+        The end point of the row.
     values
-        Along its curve.
+        The values along its curve.
     is_compared
-        Whether the row is one of those for which the axis is made; baselines are not.
+        Whether the row is one of those that determine the axis; baselines are not.
     whiskers
         The ends of its spread.
     """
@@ -40,16 +40,16 @@ class Extent:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis. What lies outside of it, or is not positive on a logarithmic one, has no place.
+    """The scale of an axis. Values outside its range, or not positive on a logarithmic axis, have no place on it.
 
     Attributes
     ----------
     quantity
-        What is along it.
+        The quantity along the axis.
     low, high
         The values at its ends.
     is_log
-        Whether equal ratios have equal lengths.
+        Whether the axis is logarithmic.
     """
 
     quantity: Quantity
@@ -59,9 +59,9 @@ class Scale:
 
     @classmethod
     def over(cls, values: Iterable[float], quantity: Quantity, *, may_be_log: bool) -> Scale:
-        """A scale on which the values, at least one, have their place, with a little room.
+        """Return a scale that covers the values, of which there must be at least one, with a small margin.
 
-        It is logarithmic if it may be and the positive values span more than a decade.
+        It is logarithmic if this is permitted and the positive values span more than a decade.
         """
         known = list(values)
         positive = [value for value in known if value > 0]
@@ -71,26 +71,26 @@ class Scale:
             return cls(quantity, low, high, is_log=True)
         low, high = min(known), max(known)
         room = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
-        # What cannot be negative has no axis below zero.
+        # The axis of values that are never negative does not extend below zero.
         return cls(quantity, max(low - room, 0.0) if low >= 0 else low - room, high + room, is_log=False)
 
     @classmethod
     def without_outliers(
         cls, extents: Sequence[Extent], quantity: Quantity, *, may_be_log: bool, others: Sequence[float] = ()
     ) -> Scale:
-        """A scale that no odd row, odd point of a curve or wide spread can squeeze.
+        """Return a scale that is robust to outlying rows, outlying points of curves and wide spreads.
 
-        Outliers lie more than three distances between the quartiles beyond the quartiles, of the logarithms where the
-        axis would be logarithmic. The scale is made for the compared rows (all, where none is) whose ends are no
-        outliers among the ends, and for the points of their curves that are none among the points. Whatever else there
-        is, the other rows and all spreads, is taken in where it carries neither end farther than the axis was long.
+        Outliers lie more than three interquartile ranges beyond the quartiles, computed on logarithms if the axis would
+        be logarithmic. The scale covers the compared rows (all rows, if none is compared) whose ends are not outliers
+        among the ends, and the points of their curves that are not outliers among the points. Everything else, which is
+        the other rows and all spreads, is included if it extends neither end by more than the length of the axis.
 
         Parameters
         ----------
         extents
-            Of the rows, at least one.
+            The extents of the rows, at least one.
         others
-            What must be seen beside the rows.
+            Further values that the axis must show.
         """
         compared = [extent for extent in extents if extent.is_compared] or list(extents)
         is_log = cls.over([*others, *_points(compared)], quantity, may_be_log=may_be_log).is_log
@@ -105,11 +105,11 @@ class Scale:
         return cls.over(core, quantity, may_be_log=may_be_log)
 
     def widened(self, values: Iterable[float]) -> Scale:
-        """The scale that reaches these values too, outliers or not."""
+        """Return a scale that also covers these values, whether or not they are outliers."""
         return Scale.over([self.low, self.high, *values], self.quantity, may_be_log=self.is_log)
 
     def share(self, value: float) -> float | None:
-        """How far along the axis a value is: 0 to 1 within it."""
+        """Return the relative position of a value: 0 to 1 within the axis; None if it has no place on a log axis."""
         if not self.is_log:
             return (value - self.low) / (self.high - self.low)
         if value <= 0:
@@ -117,13 +117,13 @@ class Scale:
         return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
     def reaches(self, value: float) -> bool:
-        """Whether a value has its place within the axis."""
+        """Whether a value lies within the axis."""
         share = self.share(value)
         return share is not None and 0.0 <= share <= 1.0
 
     @property
     def unit(self) -> Unit:
-        """In which the axis is labelled."""
+        """The unit in which the axis is labelled."""
         return self.quantity.unit(max(abs(self.low), abs(self.high)))
 
     def _is_near(self, values: Sequence[float]) -> bool:
@@ -136,7 +136,7 @@ def _points(extents: Iterable[Extent]) -> list[float]:
 
 
 def _within_fences(numbers: Sequence[float], *, is_log: bool) -> list[float]:
-    """Those that are no outliers: half of them at least. What is not positive has no logarithm."""
+    """Return the numbers that are not outliers, at least half of those considered; non-positive ones have no log."""
     places = [(math.log(number) if is_log else number, number) for number in numbers if number > 0 or not is_log]
     if len(places) < _FEWEST:
         return list(numbers)

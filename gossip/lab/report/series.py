@@ -1,4 +1,4 @@
-"""How each row of a sweep is drawn: in which panels, in which colour, dashes and shape, and under which name."""
+"""The appearance of each row of a sweep in the charts: its panels, name, colour, dash pattern and marker shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gossip.lab.report.report_document import Row
 NUM_COLOURS = 8
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
-#: More lines than these in one panel are divided further, where the rows differ in something to divide them by.
+#: A panel with more lines than this is divided further if the rows differ in a suitable setting.
 _MOST_LINES = 12
 _ALWAYS_DIVIDE = ("world_size", "partition", "condition")
 _DIVIDE_IF_CROWDED = ("algorithm", "compression", "engine")
@@ -20,16 +20,18 @@ Key = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Style:
-    """How a series looks. Colour, dashes and shape together differ for 160 series; baselines are in the colour of text.
+    """The visual style of a series.
+
+    The combination of colour, dash pattern and shape is unique for 160 series; baselines have the colour of the text.
 
     Attributes
     ----------
     colour
         A variable of the page's style sheet.
     dash
-        Lengths of strokes and gaps; none for a whole line.
+        The lengths of strokes and gaps; empty for a solid line.
     shape
-        Of marks, as Vega names it.
+        The Vega name of the marker shape.
     """
 
     colour: str
@@ -47,7 +49,7 @@ _BASELINES = {"ddp": Style("var(--ink)", (), "square"), "local": Style("var(--in
 
 @dataclass(frozen=True)
 class Series:
-    """A row as it is drawn. Rows that differ only in what divides the panels have the same name and style."""
+    """A row as it is drawn. Rows that differ only in the settings that divide the panels share name and style."""
 
     index: int
     row: Row
@@ -57,14 +59,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows that are drawn together. The title says what they share; it is empty where all rows are in one panel."""
+    """Rows that are drawn together. The title states what they share; it is empty if all rows are in one panel."""
 
     title: str
     series: tuple[Series, ...]
 
 
 def setting(row: Row, name: str) -> str | None:
-    """A setting as people read it; the topology of a row without one is its label."""
+    """Return a setting for display; for a row without a topology, the topology is its label."""
     value = getattr(row, name)
     if value is None:
         return row.label if name == "topology" else None
@@ -72,12 +74,12 @@ def setting(row: Row, name: str) -> str | None:
 
 
 def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Which settings the rows differ in. What does not apply to a row (null) is no difference."""
+    """Return the settings in which the rows differ. A setting that does not apply to a row (null) is no difference."""
     return [name for name in names if len({setting(row, name) for row in rows} - {None}) > 1]
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Divide the rows by ranks, partition and condition, and further where too many lines would be in one panel."""
+    """Divide the rows into panels by ranks, partition and condition, and further if a panel had too many lines."""
     dividing = varying(rows, _ALWAYS_DIVIDE)
     crowding = varying(rows, _DIVIDE_IF_CROWDED)
     while crowding and _most_lines(rows, dividing) > _MOST_LINES:
@@ -93,10 +95,10 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
-    """Indices of the rows by their settings.
+    """Group the indices of the rows by their settings.
 
-    A row to which a setting does not apply, such as all-reduce without an algorithm, is in every division that agrees
-    with it otherwise.
+    A row to which a setting does not apply, such as all-reduce without an algorithm, is in every group that agrees
+    with it in the other settings.
     """
     keys: list[Key] = [tuple(_divided_by(row, name) for name in names) for row in rows]
     divided: dict[Key, list[int]] = {key: [] for key in keys if None not in key}
@@ -110,7 +112,7 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
 
 
 def _divided_by(row: Row, name: str) -> str | None:
-    """What others are compared with is not compressed, but belongs beside those that are."""
+    """Return the setting by which a row is divided; baselines, which are not compressed, join every compression."""
     text = setting(row, name)
     return None if text == "none" and row.method != "gossip" else text
 
@@ -120,7 +122,7 @@ def _most_lines(rows: Sequence[Row], names: Sequence[str]) -> int:
 
 
 def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
-    """Number the names in order of appearance, so that a topology looks the same in every panel."""
+    """Assign names and styles in order of appearance, so that a topology looks the same in every panel."""
     numbers: dict[str, int] = {}
     series = []
     for index, row in enumerate(rows):

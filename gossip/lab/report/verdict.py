@@ -1,4 +1,4 @@
-"""What a sweep has shown, in sentences: one for each number of ranks, partition of the data and condition."""
+"""The findings of a sweep in sentences: one for each number of ranks, partition of the data and condition."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from gossip.lab.report.quantities import BYTES, POINTS, RATIO, SECONDS, Quantity
 from gossip.lab.report.report_document import Document, Row, Value
 
 _FEWEST = 3
-"""With fewer seeds nothing is called significant."""
+"""The smallest number of seeds with which a difference is called significant."""
 
-#: What a row is compared with all-reduce by, with what it is where both are equal; the first that there is.
+#: For each metric, the value that compares a row with all-reduce, its quantity, and its value if both are equal.
 _COMPARED = {"accuracy": ("average_difference", POINTS, 0.0), "loss": ("loss_ratio", RATIO, 1.0)}
 
 
 def verdict(document: Document) -> Iterator[str]:
-    """The sentences, in the order of the rows; none where no gossip row is compared with all-reduce."""
+    """Yield the sentences in the order of the rows; none if no gossip row is compared with all-reduce."""
     name, quantity, equal = _COMPARED[document.metric.name]
     column = next((each for each in columns(document.rows, document.metric) if each.name == name), None)
     if column is None:
@@ -28,7 +28,7 @@ def verdict(document: Document) -> Iterator[str]:
         compared = [row for row in rows if row.method == "gossip" and row.values.get(name) is not None]
         if not compared:
             continue
-        # Of equal ones that which sends least.
+        # Among equal rows, choose the one that sends the least.
         found = [rows[index] for index in sorted(best(rows, column))] or compared
         chosen = min(found, key=lambda row: row.mean("bytes_per_step") or 0.0)
         value = chosen.values[name]
