@@ -109,7 +109,7 @@ def _newest_first(output_root: Path) -> Iterator[Path]:
     for path in output_root.glob(f"*/{run_folder.VERSIONS_FILE}"):
         try:
             begun.append((path.stat().st_mtime_ns, path.parent))
-        except OSError:  # removed meanwhile
+        except OSError:  # the folder was removed in the meantime
             continue
     for _, folder in sorted(begun, reverse=True):
         yield folder

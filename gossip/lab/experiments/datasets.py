@@ -389,7 +389,7 @@ def _tokenize(text: str) -> npt.NDArray[np.int64]:
     for token, character in enumerate(VOCABULARY[1:], start=1):
         table[ord(character)] = token
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    tokens: npt.NDArray[np.int64] = table[np.minimum(code_points, 127)]  # 127, a control character, is not in it either
+    tokens: npt.NDArray[np.int64] = table[np.minimum(code_points, 127)]  # 127, a control character, maps to 0 as well
     return tokens
 
 

@@ -147,7 +147,7 @@ def _dirichlet(
             pieces[rank].append(piece)
     parts = [np.concatenate(piece) for piece in pieces]
     for rank in range(world_size):
-        if len(parts[rank]) == 0:  # a rank without data could not take part: the richest one gives it a sample
+        if len(parts[rank]) == 0:  # a rank without data could not train: the largest part gives it a sample
             donor = max(range(world_size), key=lambda other: len(parts[other]))
             parts[rank], parts[donor] = parts[donor][-1:], parts[donor][:-1]
     return parts

@@ -126,7 +126,7 @@ def check_resumable(folder: Path) -> None:
     try:
         if json.loads(summary.read_text(encoding="utf-8"))["status"] == "completed":
             raise ConfigurationError(f"the run in {folder} has ended ({summary.name}): there is nothing to resume")
-    except (OSError, LookupError, TypeError, json.JSONDecodeError):  # killed before it could write, or while it did
+    except (OSError, LookupError, TypeError, json.JSONDecodeError):  # killed before or while it wrote the summary
         pass
     checkpoints = folder / CHECKPOINT_FOLDER
     try:

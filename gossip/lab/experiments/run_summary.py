@@ -143,7 +143,7 @@ def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the time spent waiting for each peer: the mean over the ranks that receive messages from it."""
+    """Return the time spent waiting for each peer, as the mean over the ranks that receive messages from it."""
     peers = sorted({peer for report in reports for peer in report["wait_by_peer_s"]}, key=int)
     waits = ([report["wait_by_peer_s"].get(peer) for report in reports] for peer in peers)
     return {

@@ -39,7 +39,7 @@ class VirtualMethod:
             experiment.topology or without_exchange(settings.world_size),
             algorithm=experiment.algorithm,
             compression=experiment.compression if settings.method == "gossip" else None,
-            devices=["cpu"],  # where the data are
+            devices=["cpu"],  # the device of the data
             **options,
         )
         self.module = self.model.module

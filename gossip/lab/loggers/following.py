@@ -23,7 +23,7 @@ from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_lo
 from gossip.lab.loggers.record_streams import MeanStream, RankStream, Stream
 
 _BEGUN = "begun.json"
-_BATCH = 256  # records between two calls of flush
+_BATCH = 256  # maximum number of records between two calls of flush
 _PAUSE_S = 0.5  # polling interval for new records
 _RETRY_S = 10.0  # delay between a failure and the next attempt
 
