@@ -5,22 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from pathlib import Path
+import socket
 
 import torch
 
 from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.networks import Network
 
-_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_MAX_NAME_BYTES = 16
+_ANY_PORT = 9
 
 
 def machine(network: Network) -> str:
     """Describe versions, processors, TCP's congestion control on the hosts, and the quantizer of int8 and int4."""
     tcp = ""
     with contextlib.suppress(OSError), network.entered(0):
-        tcp = f" TCP by {_CONGESTION_CONTROL.read_text().strip()};"
+        tcp = f" TCP by {congestion_control(network.address(1))};"
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
         f"({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."
     )
+
+
+def congestion_control(address: str) -> str:
+    """Return the name of the congestion control that a TCP connection from here to an address uses. Local.
+
+    Whether the address answers does not matter: the route decides.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        connection.connect_ex((address, _ANY_PORT))
+        name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _MAX_NAME_BYTES)
+    return name.rstrip(b"\0").decode()

@@ -29,7 +29,6 @@ _COMMAND_TIMEOUT_S = 20
 _ORPHAN_RETRIES = Path("/proc/sys/net/ipv4/tcp_orphan_retries")
 _NUM_ORPHAN_RETRIES = 3  # 3 seconds; the default is 100
 _SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # off, as on hosts set up for long links
-_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _USUAL_CONGESTION_CONTROL = "cubic"  # the kernel's default, not this machine's setting: all step times depend on it
 _BURST_S = 0.004  # the burst of an idle link, in seconds at its rate: one tick of the kernel's clock, but at least
 _MIN_BURST_BYTES = 1 << 17  # two packets of 64 KiB
@@ -116,12 +115,15 @@ class Lab:
             )
         self._in_bridge("ip", "link", "set", port, "master", "bridge", "up")
         with host.entered():
-            _set(_CONGESTION_CONTROL, _USUAL_CONGESTION_CONTROL)
             _set(_ORPHAN_RETRIES, _NUM_ORPHAN_RETRIES)  # connections to a dead peer must not keep the host for minutes
             _set(_SLOW_START_AFTER_IDLE, 0)
             _run("ip", "link", "set", "lo", "up")
             _run("ip", "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "link", "set", self.interface, "up")
+            # By the route, because the kernel's parameter only takes what the machine allows to every user.
+            to_all = (f"{_NETWORK}.0/24", "dev", self.interface, "proto", "kernel", "scope", "link")
+            from_here = ("src", self.address(rank), "congctl", _USUAL_CONGESTION_CONTROL)
+            _run("ip", "route", "replace", *to_all, *from_here)
 
     def address(self, rank: int) -> str:
         """Return the IPv4 address of a host."""

@@ -18,7 +18,7 @@ from running import Running, running
 
 from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.counters import InterfaceBytes
-from gossip.lab.benchmarks.machine import machine
+from gossip.lab.benchmarks.machine import congestion_control, machine
 from gossip.lab.benchmarks.networks import Loopback
 from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 
@@ -239,7 +239,7 @@ def test_lab_hosts_use_the_same_congestion_control_on_every_machine(two_hosts: L
     before = path.read_text()
     for rank in range(2):
         with two_hosts.entered(rank):
-            assert path.read_text().strip() == "cubic"
+            assert congestion_control(two_hosts.address(1 - rank)) == "cubic"
     assert path.read_text() == before
     assert "; TCP by cubic;" in machine(two_hosts)
     assert f"; TCP by {before.strip()};" in machine(Loopback())
