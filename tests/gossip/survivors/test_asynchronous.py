@@ -449,7 +449,9 @@ def stay_or_die(num_steps: int) -> tuple[int, tuple[int, ...]]:
     model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
     is_doomed = model.world.member == 1
     with model, injected([Fault("kill", step=model.step + 5)] if is_doomed else []):
-        while 3 not in model.members or model.step < num_steps:
+        has_begun = False  # who joins late begins with a step all the same
+        while not has_begun or 3 not in model.members or model.step < num_steps:
+            has_begun = True
             model(targets(model.world.member, 64)).backward()
             if model.step % 50 == 0:
                 model.consensus_distance()
