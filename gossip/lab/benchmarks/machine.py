@@ -18,8 +18,8 @@ _ANY_PORT = 9
 
 def machine(network: Network) -> str:
     """Describe versions, processors, TCP's congestion control on the hosts, and the quantizer of int8 and int4."""
-    tcp = ""
-    with contextlib.suppress(OSError), network.entered(0):
+    tcp = ""  # a system other than Linux does not say which one it uses
+    with contextlib.suppress(OSError, AttributeError), network.entered(0):
         tcp = f" TCP by {congestion_control(network.address(1))};"
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
