@@ -83,7 +83,8 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         ``global_avg()``. "average": they are mixed with the peers' in every step, like parameters. Integer buffers are
         never mixed.
     bucket_cap_mb : float
-        The size of a bucket in MiB; a larger parameter gets a bucket to itself.
+        The size of a bucket in MiB; a larger parameter gets a bucket to itself. With ``mesh``, it is the size of what
+        all ranks of a group have of the bucket together.
     timeout : timedelta
         How long any wait for other ranks can last before it raises; some waits last up to a fifth longer, see
         ``communication.sockets``.

@@ -123,7 +123,7 @@ def main() -> None:
         for way in WAYS:
             found = gossip.launch(train, way, seed, setting, world_size=setting.world_size, on_peer_loss="continue")
             runs[way].append(found)
-    print("| way | steps/s of all ranks | of the sum of their own | accuracy, % | to ddp, points |")
+    print("| method | steps/s of all ranks | relative to no exchange | accuracy, % | difference from ddp, points |")
     print("| --- | ---: | ---: | ---: | ---: |")
     own = [sum(outcome.speed for outcome in run) for run in runs["local"]]
     ddp = [run[0].accuracy for run in runs["ddp"]]

@@ -121,7 +121,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    bucket_cap_bytes = arguments.bucket_cap_bytes // (1 if shards is None else shards.bucket_size)
+    bucket_cap_bytes = arguments.bucket_cap_bytes // (1 if shards is None else shards.num_shards)
     buckets = make_buckets(trained, bucket_cap_bytes)
     values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
     if shards is not None:

@@ -35,13 +35,11 @@ class LocalGroup:
     ----------
     num_shards, place : int
         Into how many shards the replica is divided, and which of them this rank holds.
-    bucket_size : int
-        How many times larger than a bucket here the values are that the group handles for it at a time.
     averages_gradients : bool
         Whether :meth:`reduce_` has anything to do.
     """
 
-    num_shards, place, bucket_size = 1, 0, 1
+    num_shards, place = 1, 0
     averages_gradients: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:

@@ -39,7 +39,6 @@ class RowGroup(DividedGroup):
                 "one of them"
             )
         super().__init__(module, RowShards(module, world), world)
-        self.bucket_size = world.world_size  # of whole parameters, bucket_cap_mb is for these
         self._division: GradientDivision | None = None
         self._gathering: RowGathering | None = None
         self._on_state_dict: Any = None

@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from sharded_loops import make_mesh
 from sharded_models import MeshShape, values_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gossip
@@ -40,7 +40,7 @@ def make_model(
     module = Net()
     if shape[1] == 1:
         return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gossip", "shard"))
+    mesh = make_mesh(*shape)
     if shard != "fsdp":
         return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, mesh=mesh, shard=shard)
     fully_shard(module.first, mesh=mesh["shard"])

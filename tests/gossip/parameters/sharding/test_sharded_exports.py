@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from sharded_loops import make_mesh
 from sharded_models import make_sharded
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -41,7 +41,7 @@ class Columns(nn.Module):
 
 def export_columns(ranks_per_group: int, chunk_bytes: int, folder: Path) -> dict[str, torch.Tensor]:
     module = Columns()
-    mesh = init_device_mesh("cpu", (2, ranks_per_group), mesh_dim_names=("gossip", "shard"))
+    mesh = make_mesh(2, ranks_per_group)
     in_columns = (module.cut.weight, module.kernel)
     fully_shard(
         module,

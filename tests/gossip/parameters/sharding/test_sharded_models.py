@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from sharded_loops import make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,10 +42,6 @@ class Net(nn.Module):
         for layer in self.body:
             x = checkpoint(layer, x, use_reentrant=False).tanh()
         return self.last(self.body[0](x))
-
-
-def make_mesh(num_groups: int, ranks_per_group: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (num_groups, ranks_per_group), mesh_dim_names=("gossip", "shard"))
 
 
 def shard(module: Net, mesh: DeviceMesh, **options: Any) -> Net:
