@@ -317,8 +317,8 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         """Let backward passes within the block only accumulate gradients. Local; read when backward runs.
 
         The first backward pass outside makes one step from all of them. With ``step_in_backward=False`` backward passes
-        always only
-        accumulate.
+        always only accumulate; with ``mesh`` the last one before ``optimizer.step()`` must be outside then too, since
+        it averages the gradients over the group.
         """
         engine = self._live()
         outer, engine.synchronise = engine.synchronise, False
@@ -332,7 +332,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         """Make the step of a rank that has nothing to backpropagate. Local.
 
         The rank exchanges, and updates only parameters with gradients that ``no_sync`` accumulated; with
-        ``step_in_backward=False`` it updates none.
+        ``step_in_backward=False`` it updates none, and all ranks of a group must be idle together.
         """
         engine = self._live()
         engine.check_usable()

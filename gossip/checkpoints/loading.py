@@ -241,7 +241,7 @@ def _read(path: Path, replicas: Replicas) -> _Contents:
     check_sizes(path, manifest)
     num_ranks, num_shards = manifest["world_size"], manifest.get("num_shards", 1)
     is_same_shard = _is_divided_alike(replicas, manifest)
-    if num_ranks == replicas.world_size and is_same_shard:
+    if _has_same_ranks(replicas, manifest):
         states = [_read_rank(path, manifest, rank) for rank in replicas.ranks]
     else:
         places = [replicas.place] if is_same_shard else range(num_shards)
@@ -256,6 +256,20 @@ def _is_divided_alike(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
     if manifest.get("num_shards", 1) != replicas.num_shards:
         return False
     return replicas.num_shards == 1 or manifest.get("shard") == json.loads(json.dumps(replicas.describe()["shard"]))
+
+
+def _has_same_ranks(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
+    """Return whether every rank here continues as the rank of its number in the checkpoint."""
+    return (
+        manifest["world_size"] == replicas.world_size
+        and _group_size(manifest) == replicas.group_size
+        and _is_divided_alike(replicas, manifest)
+    )
+
+
+def _group_size(manifest: Mapping[str, Any]) -> int:
+    found: int = manifest.get("group_size", manifest.get("num_shards", 1))
+    return found
 
 
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -288,8 +302,8 @@ def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str]
     """Return in words what the run loses because of what has changed, and whether the messages in flight are kept."""
     num_shards = manifest.get("num_shards", 1)
     is_divided_alike = _is_divided_alike(replicas, manifest)
-    if manifest["world_size"] != replicas.world_size or not is_divided_alike:
-        before, now = manifest["world_size"] // num_shards, replicas.world_size // replicas.num_shards
+    if not _has_same_ranks(replicas, manifest):
+        before, now = manifest["world_size"] // _group_size(manifest), replicas.world_size // replicas.group_size
         changes = [
             f"the replicas themselves: there were {before} and are now {now}, which all start from the mean of "
             "parameters, float buffers and optimizer state",

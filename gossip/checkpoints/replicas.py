@@ -22,10 +22,13 @@ class Replicas(ABC):
         The number of this process, and how many there are; process 0 writes what all have in common.
     place, num_shards : int
         Which shard of a replica the rank here holds, and of how many; the ranks of a shard group are consecutive.
+    group_size : int
+        The number of ranks that hold a replica together, each a shard of it or all of it.
     """
 
     place: int = 0
     num_shards: int = 1
+    group_size: int = 1
 
     ranks: range
     world_size: int

@@ -52,7 +52,7 @@ class _Mean:
         _map_floats(self._averaged(state), (), self._accumulate)
         if not self._first:
             engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
-            self._first = state | {"gradients": {}, "rng": None, "engine": engine}
+            self._first = state | {"gradients": {}, "unreduced": {}, "rng": None, "engine": engine}
             return
         for kept, added in zip(self._first["optimizers"], state["optimizers"], strict=True):
             for number, entry in added["state"].items():

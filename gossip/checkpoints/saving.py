@@ -156,6 +156,7 @@ def _complete(replicas: Replicas, path: Path, files: Sequence[dict[str, Any]]) -
             "world_size": replicas.world_size,
             "num_processes": replicas.num_processes,
             "num_shards": replicas.num_shards,
+            "group_size": replicas.group_size,
             **replicas.describe(),
             "files": {name: record for of_process in files for name, record in of_process.items()},
         }

@@ -13,6 +13,7 @@ from gossip.checkpoints.joined_shards import join_shards, whole_shape
 from gossip.checkpoints.rank_averages import Mean
 from gossip.checkpoints.rank_replica import RankReplica
 from gossip.parameters.buffers import is_averaged, persistent_buffers
+from gossip.parameters.plain_state import compact
 from gossip.wrapper import GossipDataParallel
 
 
@@ -30,6 +31,7 @@ class ShardedReplica(RankReplica):
         assert shards is not None
         self._shards = shards
         self.num_shards, self.place = shards.num_shards, shards.place
+        self.group_size = shards.world.world_size
         self.process = model.rank * shards.world.world_size + shards.world.rank
         self.ranks = range(self.process, self.process + 1)
         self.world_size = self.num_processes = model.world_size * shards.world.world_size
@@ -41,8 +43,14 @@ class ShardedReplica(RankReplica):
             everyone = self._world.gather_bytes(joined, what)
         return [bytes.fromhex(each) for of_group in everyone for each in json.loads(of_group)]
 
+    def states(self) -> Iterator[dict[str, Any]]:
+        unreduced = {name: compact(gradient, name) for name, gradient in self._shards.unreduced().items()}
+        for state in super().states():
+            yield {**state, "unreduced": unreduced}
+
     def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         left_out = super().restore(states)
+        self._shards.restore_unreduced(states[0].get("unreduced", {}))
         self._shards.changed()
         return left_out
 

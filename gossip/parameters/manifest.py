@@ -23,10 +23,10 @@ CONSTRUCTION = "construction"
 _NUM_SAMPLED_ROUNDS = 8  # for an aperiodic schedule, which cannot be written down in full
 
 
-def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str, str]) -> Manifest:
+def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str, str], replica: str) -> Manifest:
     """Describe what this rank is about to train, one line of text per entry, the coarse entries first.
 
-    ``settings`` are the wrapper's other arguments, in words.
+    ``settings`` are the wrapper's other arguments, in words, and ``replica`` says who holds one.
     """
 
     manifest = {
@@ -34,6 +34,7 @@ def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str,
         "gossip version": __version__,
         "torch version": torch.__version__,
         "byte order": sys.byteorder,
+        "replica": replica,
         "module": type(module).__name__,
         "topology": describe_topology(topology),
     }

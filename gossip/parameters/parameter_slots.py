@@ -76,11 +76,19 @@ class ParameterSlots(ModuleSnapshot):
     ----------
     module : Module
         The module that is trained.
+    wrapped : Module, optional
+        The module that the user wrapped, if a part of it is trained as another module.
+
+    Attributes
+    ----------
+    taken : set of int
+        The ids of the parameters that no other model may train.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wrapped: nn.Module | None = None) -> None:
         super().__init__(module)
         self._known = {id(parameter) for parameter in module.parameters()}
+        self.taken = self._known | {id(parameter) for parameter in (wrapped or module).parameters()}
         _open_places.add(self)
 
     def close(self) -> None:
@@ -162,8 +170,8 @@ def _inside_functional_call() -> bool:
 _open_places: weakref.WeakSet[ParameterSlots] = weakref.WeakSet()
 
 
-def check_not_wrapped(module: nn.Module) -> None:
-    """Refuse a module whose parameters a model already trains.
+def check_not_wrapped(module: nn.Module, *, may_be_sharded: bool = False) -> None:
+    """Refuse a module whose parameters a model already trains, or that another wrapper synchronises.
 
     Raises
     ------
@@ -181,13 +189,13 @@ def check_not_wrapped(module: nn.Module) -> None:
                 f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
                 "module that it was made from (with torch.compile for speed), and script or trace it after training"
             )
-        if is_sharded(part):
+        if is_sharded(part) and not may_be_sharded:
             raise ValueError(
                 f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
                 "holds only a part of the parameters; pass the mesh over whose shard dimension it is sharded, "
                 "GossipDataParallel(..., mesh=mesh), or wrap the module without sharding it"
             )
-    taken = {parameter for places in _open_places for parameter in places._known}
+    taken = {parameter for places in _open_places for parameter in places.taken}
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:
             raise ValueError(

@@ -10,7 +10,6 @@ import torch
 from loguru import logger
 from torch.optim import Optimizer
 
-from gossip.errors import GossipError
 from gossip.optimizers.bucket_optimizer import fire_step_hooks
 from gossip.optimizers.closures import Closure
 from gossip.step.backward_pass import TWO_MODELS, steps_another_model
@@ -71,7 +70,7 @@ class BackwardSteps(StepEngine):
             if progress.may_release:
                 self._launch_ready()
             if progress.num_launched > index:
-                self._refuse_late_gradient(index, slot)
+                self.refuse_late_gradient(index, self.buckets[index].names[slot])
             awaited = progress.awaited_gradients[index]
             awaited.discard(slot)
             if not awaited and index == progress.num_launched:
@@ -88,15 +87,6 @@ class BackwardSteps(StepEngine):
         if not self._has_warned and steps_another_model(self):
             self._has_warned = True
             logger.warning("rank {}: step {}: {}", self.rank, self.step, TWO_MODELS)
-
-    def _refuse_late_gradient(self, index: int, slot: int) -> None:
-        with self.fatal():
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}, bucket {index}: parameter {self.buckets[index].names[slot]!r} "
-                "received a gradient after its bucket had been updated. Of several backward passes in a step, put "
-                "all but "
-                "the last under no_sync(); inside a single pass, use checkpoint(..., use_reentrant=False)"
-            )
 
     def _on_complete(self, parameter: torch.Tensor, index: int, slot: int) -> None:
         """React to the last gradient, that of ``parameter``, of the bucket whose turn it is."""

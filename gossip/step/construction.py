@@ -41,6 +41,7 @@ from gossip.step.wrapper_arguments import (
     Arguments,
     check_arguments,
     check_asynchronous,
+    check_divided,
     check_follow_ups,
     check_mesh_arguments,
     check_soft_deadline,
@@ -125,7 +126,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     buckets = make_buckets(trained, bucket_cap_bytes)
     values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
     if shards is not None:
-        shards.start_equal_(values)
+        shards.start_equal_()
     world.broadcast_(values, "broadcasting parameters and buffers from rank 0")
     schedule = algorithm.schedule(topology)
     everything: tuple[AnyBucket, ...] = buckets
@@ -169,7 +170,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         shards=shards,
     )
     if shards is not None:
-        shards.attach(buckets, engine.combine_if_due, engine.on_shared_gradient)
+        shards.attach(buckets, engine)
     if not world.is_alone:
         forks.watch(engine)
     for optimizer in optimizers:
@@ -212,6 +213,7 @@ def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> 
 
     assert arguments.mesh is not None
     check_dense(module)
+    check_not_wrapped(module, may_be_sharded=True)
     if arguments.shard is None:
         return ShardGroup(module, arguments.mesh, world)
     return RowGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
@@ -263,6 +265,8 @@ def _check(
     optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
     if arguments.shard == "none":
         check_undivided(algorithm, optimizers)
+    elif arguments.mesh is not None:
+        check_divided(optimizers)
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
     averages_buffers = arguments.buffers == "average"
@@ -277,7 +281,7 @@ def _check(
         **arguments.describe(),
         **describe_optimizers(optimizers),
     }
-    return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings)
+    return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings, arguments.replica)
 
 
 def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: Compression) -> TransportFactory:

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -141,7 +141,7 @@ class StepEngine(Liveness, ABC):
         self._backward_range = BackwardRange()
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = self._backward_began = 0.0
-        self._places = ParameterSlots(module)
+        self._places = ParameterSlots(module, None if shards is None else shards.module)
         self._hook_parameters(buckets)
         self._await_points = self._make_await_points()
 
@@ -162,8 +162,14 @@ class StepEngine(Liveness, ABC):
             # outermost.
             self._queue_callback()
         self.check_places()
-        if self.shards is not None and not is_in_backward():
-            self.shards.take_edits()
+        if not is_in_backward():
+            self._prepare_group()
+
+    def _prepare_group(self) -> None:
+        """Prepare the ranks with which this one holds a replica for a step."""
+        if self.shards is not None:
+            with self.fatal():
+                self.shards.take_edits()
             self.combine_if_due()  # before anything is gathered
             with self.fatal():
                 self.shards.before_forward(self.step)
@@ -186,6 +192,7 @@ class StepEngine(Liveness, ABC):
                     tensor.register_hook(self._on_backward)
 
     def _on_backward(self, _: torch.Tensor) -> None:
+        self._progress.is_unreduced |= not self.synchronise
         if self.error is None and self.synchronise:
             self._queue_callback()
 
@@ -206,17 +213,28 @@ class StepEngine(Liveness, ABC):
         Returns whether the backward pass makes a step.
         """
         if not self.synchronise:
+            self._progress.is_unreduced = True
             return False
         if self._progress.backward is None:
             self.check_usable()
         self._queue_callback()
         return True
 
+    def refuse_late_gradient(self, index: int, name: str) -> NoReturn:
+        """Raise because a parameter has got a gradient when its bucket had been updated, or its gradients averaged."""
+        with self.fatal():
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}, bucket {index}: parameter {name!r} "
+                "received a gradient after its bucket had been updated. Of several backward passes in a step, put "
+                "all but "
+                "the last under no_sync(); inside a single pass, use checkpoint(..., use_reentrant=False)"
+            )
+
     def _on_backward_ended(self) -> None:
-        if self.shards is not None:
-            with self.fatal():
-                self.shards.complete_gradients(f"step {self.step}")
         progress = self._progress
+        progress.is_unreduced = False
+        with self.fatal():
+            self._complete_gradients()
         if progress.has_gradients:
             self.end_step()
             self._owner_calls.count_step()
@@ -229,10 +247,15 @@ class StepEngine(Liveness, ABC):
 
     def idle_step(self) -> None:
         """Make the step of a rank that has nothing to backpropagate."""
-        if self.shards is not None:
-            with self.fatal():
-                self.shards.complete_gradients(f"step {self.step}", is_idle=True)
+        self._prepare_group()
+        with self.fatal():
+            self._complete_gradients(is_idle=True)
         self.end_step()
+
+    def _complete_gradients(self, *, is_idle: bool = False) -> None:
+        """Average the gradients that a backward pass has left unaveraged over the ranks that hold this replica."""
+        if self.shards is not None:
+            self.shards.complete_gradients(f"step {self.step}", is_idle=is_idle)
 
     def end_step(self) -> None:
         """Make the step or its remaining part."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -16,6 +17,9 @@ from gossip.step.backward_pass import DEAD_BACKWARD
 from gossip.step.rank_exchanges import AnyBucket
 from gossip.step.step_progress import StepProgress
 from gossip.step.updating import Updater
+
+if TYPE_CHECKING:
+    from gossip.parameters.sharding.local_group import LocalGroup
 
 _LETTING_GO = timedelta(milliseconds=100)
 
@@ -33,6 +37,8 @@ class Liveness:
         The buckets that are exchanged.
     updater : Updater
         Applies the optimizers.
+    shards : LocalGroup or None
+        The ranks with which this one holds a replica.
     is_averaged : bool
         Whether the buckets temporarily hold the global average.
     is_in_join : bool
@@ -47,6 +53,7 @@ class Liveness:
     step: int
     buckets: list[AnyBucket]
     updater: Updater
+    shards: LocalGroup | None
     is_averaged: bool
     is_in_join: bool
     error: BaseException | None
@@ -118,6 +125,7 @@ class Liveness:
         if progress.num_launched:
             with self.fatal():
                 raise GossipError(f"rank {self.rank}: the backward pass of step {self.step} {DEAD_BACKWARD}")
+        self._drop_shared_gradients()
         if progress.has_gradients:
             for bucket in self.buckets:
                 for parameter in bucket.parameters:
@@ -129,6 +137,16 @@ class Liveness:
                 self.step,
             )
         self._progress = StepProgress(self.buckets)
+
+    def _drop_shared_gradients(self) -> None:
+        """Drop the gradients that were to be averaged over the ranks of a group, or raise if that has begun."""
+        if self.shards is not None and not self.shards.drop_gradients():
+            with self.fatal():
+                raise GossipError(
+                    f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception when some "
+                    "gradients had been averaged over the ranks of its group and others had not, so this rank cannot "
+                    "continue; start again from a checkpoint"
+                )
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:

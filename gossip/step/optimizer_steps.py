@@ -36,12 +36,24 @@ class OptimizerSteps(StepEngine):
     def _on_gradient(self, _: torch.Tensor) -> None:
         if self.synchronise:
             self._queue_callback()
+        else:
+            self._progress.is_unreduced = True
 
-    def _on_backward_ended(self) -> None:
-        with self.fatal():
-            for bucket in self.buckets:
-                self._reduce(bucket.parameters, bucket.index)
-        super()._on_backward_ended()
+    def _complete_gradients(self, *, is_idle: bool = False) -> None:
+        had_gradients = is_idle and self._has_gradients()
+        super()._complete_gradients(is_idle=is_idle)
+        for bucket in self.buckets:
+            self._reduce(bucket.parameters, bucket.index)
+        if is_idle and self._has_gradients() and not had_gradients:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: idle_step() on this rank, but other ranks of its group have made "
+                "a backward pass; with step_in_backward=False all ranks of a group must be idle together"
+            )
+
+    def _has_gradients(self) -> bool:
+        parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
+        is_pending = self.shards is not None and bool(self.shards.unreduced())
+        return is_pending or any(parameter.grad is not None for parameter in parameters)
 
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         self.check_usable()
@@ -57,6 +69,7 @@ class OptimizerSteps(StepEngine):
                     "or wrap the parts of the model separately"
                 )
             if not progress.stepped:
+                self._check_reduced()
                 self._begin_step()
                 self.check_places()
                 self._begin_all(looks_at_gradients=closure is None or isinstance(closure, EvaluatedClosure))
@@ -68,6 +81,14 @@ class OptimizerSteps(StepEngine):
                 self._end_all()
                 self._finish_step()
             return result
+
+    def _check_reduced(self) -> None:
+        if self._progress.is_unreduced and self.shards is not None and not self.shards.world.is_alone:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: the last backward pass before optimizer.step() was under "
+                "no_sync(), so its gradients have not been averaged over the ranks of the group; make the last pass of "
+                "each step outside of it"
+            )
 
     def _direct_once(self) -> None:
         if not self._progress.is_directed:
@@ -85,4 +106,5 @@ class OptimizerSteps(StepEngine):
         self._end_all()
 
     def _drop_dead_step(self) -> None:
+        self._drop_shared_gradients()
         self._progress.backward = None

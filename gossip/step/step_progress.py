@@ -20,6 +20,7 @@ class StepProgress:
         self.num_launched = 0  # buckets are launched in index order, which is the same on every rank
         self.backward: BackwardPass | None = None  # the pass at whose end the step is made
         self.has_gradients = False
+        self.is_unreduced = False  # the newest backward pass only accumulated
         self.is_counting = False  # there are gradients and no bucket is withheld
         self.has_begun = False
         self.stepped: list[Optimizer] = []  # stepped by the user in this step

@@ -84,6 +84,13 @@ class Arguments:
         return self.step_in_backward and not waits
 
     @property
+    def replica(self) -> str:
+        """Who holds a replica, in words."""
+        if self.mesh is None:
+            return "one rank's"
+        return f"a group's, with {'fully_shard' if self.shard is None else f'shard={self.shard!r}'}"
+
+    @property
     def bucket_cap_bytes(self) -> int:
         """The size of a bucket in bytes."""
         return int(self.bucket_cap_mb * 2**20)
@@ -156,6 +163,13 @@ def check_mesh_arguments(arguments: Arguments) -> None:
                 f'shard="{arguments.shard}" needs mesh, which says which ranks share a replica; pass '
                 "mesh=gossip.make_shard_mesh(local_size)"
             )
+    is_built = arguments.optimizer is not None and not callable(arguments.optimizer)
+    if arguments.mesh is not None and arguments.shard != "none" and is_built:
+        raise ValueError(
+            f"optimizer must be a function that builds it, since each rank of mesh trains its part of every "
+            f"parameter, got {type(arguments.optimizer).__name__}; pass for example "
+            "functools.partial(torch.optim.AdamW, lr=0.001)"
+        )
     if arguments.mesh is not None and arguments.is_asynchronous:
         raise ValueError(
             "algorithm asynchronous cannot be combined with mesh: the shards of a replica would be averaged at "
@@ -326,6 +340,27 @@ def check_asynchronous(
             raise ValueError(
                 f"{what} has no round that {type(optimizer).__name__}'s pre_average_hook could be shown; choose "
                 "another optimizer, or another algorithm"
+            )
+
+
+_NEEDS_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
+
+
+def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
+    """Refuse optimizers that need more than the elements that they update, where each rank has a part of a parameter.
+
+    Raises
+    ------
+    ValueError
+        An optimizer is refused; the text says what to choose.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, _NEEDS_MATRICES) or requires_closure(optimizer):
+            needed = "whole matrices" if isinstance(optimizer, _NEEDS_MATRICES) else "all parameters of a replica"
+            raise ValueError(
+                f"mesh: {type(optimizer).__name__} computes its update from {needed}, but each rank of a group has a "
+                "part of every parameter; choose an optimizer that updates each element by itself (SGD, AdamW), or "
+                'shard="none"'
             )
 
 

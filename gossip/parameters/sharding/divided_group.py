@@ -30,12 +30,17 @@ class DividedGroup(LocalGroup):
         self.num_shards, self.place = world.world_size, world.rank
 
     def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+        if not order > 0:
+            raise ValueError(
+                f"norm_type must be a positive number or inf with mesh, got {order}: the norm is that of what the "
+                "ranks of a group have together"
+            )
         if self.world.is_alone:
             return norm
         if order == math.inf:
             norms = self.world.gather_bytes(norm.to(torch.float64).cpu().numpy().tobytes(), "the norm of all gradients")
-            largest = max(float(torch.frombuffer(bytearray(each), dtype=torch.float64)) for each in norms)
-            return torch.tensor(largest, dtype=norm.dtype, device=norm.device)
+            largest = torch.stack([torch.frombuffer(bytearray(each), dtype=torch.float64) for each in norms]).max()
+            return largest.to(norm)
         power = norm.to(torch.float64) ** order
         self.world.sum_(power, "the norm of all gradients", holds_host=power.is_cpu)
         return (power ** (1.0 / order)).to(norm.dtype)

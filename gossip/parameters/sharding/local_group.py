@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,22 @@ from gossip.compression.codec import Compression
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.sharding.shard_mesh import DIMENSIONS
+
+
+class Steps(Protocol):
+    """What a group needs of the engine that makes the steps."""
+
+    def combine_if_due(self) -> None:
+        """Combine what must be combined before values are read."""
+
+    def on_shared_gradient(self) -> bool:
+        """React to a gradient of the module that becomes one of the replica only later, averaged over the group.
+
+        Returns whether the backward pass makes a step.
+        """
+
+    def refuse_late_gradient(self, index: int, name: str) -> NoReturn:
+        """Raise because a parameter has got a gradient when its bucket had been handled."""
 
 
 class LocalGroup:
@@ -33,6 +49,8 @@ class LocalGroup:
 
     Attributes
     ----------
+    module : Module
+        The module that is wrapped.
     num_shards, place : int
         Into how many shards the replica is divided, and which of them this rank holds.
     averages_gradients : bool
@@ -43,27 +61,31 @@ class LocalGroup:
     averages_gradients: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
-        self._module = module
+        self.module = module
         self.replica = replica
         self.world = world
 
     # ------------------------------------------------------------------ construction
 
-    def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the values of the group's first rank to the others, where ranks hold the same values. Collective."""
+    def start_equal_(self) -> None:
+        """Copy what every rank has whole from the group's first rank to the others. Collective over the group."""
+        self.world.broadcast_(
+            [*self._wholes(), *self.module.buffers()], "broadcasting parameters and buffers within the group"
+        )
 
-    def attach(self, buckets: Iterable[Bucket], combine: Callable[[], None], on_gradient: Callable[[], bool]) -> None:
+    def _wholes(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that every rank has whole. Local."""
+        return (parameter.data for parameter in self.module.parameters())
+
+    def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         """Begin to train. Collective over the group.
 
         Parameters
         ----------
         buckets : iterable of Bucket
             Of what this rank trains.
-        combine : callable
-            To be called before values are read.
-        on_gradient : callable
-            To be called when the module gets a gradient that becomes one of the replica only later, averaged over the
-            group; returns whether the backward pass makes a step.
+        steps : Steps
+            What makes the steps.
         """
 
     def divided(self, compression: Compression) -> Compression:
@@ -92,6 +114,13 @@ class LocalGroup:
         is_idle : bool
             Whether this rank has made no backward pass for the step.
         """
+
+    def drop_gradients(self) -> bool:
+        """Drop what a backward pass that an exception ended has left of gradients that were to be averaged. Local.
+
+        Returns whether that was possible: some may already have been averaged with those of the other ranks.
+        """
+        return True
 
     def updated(self, index: int) -> None:
         """React to the update of a bucket in this step. Collective over the group."""
@@ -125,6 +154,13 @@ class LocalGroup:
 
     # ------------------------------------------------------------------ between steps
 
+    def unreduced(self) -> dict[str, torch.Tensor]:
+        """Return by name the gradients of whole parameters that were accumulated and not averaged yet. Local."""
+        return {}
+
+    def restore_unreduced(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Continue with what :meth:`unreduced` returned. Local."""
+
     def sums(self, values: Iterable[float], what: str) -> list[float]:
         """Return the sums of what shards contribute. Collective over the group."""
         del what
@@ -151,7 +187,7 @@ class LocalGroup:
 
     def average_buffers_(self) -> None:
         """Replace buffers by their means over the group, or its first rank's values. Collective over the group."""
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in self.module.named_buffers():
             if is_averaged(buffer):
                 values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                 self.world.average_(values, f"averaging buffer {name!r} over the shard group")
@@ -177,6 +213,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by "
             "gossip.make_shard_mesh(local_size)"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh: this rank is not among its ranks, {mesh.mesh.tolist()}; wrap the module only on these, or make a "
+            "mesh of all ranks"
         )
 
 

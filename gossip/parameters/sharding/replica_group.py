@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ class ReplicaGroup(LocalGroup):
                 "one of them"
             )
         super().__init__(module, module, world)
-
-    def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.world.broadcast_(tensors, "broadcasting parameters and buffers within the group")
 
     def divided(self, compression: Compression) -> Compression:
         if self.world.is_alone:

@@ -100,6 +100,7 @@ def reshard(
         },
         "buffers": {name: _mean([each["buffers"][name] for each in states]) for name in first["buffers"]},
         "gradients": {},
+        "unreduced": {},
         "optimizers": [of_optimizer(number, saved) for number, saved in enumerate(first["optimizers"])],
         "engine": {"step": first["engine"]["step"]},
         "rng": None,

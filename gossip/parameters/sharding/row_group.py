@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from gossip.communication.world import World
-from gossip.parameters.buckets import Bucket
+from gossip.parameters.buckets import Bucket, check_parameters
 from gossip.parameters.sharding.divided_group import DividedGroup
+from gossip.parameters.sharding.local_group import Steps
 from gossip.parameters.sharding.row_shards import GradientDivision, RowGathering, RowShards
 from gossip.private_torch import fsdp_modules
 
@@ -38,22 +39,20 @@ class RowGroup(DividedGroup):
                 'shard="optimizer" divides a module that is not sharded, but fully_shard was applied to it; leave out '
                 "one of them"
             )
+        check_parameters(module)
         super().__init__(module, RowShards(module, world), world)
         self._division: GradientDivision | None = None
         self._gathering: RowGathering | None = None
         self._on_state_dict: Any = None
 
-    def start_equal_(self, tensors: Sequence[torch.Tensor]) -> None:
-        wholes = [whole.data for whole in self.replica.wholes()]
-        self.world.broadcast_(
-            [*wholes, *tensors[len(wholes) :]], "broadcasting parameters and buffers within the group"
-        )
+    def start_equal_(self) -> None:
+        super().start_equal_()
         self.replica.pull()
 
-    def attach(self, buckets: Iterable[Bucket], combine: Callable[[], None], on_gradient: Callable[[], bool]) -> None:
+    def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         buckets = list(buckets)
-        self._on_state_dict = self._module.register_state_dict_pre_hook(lambda *_: combine())
-        self._division = GradientDivision(self.replica, buckets, self.world, on_gradient)
+        self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
+        self._division = GradientDivision(self.replica, buckets, self.world, steps)
         self._gathering = RowGathering(self.replica, buckets, self.world)
         self._gathering.gather()
 
@@ -68,6 +67,9 @@ class RowGroup(DividedGroup):
         if self._division is not None:
             self._division.complete(where, is_idle=is_idle)
 
+    def drop_gradients(self) -> bool:
+        return self._division is None or self._division.drop()
+
     def updated(self, index: int) -> None:
         if self._gathering is not None:
             self._gathering.begin(index)
@@ -79,6 +81,12 @@ class RowGroup(DividedGroup):
     def changed(self) -> None:
         if self._gathering is not None:
             self._gathering.gather()
+
+    def unreduced(self) -> dict[str, torch.Tensor]:
+        return self.replica.unreduced()
+
+    def restore_unreduced(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.replica.restore_unreduced(gradients)
 
     def lengths(self) -> Mapping[str, tuple[int, int]]:
         return self.replica.lengths()

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from gossip.communication.row_collectives import begin_gathering_rows, begin_sum_of_rows
 from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import GossipError
-from gossip.parameters.buckets import Bucket
+from gossip.parameters.buckets import Bucket, describe_tensor
+from gossip.parameters.sharding.local_group import Steps
 from gossip.parameters.sharding.resharding import chunk_length
 from gossip.private_torch import call_gradient_hooks, mirror_module
 
@@ -65,10 +66,6 @@ class RowShards(nn.Module):
         """Return by a parameter's name the dimension along which it is divided, and its length there. Local."""
         return {name: (0, whole.shape[0]) for name, whole in self._wholes.items()}
 
-    def wholes(self) -> Iterable[nn.Parameter]:
-        """Return the module's parameters of which this rank trains some rows. Local."""
-        return self._wholes.values()
-
     def whole(self, name: str) -> nn.Parameter:
         """Return the module's parameter of that name. Local."""
         return self._wholes[name]
@@ -101,9 +98,31 @@ class RowShards(nn.Module):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Take this rank's rows over from the module's parameters. Local."""
+        """Take this rank's rows over from the module's parameters. Local.
+
+        Raises
+        ------
+        GossipError
+            A parameter has another dtype or device now.
+        """
         for name, whole in self._wholes.items():
-            self._locals[name].copy_(self._rows_of(whole))
+            rows = self._locals[name]
+            if whole.dtype != rows.dtype or whole.device != rows.device:
+                raise GossipError(
+                    f"parameter {name!r} was converted to {describe_tensor(whole)}, but this rank's rows of it are "
+                    f"{describe_tensor(rows)}; close() the model and wrap the module again"
+                )
+            rows.copy_(self._rows_of(whole))
+
+    def unreduced(self) -> dict[str, torch.Tensor]:
+        """Return by name the gradients of the module's parameters. Local."""
+        return {name: whole.grad for name, whole in self._wholes.items() if whole.grad is not None}
+
+    def restore_unreduced(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Give the module's parameters these gradients, and no others. Local."""
+        for name, whole in self._wholes.items():
+            gradient = gradients.get(name)
+            whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
 
     @torch.no_grad()
     def push(self, names: Iterable[str], rows: Iterable[Iterable[torch.Tensor]]) -> None:
@@ -118,6 +137,8 @@ class RowShards(nn.Module):
         """
         for name, *of_ranks in zip(names, *rows, strict=True):
             whole = self._wholes[name]
+            if whole.numel() == 0:
+                continue
             for start, part in zip(range(0, whole.shape[0], of_ranks[0].shape[0]), of_ranks, strict=False):
                 number = min(part.shape[0], whole.shape[0] - start)
                 whole[start : start + number].copy_(part[:number])
@@ -149,19 +170,15 @@ class GradientDivision:
         The buckets of the shards' parameters, in launch order.
     world : World
         The ranks of the group.
-    on_gradient : callable
-        Called for each gradient; returns whether the backward pass makes a step, or else only accumulates.
+    steps : Steps
+        What makes the steps.
     """
 
-    def __init__(
-        self, shards: RowShards, buckets: Iterable[Bucket], world: World, on_gradient: Callable[[], bool]
-    ) -> None:
+    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World, steps: Steps) -> None:
         self._shards, self._world = shards, world
         self._buckets = list(buckets)
-        self._on_gradient = on_gradient
-        self._awaited = [set(bucket.names) for bucket in self._buckets]
-        self._num_begun = 0
-        self._has_gradients = False
+        self._steps = steps
+        self._begin_pass()
         self._pending: deque[Callable[[], None]] = deque()
         self._handles: list[RemovableHandle] = []
         for index, bucket in enumerate(self._buckets):
@@ -170,8 +187,10 @@ class GradientDivision:
                 self._handles.append(shards.whole(name).register_post_accumulate_grad_hook(hook))
 
     def _on_whole_gradient(self, index: int, name: str, _: torch.Tensor) -> None:
-        if not self._on_gradient():
+        if not self._steps.on_shared_gradient():
             return
+        if index < self._num_begun:
+            self._steps.refuse_late_gradient(index, name)
         self._has_gradients = True
         self._awaited[index].discard(name)
         while self._num_begun < len(self._buckets) and not self._awaited[self._num_begun]:
@@ -184,13 +203,27 @@ class GradientDivision:
         """
         if not self._has_gradients and not is_idle:
             return
-        self._has_gradients = False
         while self._num_begun < len(self._buckets):
             self._begin_next(where)
         while self._pending:
             self._pending.popleft()()
-        self._num_begun = 0
+        self._begin_pass()
+
+    def drop(self) -> bool:
+        """Drop the gradients of a backward pass that an exception ended. Local.
+
+        Returns whether that was possible: False if the averaging of some of them had begun.
+        """
+        if self._num_begun:
+            return False
+        self._shards.restore_unreduced({})
+        self._begin_pass()
+        return True
+
+    def _begin_pass(self) -> None:
         self._awaited = [set(bucket.names) for bucket in self._buckets]
+        self._num_begun = 0
+        self._has_gradients = False
 
     @torch.no_grad()
     def _begin_next(self, where: str = "in the backward pass") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.sharding.divided_group import DividedGroup
+from gossip.parameters.sharding.local_group import Steps
 from gossip.parameters.sharding.local_shards import LocalShards, unsharded_parameters
 from gossip.parameters.sharding.watched_collectives import unwatch_collectives, watch_collectives
 from gossip.private_torch import fsdp_modules, fsdp_parameters
@@ -38,11 +39,14 @@ class ShardGroup(DividedGroup):
         self._step = 0
         self._on_state_dict: Any = None
 
-    def attach(self, buckets: Iterable[Bucket], combine: Callable[[], None], on_gradient: Callable[[], bool]) -> None:
-        del buckets, on_gradient  # FSDP reduces gradients by itself
+    def _wholes(self) -> Iterable[torch.Tensor]:
+        return ()
+
+    def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
+        del buckets  # FSDP reduces gradients by itself
         self.replica.attach()
-        watch_collectives(self._module, self.world, lambda: f"step {self._step}")
-        self._on_state_dict = self._module.register_state_dict_pre_hook(lambda *_: combine())
+        watch_collectives(self.module, self.world, lambda: f"step {self._step}")
+        self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
 
     def before_forward(self, step: int) -> None:
         """Drop what was gathered before the newest step. Local.
@@ -67,7 +71,7 @@ class ShardGroup(DividedGroup):
         """Remove the hooks, and let the module keep what it has. Local."""
         if self._on_state_dict is not None:
             self._on_state_dict.remove()
-            unwatch_collectives(self._module)
+            unwatch_collectives(self.module)
         self.replica.close()
         super().close()
 

@@ -28,8 +28,7 @@ def make_model(num_groups: int, ranks_per_group: int, **options: Any) -> GossipD
         for layer in module:
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(module, mesh=mesh["shard"])
-    # With "optimizer" it is the size of what the group has of a bucket together.
-    cap = BUCKET_BYTES * (ranks_per_group if options.get("shard") == "optimizer" else 1)
+    cap = BUCKET_BYTES * ranks_per_group  # the size of what the group has of a bucket together
     return GossipDataParallel(module, ADAMW, "ring", mesh=mesh, bucket_cap_mb=cap / 2**20, **options)
 
 

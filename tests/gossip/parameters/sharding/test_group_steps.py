@@ -1,0 +1,434 @@
+"""What the ranks of a group have to do alike, and that it is named where it cannot be done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_loops import ADAMW, make_mesh
+from sharded_models import values_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gossip
+from gossip import GossipDataParallel, GossipError, ManifestError
+
+WAYS = ("fsdp", "optimizer", "none")
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Net(nn.Module):
+    """Three layers, of which the first is frozen, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.middle, self.last = (nn.Linear(3, 3).double() for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("offset", torch.randn(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.middle(self.frozen(x))))
+        return out
+
+
+def wrap(module: nn.Module, way: str, shape: tuple[int, int] = (2, 2), **options: Any) -> GossipDataParallel:
+    options = {"optimizer": SGD, "topology": "ring", "timeout": timedelta(seconds=20), **options}
+    mesh = make_mesh(*shape)
+    if way != "fsdp":
+        return GossipDataParallel(module, mesh=mesh, shard=way, **options)
+    fully_shard(module, mesh=mesh["shard"])
+    return GossipDataParallel(module, mesh=mesh, **options)
+
+
+def inputs(step: int, rank: int | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+    return torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def start(way: str) -> torch.Tensor:
+    torch.manual_seed(dist.get_rank())
+    module = Net()
+    with wrap(module, way):
+        return torch.cat([values_of(module), module.offset])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_start_from_the_first_ones_values(way: str) -> None:
+    """Frozen parameters and buffers too, with several parameters in a bucket."""
+    found = run_ranks(start, way, world_size=4)
+    torch.manual_seed(0)
+    module = Net()
+    wanted = torch.cat([values_of(module), module.offset])
+    for values in found:
+        if way == "fsdp":  # fully_shard has taken each rank's rows of its own values
+            assert torch.equal(values, found[0])
+            assert torch.equal(values[-2:], wanted[-2:])
+        else:
+            assert torch.equal(values, wanted)
+
+
+def be_idle(way: str, algorithm: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    module = Net()
+    with wrap(module, way, algorithm=algorithm) as model:
+        for step in range(4):
+            if step == 2 and dist.get_rank() % 2:
+                model.idle_step()
+            else:
+                loss_of(model, inputs(step)).backward()
+        model.global_avg()
+        return values_of(module)
+
+
+def be_idle_alone(algorithm: str) -> torch.Tensor:
+    """A rank for each group, whose loss is the mean of its ranks' losses."""
+    torch.manual_seed(0)
+    module = Net()
+    model = GossipDataParallel(module, SGD, "ring", algorithm=algorithm)
+    first = 2 * dist.get_rank()
+    for step in range(4):
+        losses = [loss_of(model, inputs(step, first))]
+        if step != 2:
+            losses.append(loss_of(model, inputs(step, first + 1)))
+        (torch.stack(losses).sum() / 2).backward()
+    model.global_avg()
+    values = values_of(module)
+    model.close()
+    return values
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+@pytest.mark.parametrize("way", ["optimizer", "none"])
+def test_one_rank_of_a_group_may_be_idle(way: str, algorithm: str) -> None:
+    wanted = run_ranks(be_idle_alone, algorithm, world_size=2)
+    for values in run_ranks(be_idle, way, algorithm, world_size=4):
+        torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-12)
+
+
+def be_idle_in_optimizer_steps(way: str) -> str:
+    with wrap(Net(), way, step_in_backward=False, timeout=timedelta(seconds=5)) as model:
+        model.idle_step()  # together
+        assert model.step == 1
+        try:
+            if dist.get_rank() % 2:
+                model.idle_step()
+            else:
+                loss_of(model, inputs(0)).backward()
+                model.optimizer.step()
+        except GossipError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", ["optimizer", "none"])
+def test_with_optimizer_steps_a_group_is_idle_together(way: str) -> None:
+    found = run_ranks(be_idle_in_optimizer_steps, way, world_size=4)
+    for rank in (1, 3):
+        assert "step 1: idle_step() on this rank, but other ranks of its group" in found[rank]
+        assert "step_in_backward=False all ranks of a group must be idle together" in found[rank]
+
+
+def only_accumulate(way: str) -> None:
+    with wrap(Net(), way, step_in_backward=False) as model:
+        with model.no_sync():
+            loss_of(model, inputs(0)).backward()
+        with pytest.raises(GossipError, match=r"step 0: the last backward pass before .* was under no_sync\(\)"):
+            model.optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_were_not_averaged_are_no_step(way: str) -> None:
+    run_ranks(only_accumulate, way, world_size=4)
+
+
+class UsedTwice(nn.Module):
+    """A layer in two segments that are recomputed, each in a backward pass of its own inside the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return x
+
+
+def use_twice(way: str) -> None:
+    model = wrap(UsedTwice(), way)
+    with pytest.raises(GossipError, match=r"'layer.*received a gradient after its bucket had been updated"):
+        loss_of(model, inputs(0)).backward()
+    model.close()
+
+
+@pytest.mark.parametrize("way", ["optimizer", "none"])
+def test_a_gradient_that_comes_late_is_named(way: str) -> None:
+    run_ranks(use_twice, way, world_size=4)
+
+
+def resume_accumulated(way: str, folder: Path) -> None:
+    module = Net()
+    with wrap(module, way) as model:
+        loss_of(model, inputs(0)).backward()
+        with model.no_sync():
+            loss_of(model, inputs(1)).backward()
+        gossip.save(model, folder)
+        loss_of(model, inputs(2)).backward()
+        wanted = values_of(module)
+        gossip.load(model, folder)
+        loss_of(model, inputs(2)).backward()
+        assert torch.equal(values_of(module), wanted)
+    module = Net()
+    with wrap(module, way) as model:
+        gossip.load(model, folder)
+        loss_of(model, inputs(2)).backward()
+        assert torch.equal(values_of(module), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_accumulated_gradients_are_in_a_checkpoint(way: str, tmp_path: Path) -> None:
+    run_ranks(resume_accumulated, way, tmp_path, world_size=4)
+
+
+def train_and_save(way: str | None, folder: Path) -> torch.Tensor:
+    module = Net()
+    model = GossipDataParallel(module, SGD, "ring") if way is None else wrap(module, way)
+    for step in range(3):
+        loss_of(model, inputs(step)).backward()
+    gossip.save(model, folder)
+    model.global_avg()
+    values = values_of(module)
+    model.close()
+    return values
+
+
+def load_otherwise(way: str | None, shape: tuple[int, int], folder: Path) -> torch.Tensor:
+    module = Net()
+    model = GossipDataParallel(module, SGD, "ring") if way is None else wrap(module, way, shape)
+    gossip.load(model, folder)
+    values = values_of(module)
+    model.close()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shape"),
+    [("none", "none", (1, 4)), (None, "none", (2, 2)), ("none", None, (4, 1)), ("none", "optimizer", (4, 1))],
+)
+def test_groups_of_another_size_start_from_the_mean(
+    before: str | None, after: str | None, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also where the number of ranks is the same, and each has a whole replica."""
+    wanted = run_ranks(train_and_save, before, tmp_path, world_size=4)
+    for values in run_ranks(load_otherwise, after, shape, tmp_path, world_size=4):
+        torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-15)
+
+
+class Failing(Net):
+    """Whose backward pass fails on request, before or after the gradients of the last layer."""
+
+    fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self._watched(torch.tanh(self.middle(x)), "after"))
+        return self._watched(y, "before") * 1.0  # the pass has begun when it fails
+
+    def _watched(self, y: torch.Tensor, where: str) -> torch.Tensor:
+        def fail(_: torch.Tensor) -> None:
+            if self.fails == where:
+                raise ZeroDivisionError
+
+        y.register_hook(fail)
+        return y
+
+
+def fail_and_go_on(way: str, where: str, **options: Any) -> torch.Tensor | str:
+    torch.manual_seed(0)
+    module = Failing()
+    with wrap(module, way, bucket_cap_mb=1e-5, **options) as model:
+        if where:
+            with model.no_sync():  # gradients that the pass that fails adds to
+                loss_of(model, inputs(5)).backward()
+            module.fails = where
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, inputs(0)).backward()
+            module.fails = ""
+        try:
+            for step in range(1, 4):
+                loss_of(model, inputs(step)).backward()
+                model.optimizer.step()
+        except GossipError as error:
+            return str(error)
+        return values_of(module)
+
+
+@pytest.mark.parametrize("options", [{"clip_grad_norm": 0.1}, {"step_in_backward": False}])
+def test_a_backward_pass_that_fails_leaves_no_gradients(options: dict[str, Any]) -> None:
+    """Or ends the training, if some had been averaged over the group."""
+    partly = run_ranks(partial(fail_and_go_on, **options), "optimizer", "after", world_size=4)
+    for text in partly:
+        assert isinstance(text, str)
+        assert "some gradients had been averaged over the ranks of its group and others had not" in text
+    wanted = run_ranks(partial(fail_and_go_on, **options), "optimizer", "", world_size=4)
+    for rank, found in enumerate(run_ranks(partial(fail_and_go_on, **options), "optimizer", "before", world_size=4)):
+        assert torch.equal(found, wanted[rank])
+
+
+def wrap_twice(way: str) -> None:
+    module = Net()
+    with wrap(module, way) as model:
+        with pytest.raises((ValueError, ManifestError), match="already belongs to a GossipDataParallel"):
+            GossipDataParallel(module, SGD, "ring", mesh=make_mesh(2, 2), shard=None if way == "fsdp" else way)
+        loss_of(model, inputs(0)).backward()
+        assert model.step == 1
+    GossipDataParallel(module, SGD, "ring", mesh=make_mesh(2, 2), shard=None if way == "fsdp" else way).close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_is_wrapped_once(way: str) -> None:
+    run_ranks(wrap_twice, way, world_size=4)
+
+
+def in_ddp() -> nn.Module:
+    return nn.Sequential(DistributedDataParallel(nn.Linear(3, 3)))
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def refuse(make: Callable[[], nn.Module], way: str, options: dict[str, Any], text: str) -> None:
+    module = make()
+    if "optimizer" in options:
+        options = {"optimizer": options["optimizer"](module.parameters())} if options.pop("built", 0) else options
+    with pytest.raises((ValueError, ManifestError), match=text):
+        wrap(module, way, **options)
+
+
+WHOLE_MATRICES = "computes its update from whole matrices, but each rank of a group has a part of every parameter"
+
+
+@pytest.mark.parametrize(
+    ("make", "way", "options", "text"),
+    [
+        (in_ddp, "optimizer", {}, "is a DistributedDataParallel, which would all-reduce the gradients"),
+        (in_ddp, "none", {}, "is a DistributedDataParallel, which would all-reduce the gradients"),
+        (lazy, "optimizer", {}, "parameter '0.weight' is lazy; run one forward"),
+        (Net, "optimizer", {"optimizer": torch.optim.Adafactor}, "Adafactor " + WHOLE_MATRICES),
+        (Net, "fsdp", {"optimizer": torch.optim.Adafactor}, "Adafactor " + WHOLE_MATRICES),
+        (
+            Net,
+            "optimizer",
+            {"optimizer": torch.optim.LBFGS, "step_in_backward": False},
+            "LBFGS computes its update from all parameters of a replica",
+        ),
+        (
+            Net,
+            "optimizer",
+            {"optimizer": SGD, "built": True},
+            "optimizer must be a function that builds it, since",
+        ),
+        (Net, "fsdp", {"optimizer": SGD, "built": True}, "optimizer must be a function that builds it, since"),
+    ],
+)
+def test_what_a_group_cannot_train_is_refused(
+    make: Callable[[], nn.Module], way: str, options: dict[str, Any], text: str
+) -> None:
+    run_ranks(refuse, make, way, options, text, world_size=2 * 2)
+
+
+def share_otherwise() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(ManifestError, match=r"replica is a group's, with shard='none' on rank 0, but .*'optimizer' on"):
+        wrap(module, "none" if dist.get_rank() < 2 else "optimizer")
+
+
+def test_groups_that_share_a_replica_in_another_way_are_named() -> None:
+    run_ranks(share_otherwise, world_size=4)
+
+
+def be_outside() -> None:
+    part = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("gossip", "shard"))
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match=r"mesh: this rank is not among its ranks, \[\[0, 1\]\]"):
+            GossipDataParallel(nn.Linear(2, 2), SGD, "ring", mesh=part, shard="none")
+
+
+def test_a_rank_that_is_not_in_the_mesh_is_refused() -> None:
+    run_ranks(be_outside, world_size=3)
+
+
+def convert(way: str) -> None:
+    module = Net()
+    with wrap(module, way) as model:
+        module.to(torch.bfloat16)
+        with pytest.raises(GossipError, match=r"bfloat16"):
+            loss_of(model, inputs(0).bfloat16()).backward()
+
+
+@pytest.mark.parametrize("way", ["optimizer", "none"])
+def test_a_module_that_is_converted_after_wrapping_is_refused(way: str) -> None:
+    run_ranks(convert, way, world_size=4)
+
+
+class WithEmpty(nn.Module):
+    """A parameter without rows, and one without columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+        self.rows = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        self.columns = nn.Parameter(torch.zeros(3, 0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) + self.rows.sum() + self.columns.sum()
+        return out
+
+
+def train_empty(way: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    module = WithEmpty()
+    with wrap(module, way, optimizer=ADAMW) as model:
+        for step in range(3):
+            loss_of(model, inputs(step)).backward()
+        return values_of(module)
+
+
+def test_parameters_without_values_are_no_error() -> None:
+    wanted = run_ranks(train_empty, "none", world_size=4)
+    for rank, values in enumerate(run_ranks(train_empty, "optimizer", world_size=4)):
+        torch.testing.assert_close(values, wanted[rank], rtol=0, atol=1e-12)
+
+
+def measure_norms(way: str) -> None:
+    module = Net()
+    with wrap(module, way, step_in_backward=False) as model:
+        loss_of(model, inputs(0)).backward()
+        if way != "none":
+            with pytest.raises(ValueError, match="norm_type must be a positive number or inf with mesh, got 0"):
+                model.clip_grad_norm_(1.0, norm_type=0.0)
+        assert math.isfinite(model.clip_grad_norm_(1.0, norm_type=math.inf))
+        loss = loss_of(model, inputs(0))
+        (loss * (math.nan if dist.get_rank() == 3 else 1.0)).backward()
+        norm = model.clip_grad_norm_(1.0, norm_type=math.inf)
+        assert torch.isnan(norm) == (dist.get_rank() >= 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_largest_gradient_of_a_replica_may_be_no_number(way: str) -> None:
+    run_ranks(measure_norms, way, world_size=4)
