@@ -315,6 +315,33 @@ def guard_collectives(module: nn.Module, failed: Failed | None) -> None:
                 setattr(group, name, call if failed is None else _Guarded(call, what, failed))
 
 
+class _Gathering:
+    """An all-gather of ``fully_shard`` that is carried out by a function."""
+
+    def __init__(self, default: Any, gather: Callable[[torch.Tensor], None], num_ranks: int) -> None:
+        self.default, self._gather, self._num_ranks = default, gather, num_ranks
+
+    def __call__(self, output_tensor: torch.Tensor, **_: Any) -> None:
+        self._gather(output_tensor.view(self._num_ranks, -1))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["default"], name)
+
+
+def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, num_ranks: int) -> None:
+    """Let ``fully_shard`` gather by a function that fills in the rows of the other ranks; with None as before. Local.
+
+    The function gets all rows, [ranks, numel], of which this rank's is filled in. A gathering that the user has set is
+    left alone.
+    """
+    for group in _fsdp_groups(module):
+        present = group._all_gather_comm
+        if gather is None and isinstance(present, _Gathering):
+            group._all_gather_comm = present.default
+        elif gather is not None and type(present).__name__ == "DefaultAllGather":
+            group._all_gather_comm = _Gathering(present, gather, num_ranks)
+
+
 def call_gradient_hooks(parameter: torch.Tensor) -> None:
     """Call the hooks that ``register_post_accumulate_grad_hook`` has registered."""
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):

@@ -85,7 +85,7 @@ class DistributedTransport(Transport):
             return message
         if bucket not in self._shared_messages:
             self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
-        return self._shared_messages[bucket].take(step)
+        return self._shared_messages[bucket].take(f"step {step}, bucket {bucket}")
 
     @property
     def num_communicators(self) -> int:
@@ -195,7 +195,8 @@ class DistributedTransport(Transport):
             place = exchange.bucket, number, message.nbytes
             if place not in self._copies:
                 self._copies[place] = SharedMessage(self._local_messages, _bytes_of(message), exchange.bucket)
-            self._copies[place].take(exchange.step).copy_(_bytes_of(message))
+            where = f"step {exchange.step}, bucket {exchange.bucket}"
+            self._copies[place].take(where).copy_(_bytes_of(message))
             self._copies[place].publish([target for target, same in readers.items() if same is message])
         return frozenset(readers)
 

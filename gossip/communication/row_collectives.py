@@ -3,10 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from gossip.communication.shared_memory import LocalMessages, SharedMessage
 from gossip.communication.world import World
+
+_CHUNK_BYTES = 2 * 2**20
+_ROWS = 0  # the only bucket of the messages
+
+
+class RowGatherer:
+    """Gathers rows of all ranks: through memory where all are on this machine, and otherwise by an all-gather.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    shares_memory : bool
+        Whether rows that are in the memory of the host may go through memory that the ranks share, a chunk at a time.
+
+    Notes
+    -----
+    Construction is collective, and so is every method.
+    """
+
+    def __init__(self, world: World, *, shares_memory: bool) -> None:
+        self._world = world
+        self._own: SharedMessage | None = None
+        if world.is_alone:
+            return
+        self._messages = LocalMessages(world, shares_memory=shares_memory)
+        if self._messages.are_local(range(world.world_size)):
+            self._own = SharedMessage(self._messages, torch.empty(_CHUNK_BYTES, dtype=torch.uint8), _ROWS)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether rows in the memory of the host go through memory that the ranks share."""
+        return self._own is not None
+
+    def begin(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
+        """Begin to fill in the rows of the other ranks, in place; see :func:`begin_gathering_rows`."""
+        if self._own is None or not rows.is_cpu:
+            return begin_gathering_rows(self._world, rows, what)
+        return partial(self._gather_in_memory, self._own, rows.view(len(rows), -1).view(torch.uint8), what)
+
+    def _gather_in_memory(self, own: SharedMessage, rows: torch.Tensor, what: str) -> None:
+        others = self._world.others
+        for chunk in rows.split(_CHUNK_BYTES, dim=1):
+            own.take(what)[: chunk.shape[1]].copy_(chunk[self._world.rank])
+            own.publish(others)
+            for rank in others:
+                reading = self._messages.expect(rank, _ROWS)
+                failure = self._world.wait_for(reading, what, partial(list, (rank,)))
+                if failure is not None:
+                    raise self._world.lost(failure, what)
+                chunk[rank].copy_(reading.message[: chunk.shape[1]])
+                reading.done()
 
 
 def begin_gathering_rows(world: World, rows: torch.Tensor, what: str) -> Callable[[], None]:

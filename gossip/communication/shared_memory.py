@@ -47,8 +47,8 @@ class SharedMessage:
         """The buffer that was taken last."""
         return self._used[-1].message.view(self._dtype)
 
-    def take(self, step: int) -> torch.Tensor:
-        """Return a buffer for the message of ``step`` that nobody reads any more.
+    def take(self, where: str) -> torch.Tensor:
+        """Return a buffer for a message that nobody reads any more; ``where`` says in error texts what it is for.
 
         Raises
         ------
@@ -60,7 +60,6 @@ class SharedMessage:
             return self.message
         oldest, world = self._used[0], self._owner.world
         for reader in oldest.readers:
-            where = f"step {step}, bucket {self._bucket}"
             reading = _BeingRead(oldest, reader)
             failure = world.wait_for(reading, where, functools.partial(list, (reader,)))
             if failure is not None:

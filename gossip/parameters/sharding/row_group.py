@@ -53,7 +53,7 @@ class RowGroup(DividedGroup):
         buckets = list(buckets)
         self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
         self._division = GradientDivision(self.replica, buckets, self.world, steps)
-        self._gathering = RowGathering(self.replica, buckets, self.world)
+        self._gathering = RowGathering(self.replica, buckets, self.world, self.gatherer)
         self._gathering.gather()
 
     def take_edits(self) -> None:

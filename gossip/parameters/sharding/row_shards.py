@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gossip.communication.row_collectives import begin_gathering_rows, begin_sum_of_rows
+from gossip.communication.row_collectives import RowGatherer, begin_sum_of_rows
 from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket, describe_tensor
@@ -279,10 +279,12 @@ class RowGathering:
         The buckets of the shards' parameters.
     world : World
         The ranks of the group.
+    gatherer : RowGatherer
+        Gathers their rows.
     """
 
-    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World) -> None:
-        self._shards, self._world = shards, world
+    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World, gatherer: RowGatherer) -> None:
+        self._shards, self._world, self._gatherer = shards, world, gatherer
         self._buckets: Mapping[int, Bucket] = {bucket.index: bucket for bucket in buckets}
         self._pending: deque[Callable[[], None]] = deque()
 
@@ -293,9 +295,7 @@ class RowGathering:
             return  # of buffers
         rows = bucket.block.new_empty(self._world.world_size, bucket.block.numel())
         rows[self._world.rank].copy_(bucket.block)
-        wait = begin_gathering_rows(
-            self._world, rows, f"bucket {index}: gathering parameters from the ranks of the group"
-        )
+        wait = self._gatherer.begin(rows, f"bucket {index}: gathering parameters from the ranks of the group")
         self._pending.append(partial(self._push, bucket, rows, wait))
         while len(self._pending) > _MAX_PENDING:
             self._pending.popleft()()

@@ -37,12 +37,18 @@ def watch_collectives(module: nn.Module, world: World, where: Callable[[], str])
     def failed(what: str, error: RuntimeError) -> ExchangeError | None:
         if isinstance(error, ExchangeError) or not is_lost_connection(error):
             return None
-        text = f"{where()}: {what} within the shard group (ranks {list(membership.ranks)} of the default process group)"
+        text = f"{where()}: {what} {in_words(world)}"
         failure = world.wait_for(Ended(error), text, lambda: world.others)
         assert failure is not None, "what it waits for has failed"
         return world.lost(failure, text)
 
     guard_collectives(module, failed)
+
+
+def in_words(world: World) -> str:
+    """Return where a collective of a shard group takes place, for error texts. Local."""
+    assert world.membership is not None
+    return f"within the shard group (ranks {list(world.membership.ranks)} of the default process group)"
 
 
 def unwatch_collectives(module: nn.Module) -> None:

@@ -1,0 +1,97 @@
+"""Rows of all ranks are gathered: through memory on one machine, and otherwise by the process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from gossip import ExchangeError, LaunchError, World, launch
+from gossip.communication import row_collectives
+from gossip.communication.row_collectives import RowGatherer
+
+TIMEOUT = timedelta(seconds=4)
+CHUNK_BYTES = row_collectives._CHUNK_BYTES
+
+
+def gather(shares_memory: bool, dtype: torch.dtype, numels: list[int]) -> None:
+    world = World(TIMEOUT)
+    gatherer = RowGatherer(world, shares_memory=shares_memory)
+    assert gatherer.is_in_memory == shares_memory
+    for turn, numel in enumerate(numels):
+        everyone = torch.stack(
+            [torch.randn(numel, generator=torch.Generator().manual_seed(10 * turn + rank)) for rank in range(3)]
+        ).to(dtype)
+        rows = torch.full_like(everyone, -1.0)
+        rows[world.rank] = everyone[world.rank]
+        gatherer.begin(rows, f"turn {turn}")()
+        assert torch.equal(rows, everyone)
+    world.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_rows_of_all_ranks_are_gathered(shares_memory: bool, dtype: torch.dtype) -> None:
+    """Of any size: below a chunk, just one, and several; more often than there are buffers."""
+    per_chunk = CHUNK_BYTES // dtype.itemsize
+    numels = [1, 7, per_chunk, per_chunk + 1, 0, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
+    run_ranks(gather, shares_memory, dtype, numels, world_size=3)
+
+
+def count_collectives() -> None:
+    world = World(TIMEOUT)
+    gatherer = RowGatherer(world, shares_memory=True)
+    rows = torch.zeros(2, 10)
+    rows[world.rank] = world.rank + 1.0
+    group = dist.group.WORLD
+    assert group is not None
+    before = group._get_sequence_number_for_group()
+    gatherer.begin(rows, "gathering")()
+    assert group._get_sequence_number_for_group() == before
+    assert torch.equal(rows[:, 0], torch.tensor([1.0, 2.0]))
+    world.close()
+
+
+def test_memory_needs_no_collective() -> None:
+    run_ranks(count_collectives, world_size=2)
+
+
+def stop_in_the_middle(how: str, report: Path) -> None:
+    """Rank 1 has published a first chunk when it stops, so that rank 0 waits for the second one."""
+    world = World(TIMEOUT)
+    gatherer = RowGatherer(world, shares_memory=True)
+    rows = torch.zeros(2, CHUNK_BYTES)  # four chunks
+    if dist.get_rank() == 1:
+        wait_for = world.wait_for
+        counts = iter(range(9))
+
+        def stop(*args: object, **kwargs: object) -> object:
+            if next(counts) == 1:
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            return wait_for(*args, **kwargs)  # type: ignore[arg-type]
+
+        world.wait_for = stop  # type: ignore[method-assign, assignment]
+    start = time.monotonic()
+    try:
+        gatherer.begin(rows, "step 3: gathering")()
+    except ExchangeError as error:
+        report.write_text(f"{time.monotonic() - start} {error}")
+        raise
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_rank_that_stops_is_named(how: str, tmp_path: Path) -> None:
+    with contextlib.suppress(LaunchError):
+        launch(stop_in_the_middle, how, tmp_path / "report", world_size=2)
+    seconds, text = (tmp_path / "report").read_text().split(" ", 1)
+    assert "rank 0: step 3: gathering: " in text
+    assert "rank 1 is " in text
+    assert float(seconds) < (1 if how == "killed" else 2) * TIMEOUT.total_seconds()
