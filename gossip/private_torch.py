@@ -321,8 +321,10 @@ class _Gathering:
     def __init__(self, default: Any, gather: Callable[[torch.Tensor], None], num_ranks: int) -> None:
         self.default, self._gather, self._num_ranks = default, gather, num_ranks
 
-    def __call__(self, output_tensor: torch.Tensor, **_: Any) -> None:
-        self._gather(output_tensor.view(self._num_ranks, -1))
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        if group.size() != self._num_ranks:  # of layers that are only resharded to a part of the ranks
+            return self.default(output_tensor, input_tensor, group, async_op)
+        return self._gather(output_tensor.view(self._num_ranks, -1))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["default"], name)
