@@ -36,7 +36,8 @@ class RowGatherer:
             return
         self._messages = LocalMessages(world, shares_memory=shares_memory)
         if self._messages.are_local(range(world.world_size)):
-            self._own = SharedMessage(self._messages, torch.empty(_CHUNK_BYTES, dtype=torch.uint8), _ROWS)
+            self._chunk_bytes = _CHUNK_BYTES
+            self._own = SharedMessage(self._messages, torch.empty(self._chunk_bytes, dtype=torch.uint8), _ROWS)
 
     @property
     def is_in_memory(self) -> bool:
@@ -51,7 +52,7 @@ class RowGatherer:
 
     def _gather_in_memory(self, own: SharedMessage, rows: torch.Tensor, what: str) -> None:
         others = self._world.others
-        for chunk in rows.split(_CHUNK_BYTES, dim=1):
+        for chunk in rows.split(self._chunk_bytes, dim=1):
             own.take(what)[: chunk.shape[1]].copy_(chunk[self._world.rank])
             own.publish(others)
             for rank in others:

@@ -96,7 +96,9 @@ def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> int:
     for _ in range(2):
         before = kept_bytes()
         # What ranks of one machine gather through is of a fixed size, which would hide a model as small as this one.
-        with mock.patch.object(row_collectives, "_CHUNK_BYTES", 2**10), make_model(num_groups, ranks_per_group, **options) as model:
+        with mock.patch.object(row_collectives, "_CHUNK_BYTES", 2**10):
+            model = make_model(num_groups, ranks_per_group, **options)
+        with model:
             train(model, 3)
             found = kept_bytes() - before
         del model
