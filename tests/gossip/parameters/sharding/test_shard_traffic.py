@@ -8,12 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from sharded_loops import ADAMW, make_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from gossip import GossipDataParallel, StepStats
+from gossip import GossipDataParallel, StepStats, private_torch
 from gossip.communication import row_collectives
 
 SIZE = 128
@@ -111,3 +112,26 @@ def test_a_rank_keeps_its_share_of_a_replica_between_steps() -> None:
     assert whole >= 3 * NUM_BYTES
     for share in run_ranks(keep, 2, 2, {}, world_size=4):
         assert 0.98 * whole / 2 <= share <= 1.02 * whole / 2
+
+
+def gather_without_the_process_group() -> None:
+    module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    mesh = make_mesh(2, 2)
+    fully_shard(module[0], mesh=mesh["shard"])
+    fully_shard(module[1], mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    custom = mock.Mock()
+    module[1].set_custom_all_gather(custom)
+    before = [group._all_gather_comm for group in private_torch._fsdp_groups(module)]
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    with mock.patch.object(dist, "all_gather_single", side_effect=AssertionError("gathers by the process group")):
+        module[0](torch.ones(2, SIZE)).sum().backward()
+    model.close()
+    assert [group._all_gather_comm for group in private_torch._fsdp_groups(module)] == before
+    custom.assert_not_called()
+    assert module[0](torch.ones(2, SIZE)).shape == (2, SIZE)
+
+
+def test_parameters_are_gathered_through_memory_while_the_model_is_open() -> None:
+    """The way that a user has set for a layer is left alone."""
+    run_ranks(gather_without_the_process_group, world_size=4)
