@@ -37,10 +37,22 @@ def own_process() -> Process:
     """Return the identity of this process."""
     pid = os.getpid()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Process(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}", pid, _stat(pid)[1])
+        boot, number = namespaces("pid")
+        return Process(f"{boot} {number}", pid, _stat(pid)[1])
     except (OSError, ValueError, IndexError):
         return Process("", pid, 0)
+
+
+def namespaces(*kinds: str) -> list[str | int]:
+    """Return what is equal in processes of one machine that share its namespaces of these kinds ("pid", "net").
+
+    Raises
+    ------
+    OSError
+        There is no /proc to inspect.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [boot, *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in kinds)]
 
 
 def state_of(process: Process, here: Process) -> str:

@@ -45,9 +45,25 @@ class RowGatherer:
         return self._own is not None
 
     def begin(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
-        """Begin to fill in the rows of the other ranks, in place; see :func:`begin_gathering_rows`."""
+        """Begin to fill in the rows of the other ranks, in place. Collective.
+
+        Parameters
+        ----------
+        rows : Tensor, [world_size, ...], contiguous
+            This rank's row holds its values; shape and dtype are the same on all ranks.
+        what : str
+            What it is done for, for error texts.
+
+        Returns
+        -------
+        callable
+            Waits until all rows are there; on a device only what follows there waits. Raises ExchangeError if a rank
+            did not take part in time.
+        """
+        if self._world.is_alone:
+            return lambda: None
         if self._own is None or not rows.is_cpu:
-            return begin_gathering_rows(self._world, rows, what)
+            return self._begin_all_gather(rows, what)
         return partial(self._gather_in_memory, self._own, rows.view(len(rows), -1).view(torch.uint8), what)
 
     def _gather_in_memory(self, own: SharedMessage, rows: torch.Tensor, what: str) -> None:
@@ -63,44 +79,24 @@ class RowGatherer:
                 chunk[rank].copy_(reading.message[: chunk.shape[1]])
                 reading.done()
 
+    def _begin_all_gather(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
+        data = self._world.on_wire(rows)
+        own = data[self._world.rank].reshape(-1).clone()
+        group = self._world.open_group()
+        wait = self._world.begin(
+            [lambda sent, received: group._allgather_base(received[0], sent[0])],
+            [own],
+            [data.view(-1)],
+            what,
+            holds_host=False,
+        )
 
-def begin_gathering_rows(world: World, rows: torch.Tensor, what: str) -> Callable[[], None]:
-    """Begin to fill in the rows of the other ranks, in place: an all-gather. Collective.
+        def finish() -> None:
+            wait()
+            if data is not rows:
+                rows.copy_(data)
 
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    rows : Tensor, [world_size, ...], contiguous
-        This rank's row holds its values; shape and dtype are the same on all ranks.
-    what : str
-        What it is done for, for error texts.
-
-    Returns
-    -------
-    callable
-        Waits until all rows are there; on a device only what follows there waits. Raises ExchangeError if a rank did
-        not take part in time.
-    """
-    if world.is_alone:
-        return lambda: None
-    data = world.on_wire(rows)
-    own = data[world.rank].reshape(-1).clone()
-    group = world.open_group()
-    wait = world.begin(
-        [lambda sent, received: group._allgather_base(received[0], sent[0])],
-        [own],
-        [data.view(-1)],
-        what,
-        holds_host=False,
-    )
-
-    def finish() -> None:
-        wait()
-        if data is not rows:
-            rows.copy_(data)
-
-    return finish
+        return finish
 
 
 def begin_sum_of_rows(world: World, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
@@ -118,7 +114,7 @@ def begin_sum_of_rows(world: World, rows: torch.Tensor, what: str) -> Callable[[
     Returns
     -------
     callable
-        Waits as that of :func:`begin_gathering_rows` does, and returns the sum of this rank's rows, [numel].
+        Waits as that of :meth:`RowGatherer.begin` does, and returns the sum of this rank's rows, [numel].
     """
     if world.is_alone:
         return lambda: rows[0]

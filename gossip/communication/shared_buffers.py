@@ -9,11 +9,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from gossip.communication.process_states import namespaces
 from gossip.errors import GossipError
 
 BUFFERS_PER_ROW = 3
@@ -248,8 +248,7 @@ class Buffer:
 
 def machine() -> list[str | int]:
     """Return a value that is equal in processes that can share memory and are in the same network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [boot, os.getuid(), *(os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))]
+    return [os.getuid(), *namespaces("net", "pid")]
 
 
 def keep_order() -> None:

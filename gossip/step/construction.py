@@ -98,6 +98,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     has_compared = False
     try:
         check_mesh_arguments(arguments)
+        check_not_wrapped(module, may_be_sharded=local is not None)
         if local is not None:
             shards = _make_local_group(module, arguments, local)
             module = shards.replica
@@ -213,7 +214,6 @@ def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> 
 
     assert arguments.mesh is not None
     check_dense(module)
-    check_not_wrapped(module, may_be_sharded=True)
     if arguments.shard is None:
         return ShardGroup(module, arguments.mesh, world)
     return RowGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
@@ -259,7 +259,6 @@ def _check(
     if compression.follows_up and world.membership is not None:
         check_follow_ups(compression, world.membership)
     check_arguments(arguments, module)
-    check_not_wrapped(module)
     check_parameters(module)
     in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
     optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)

@@ -224,10 +224,9 @@ class StepEngine(Liveness, ABC):
         """Raise because a parameter has got a gradient when its bucket had been updated, or its gradients averaged."""
         with self.fatal():
             raise GossipError(
-                f"rank {self.rank}: step {self.step}, bucket {index}: parameter {name!r} "
-                "received a gradient after its bucket had been updated. Of several backward passes in a step, put "
-                "all but "
-                "the last under no_sync(); inside a single pass, use checkpoint(..., use_reentrant=False)"
+                f"rank {self.rank}: step {self.step}, bucket {index}: parameter {name!r} received a gradient after its "
+                "bucket had been updated. Of several backward passes in a step, put all but the last under no_sync(); "
+                "inside a single pass, use checkpoint(..., use_reentrant=False)"
             )
 
     def _on_backward_ended(self) -> None:

@@ -6,13 +6,11 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import queue
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +20,7 @@ from gossip.communication import forks, training_store
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.lifelines import own_address
 from gossip.communication.membership import innermost, own_connection
-from gossip.communication.process_states import GONE
+from gossip.communication.process_states import GONE, namespaces
 from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement
 from gossip.communication.survivors.epochs import Epoch
@@ -477,8 +475,7 @@ def _put(questions: Questions, member: int, frame: Frame) -> None:
 def _network() -> list[str | int]:
     """Return a value that is equal in processes with the same loopback interface; empty if unknown."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [boot, os.stat("/proc/self/ns/net").st_ino]
+        return namespaces("net")
     except OSError:
         return []
 

@@ -42,11 +42,9 @@ class ReplicaGroup(LocalGroup):
         return DividedCompression(compression, self.world.rank, self.world.world_size)
 
     def carried(self, transport: Transport | None) -> Transport | None:
-        return (
-            transport
-            if transport is None or self.world.is_alone
-            else GatheringTransport(transport, self.world, self.gatherer)
-        )
+        if transport is None or self.world.is_alone:
+            return transport
+        return GatheringTransport(transport, self.world, self.gatherer)
 
     @torch.no_grad()
     def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:

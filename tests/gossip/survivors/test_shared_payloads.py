@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW
 from gossip.communication.survivors import shared_payloads
 from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 from gossip.communication.survivors.shared_payloads import SharedPayloads
 
 TIMEOUT = timedelta(seconds=10)
@@ -32,6 +33,14 @@ class Pair:
             stack.callback(mesh.close)
         self.awaited: list[Sequence[int]] = []
         self.sender, self.reader = (SharedPayloads(mesh, self.wait) for mesh in self.meshes)
+        self.is_introduced = threading.Event()
+        on_reader = self.meshes[0].handlers[Kind.READER]
+
+        def note(member: int, frame: Frame) -> None:
+            on_reader(member, frame)
+            self.is_introduced.set()
+
+        self.meshes[0].handlers[Kind.READER] = note
         self.meshes[1].call({0: self.meshes[0].address})
 
     def wait(
@@ -42,8 +51,8 @@ class Pair:
         raise TimeoutError
 
     def await_introduction(self) -> None:
-        with self.meshes[0].changed:
-            assert self.meshes[0].changed.wait_for(lambda: self.sender.reaches(1), TIMEOUT.total_seconds())
+        assert self.is_introduced.wait(TIMEOUT.total_seconds())
+        assert self.sender.reaches(1)
 
     def send(self, value: float) -> torch.Tensor:
         """What was sent, in the sender's memory."""

@@ -349,7 +349,7 @@ WHOLE_MATRICES = "computes its update from whole matrices, but each rank of a gr
 def test_what_a_group_cannot_train_is_refused(
     make: Callable[[], nn.Module], way: str, options: dict[str, Any], text: str
 ) -> None:
-    run_ranks(refuse, make, way, options, text, world_size=2 * 2)
+    run_ranks(refuse, make, way, options, text, world_size=4)
 
 
 def share_otherwise() -> None:
