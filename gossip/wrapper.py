@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from gossip.step.engine import StepEngine
 from gossip.step.joint_work import JointWork
 from gossip.step.wrapper_arguments import Arguments
 from topologies import Topology
+
+if TYPE_CHECKING:
+    from gossip.step.epoch_change import EpochChange
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -252,6 +255,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
+        self._epochs: EpochChange | None = None
         if world.changes:
             from gossip.step.epoch_change import follow_epochs
 
@@ -264,21 +268,28 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
     @property
     def rank(self) -> int:
         """The rank of this process among the ranks that train."""
-        return self._world.rank if self._engine is not None else 0
+        return self.members.index(self._world.member) if self._engine is not None else 0
 
     @property
     def world_size(self) -> int:
         """The number of ranks that train."""
-        return self._world.world_size if self._engine is not None else 1
+        return len(self.members)
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that train, numbered as at the beginning; the position in the tuple is the rank in the topology."""
-        return self._world.members if self._engine is not None else (0,)
+        if self._engine is None:
+            return (0,)
+        return self._world.members if self._epochs is None else self._epochs.epoch.members
 
     @property
     def world(self) -> World:
-        """The ranks, for your own collectives between steps; released by :meth:`close`."""
+        """The ranks, for your own collectives between steps; released by :meth:`close`.
+
+        A rank that joins takes part in collectives after its first step: between the others' last step without it and
+        their first one with it, :attr:`members` has it already, and the world's members, once a collective of that time
+        has begun, do not.
+        """
         self._live()
         return self._world
 
@@ -423,6 +434,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
             raise GossipError(
                 'leave() needs ranks that continue without this one; pass on_peer_loss="continue" to GossipDataParallel'
             )
+        assert self._epochs is not None
         self._epochs.leave()
         self.close()
 

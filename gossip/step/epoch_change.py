@@ -89,7 +89,7 @@ class EpochChange:
     Attributes
     ----------
     epoch : Epoch
-        The epoch along whose topology the model exchanges.
+        The epoch along whose topology the model exchanges; its members are the ranks that train.
     on_change : callable
         Called with every new topology and algorithm.
     """
@@ -135,7 +135,7 @@ class EpochChange:
         if self._world.member not in epoch.members:
             return  # this rank leaves: this was its last step
         current = self._world.epoch
-        if epoch.number >= current.number and epoch.members != current.members:
+        if epoch.number >= current.number and epoch.members != self._world.members:
             self._world.enter(epoch)
         self._follow(epoch)
         self._give(at_step_end=True)
@@ -151,9 +151,10 @@ class EpochChange:
         return self._parts.engine.step if self._world.is_in_step else 0
 
     def catch_up(self) -> None:
-        """Exchange along the topology of the epoch of collective operations, if it may begin. Local."""
+        """Exchange along the topology of the epoch of this collective operation, if it may begin. Local."""
         epoch = self._world.epoch
-        if not epoch.has_first_steps or self._step >= epoch.first_step:
+        all_are_here = self._world.members == epoch.members  # a rank that joins may be ahead, in its first step
+        if all_are_here and (not epoch.has_first_steps or self._step >= epoch.first_step):
             self._follow(epoch)
 
     def leave(self) -> None:

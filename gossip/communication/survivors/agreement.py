@@ -10,11 +10,10 @@ for every rank, including those that learn of it late.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,8 +32,8 @@ _REMINDER_S = 0.1
 _GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
 
 
-Decision = tuple[Position, list[Yes]]
-"""The newest position of the ranks that continue, and what the lost ranks had said yes to."""
+Decision = tuple[list[tuple[int, Position]], list[Yes]]
+"""The ranks that continue or leave with their positions, and what the lost ranks had said yes to."""
 
 
 class Agreement:
@@ -144,8 +143,8 @@ class Agreement:
             self._entered = epoch.number
             return epoch
 
-    def begin_together(self) -> Epoch:
-        """Begin a collective operation; return the latest epoch, with the members that have made a step in it.
+    def begin_together(self) -> tuple[Epoch, tuple[int, ...]]:
+        """Begin a collective operation; return the latest epoch, and those of its members that have made a step.
 
         Raises
         ------
@@ -164,23 +163,23 @@ class Agreement:
                     f"rank {member}: step {step}: a rank that joins takes part in collective operations only after its "
                     "first step; begin the loop with a step, and average or save after it"
                 )
-            return dataclasses.replace(latest, members=here)
+            return latest, here
 
     def note_loaded(self, step: int) -> None:
         """Note that the current collective operation loads a checkpoint of this step."""
         with self._changed:
             self._loaded_step = step
 
-    def commit(self, epoch: Epoch) -> bool:
-        """End a collective operation that was carried out in ``epoch``; False if it must be repeated in a later epoch.
+    def commit(self, epoch: Epoch, members: Collection[int]) -> bool:
+        """End a collective operation of ``members`` in ``epoch``; False if it must be repeated in a later epoch.
 
-        To be called when all members are known to have its outcome.
+        To be called when all of them are known to have its outcome.
         """
         with self._changed:
             num_loaded, step, num_ended = self.position
             self._wait_until_free(f"step {step}: ending a collective operation")
             latest = self._epochs[-1]
-            if latest.number != epoch.number and latest.position <= self.position:
+            if latest.number != epoch.number and latest.furthest(members) <= self.position:
                 return False
             if self._loaded_step is None:
                 self.position = num_loaded, step, num_ended + 1
@@ -407,7 +406,8 @@ class Agreement:
                 yeses = [yes for _, known, _ in found for yes in known]
                 is_between = min(positions) == max(positions) and not any(is_joint for _, _, is_joint in found)
                 is_void = are_joining and not (self._is_in_step or is_between)
-                decision = self._set_once(key, None if is_void else [max(positions), yeses])
+                decided = [list(zip(notes, positions, strict=True)), yeses]
+                decision = self._set_once(key, None if is_void else decided)
                 return decision
             if time.monotonic() > deadline:
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
@@ -439,15 +439,16 @@ class Agreement:
     def _adopt(self, number: int, members: Sequence[int], leaving: Sequence[int], decision: Decision) -> None:
         """Adopt a decision."""
         before, member = self._epochs[-1], self._mesh.member
-        (num_loaded, step, num_ended), _ = decision
+        positions = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in decision[0])
+        position = max(of_one for _, of_one in positions)
+        num_loaded, step, _ = position
         first_step = step + 1 if self._is_in_step else 0
         newcomers = set(members) - set(before.members)
         self._first_steps |= dict.fromkeys(newcomers if self._is_in_step else (), first_step)
         is_exact = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
         has_first_steps = self._is_in_step and is_exact
-        position = num_loaded, step, num_ended
         self._epochs.append(
-            Epoch(number, tuple(members), first_step, position, has_first_steps=has_first_steps, left=tuple(leaving))
+            Epoch(number, tuple(members), first_step, positions, has_first_steps=has_first_steps, left=tuple(leaving))
         )
         if member in newcomers:
             self.position = (num_loaded, first_step, 0) if self._is_in_step else position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from gossip.communication.survivors.flag_board import Position
@@ -19,8 +20,8 @@ class Epoch:
         The ranks that train, numbered as at the beginning; their positions here are their ranks in the topology.
     first_step : int
         The step from which on steps belong to it, unless a later epoch has them.
-    position : tuple of int
-        The position of the member that was furthest ahead at the time.
+    positions : tuple of (int, tuple of int)
+        The members that agreed on it, and their positions at the time.
     has_first_steps : bool
         Whether members join or leave with its first step, so that no rank may enter it before.
     left : tuple of int
@@ -30,6 +31,10 @@ class Epoch:
     number: int
     members: tuple[int, ...]
     first_step: int = 0
-    position: Position = (0, 0, 0)
+    positions: tuple[tuple[int, Position], ...] = ()
     has_first_steps: bool = False
     left: tuple[int, ...] = ()
+
+    def furthest(self, members: Collection[int]) -> Position:
+        """Return the position of the one of ``members`` that was furthest ahead at the time."""
+        return max(position for member, position in self.positions if member in members)

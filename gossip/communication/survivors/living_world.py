@@ -49,8 +49,9 @@ _num_trainings = itertools.count()  # of this process
 class LivingWorld(PatientWorld):
     """All remaining ranks of one wrapped model.
 
-    ``rank`` and ``world_size`` refer to the remaining ranks: they change when a rank is lost. A collective operation
-    completes on all ranks or on none: the remaining ranks repeat it.
+    ``rank``, ``world_size`` and ``members`` refer to the remaining ranks: they change when a rank is lost. A collective
+    operation completes on all ranks or on none: the remaining ranks repeat it. After one, they refer to the ranks that
+    took part until the next step: all but those that join with this one.
 
     Parameters
     ----------
@@ -101,6 +102,7 @@ class LivingWorld(PatientWorld):
         self._member = 0
         self._min_ranks = min_ranks
         self._epoch = Epoch(0, (0,))
+        self._members = self._epoch.members
         self._keys: Any = None
         self._token = b""
         self._num_initial = 1
@@ -163,6 +165,7 @@ class LivingWorld(PatientWorld):
     def agree(self) -> None:
         """Start to agree with the others on who trains. Local."""
         self._epoch = Epoch(0, tuple(range(self._num_initial)))
+        self._members = self._epoch.members
         least = _least(self._min_ranks, self._num_initial)
         self.agreement = Agreement(
             self._keys,
@@ -286,7 +289,7 @@ class LivingWorld(PatientWorld):
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._epoch.members
+        return self._members
 
     @property
     def is_alone(self) -> bool:
@@ -313,8 +316,8 @@ class LivingWorld(PatientWorld):
     def control_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def enter(self, epoch: Epoch) -> None:
-        """Become a member of ``epoch``. Local."""
+    def enter(self, epoch: Epoch, members: tuple[int, ...] | None = None) -> None:
+        """Become a member of ``epoch``, with those of its members that take part; by default all. Local."""
         if epoch.number != self._epoch.number:
             self.mesh.forget(
                 lambda member, key: (
@@ -322,8 +325,8 @@ class LivingWorld(PatientWorld):
                     or (key.kind == Kind.COLLECTIVE and key.first < epoch.number)
                 )
             )
-        self._epoch = epoch
-        self.rank, self.world_size = epoch.members.index(self.member), len(epoch.members)
+        self._epoch, self._members = epoch, epoch.members if members is None else members
+        self.rank, self.world_size = self._members.index(self.member), len(self._members)
 
     # ------------------------------------------------------------------ collective operations
 
@@ -342,7 +345,7 @@ class LivingWorld(PatientWorld):
         self.is_joint = self.agreement.is_joint = True
         try:
             while True:
-                self.enter(self.agreement.begin_together())
+                self.enter(*self.agreement.begin_together())
                 self._num_primitives = 0
                 try:
                     result = operation()
@@ -351,16 +354,17 @@ class LivingWorld(PatientWorld):
                     if self._is_committed():
                         return result
                 else:
-                    if self.agreement.commit(self._epoch):
+                    if self.agreement.commit(self._epoch, self._members):
                         return result
                 undo()
         finally:
             self.is_joint = self.agreement.is_joint = False
 
     def _is_committed(self) -> bool:
-        """Return whether some rank has completed the operation: then all ranks have its result, including this one."""
+        """Return whether one that takes part has completed the operation: then all have its result, this one too."""
         epoch = self.agreement.wait_for_epoch_after(self._epoch.number)
-        return epoch.position > self.agreement.position and self.agreement.commit(self._epoch)
+        has_ended = epoch.furthest(self._members) > self.agreement.position
+        return has_ended and self.agreement.commit(self._epoch, self._members)
 
     def check_joint(self) -> None:
         if not self.is_alone:
@@ -373,9 +377,7 @@ class LivingWorld(PatientWorld):
         def gather() -> list[bytes]:
             own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
             found = self._exchange(dict.fromkeys(self._others, own), what)
-            return [
-                payload if member == self.member else found[member].numpy().tobytes() for member in self._epoch.members
-            ]
+            return [payload if member == self.member else found[member].numpy().tobytes() for member in self._members]
 
         return self.jointly(gather)
 
@@ -406,22 +408,20 @@ class LivingWorld(PatientWorld):
 
         def add_up() -> None:
             flat = tensor.detach().cpu().contiguous().view(-1)
-            slices = dict(zip(self._epoch.members, flat.tensor_split(self.world_size), strict=True))
+            slices = dict(zip(self._members, flat.tensor_split(self.world_size), strict=True))
             shares = self._exchange({member: slices[member] for member in self._others}, what)
             own = slices[self.member]
-            rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._epoch.members]
+            rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._members]
             total = torch.stack([row.view(-1) for row in rows]).sum(0) if own.numel() else own
             sums = self._exchange(dict.fromkeys(self._others, total), what)
-            parts = [
-                total if member == self.member else sums[member].view(total.dtype) for member in self._epoch.members
-            ]
+            parts = [total if member == self.member else sums[member].view(total.dtype) for member in self._members]
             tensor.copy_(torch.cat(parts).view(tensor.shape))
 
         self.jointly(add_up, lambda: tensor.copy_(before))
 
     @property
     def _first(self) -> Sequence[int]:
-        return self._epoch.members[:1]
+        return self._members[:1]
 
     def _exchange(
         self, sent: Mapping[int, torch.Tensor | None], what: str, sources: Sequence[int] | None = None

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from loguru import logger
 
-from gossip import World
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.sample_batches import Shards
+from gossip.lab.experiments.training_methods import Method
 
 
 class LivingShards:
@@ -25,8 +25,8 @@ class LivingShards:
     ----------
     experiment : Experiment
         The experiment that is run.
-    world : World
-        The communication world of the model, which knows the current members.
+    method : Method
+        The method, which knows the ranks that train now.
 
     Attributes
     ----------
@@ -35,8 +35,8 @@ class LivingShards:
         member number) and the members "before".
     """
 
-    def __init__(self, experiment: Experiment, world: World) -> None:
-        self._experiment, self._world = experiment, world
+    def __init__(self, experiment: Experiment, method: Method) -> None:
+        self._experiment, self._method = experiment, method
         self._members = tuple(range(experiment.settings.world_size))
         self._dealt: Shards | None = None
         self.changes: list[dict[str, Any]] = []
@@ -46,10 +46,10 @@ class LivingShards:
         shards, data = self._experiment.shards, self._experiment.data
         for batch in range(first, shards.steps_per_epoch):
             step = epoch * shards.steps_per_epoch + batch
-            if self._world.members != self._members:
+            if self._method.members != self._members:
                 self._deal(step)
             if self._dealt is not None:
-                rank = self._members.index(self._world.member)
+                rank = self._members.index(self._method.world.member)
                 chosen = self._dealt.indices[rank][self._dealt.repeated(rank, step)]
             else:
                 rank = self._share()
@@ -59,12 +59,12 @@ class LivingShards:
 
     def _deal(self, step: int) -> None:
         settings, before = self._experiment.settings, self._members
-        self._members = self._world.members
+        self._members = self._method.members
         self.changes.append({"step": step, "before": list(before), "members": list(self._members)})
         if settings.on_loss == "redistribute":
             indices = self._experiment.divide(len(self._members), settings.seed + len(self.changes))
             self._dealt = Shards(indices, settings.batch_size, settings.seed + len(self.changes), repeats=True)
-        if self._world.rank == 0:
+        if self._method.world.member == self._members[0]:
             logger.warning(  # the message is complete on rank 0 alone; the other ranks need not log it
                 "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",
                 step,
@@ -82,7 +82,7 @@ class LivingShards:
 
     def _share(self) -> int:
         """Return the initial rank whose share of the samples this rank now has."""
-        return self._shares()[self._world.member]
+        return self._shares()[self._method.world.member]
 
     def _shares(self) -> dict[int, int]:
         """Return the initial shard of each member.

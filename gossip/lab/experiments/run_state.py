@@ -55,7 +55,7 @@ class RunState:
         self._all_positions = experiment.total_steps
         self.scheduler: LRScheduler = experiment.make_scheduler(method.optimizer, self._all_positions)
         self.report = RankReport()
-        self.living_shards = LivingShards(experiment, method.world) if method.world.changes else None
+        self.living_shards = LivingShards(experiment, method) if method.world.changes else None
         self.step = 0
         self.position = 0
         self._started_at = time.perf_counter()

@@ -102,10 +102,18 @@ class Stopping:
         self._reading, self._writing = os.pipe()
 
     @classmethod
-    def of_all_ranks(cls, world: World, bound_steps: int, *, saves: bool, last_words: Callable[[str], str]) -> Self:
+    def of_all_ranks(
+        cls,
+        world: World,
+        ranks: Callable[[], Iterable[int]],
+        bound_steps: int,
+        *,
+        saves: bool,
+        last_words: Callable[[str], str],
+    ) -> Self:
         """Make an instance for all ranks of a model, or for a single process. Collective."""
         store = world.keys("stopping") if saves else None
-        return cls(store, world.member, lambda: world.members, bound_steps, saves=saves, last_words=last_words)
+        return cls(store, world.member, ranks, bound_steps, saves=saves, last_words=last_words)
 
     def __enter__(self) -> Self:
         self._before: dict[int, Any] = {}

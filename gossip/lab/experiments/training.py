@@ -138,7 +138,9 @@ def _make_all_steps(
     with ExitStack() as stack:
         saves = bool(checkpoint_every)
         stopping = stack.enter_context(
-            Stopping.of_all_ranks(method.world, state.step + 1, saves=saves, last_words=last_words)
+            Stopping.of_all_ranks(
+                method.world, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
+            )
         )
         for last in _steps(experiment, method, tracer, state):
             bar.update(last)
@@ -169,7 +171,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         for inputs, targets in batches:
             if tracer is not None:
                 tracer.step_begins(state.step - first_step)
-            num_ranks = method.world.world_size
+            num_ranks = len(method.members)
             start = time.perf_counter()
             with record_function(FORWARD):
                 logits = method.forward(inputs)

@@ -61,6 +61,10 @@ class Method(Protocol):
     def model(self) -> GossipDataParallel | VirtualWorkers | None:
         """The object that checkpoints save; None for a method without checkpoints."""
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The processes that train now, by their numbers at the beginning."""
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the replicas, for training. Local, or collective where buffers are shared."""
 
@@ -182,6 +186,11 @@ class GossipMethod:
             self.world = World(settings.timeout)
         self.name, self.ranks = of_one_rank(self.world)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See :attr:`gossip.GossipDataParallel.members`; with groups, all their ranks."""
+        return self.model.members if self.world is self.groups else self.world.members
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output of the replica. Local."""
         output: torch.Tensor = self.model(inputs)
@@ -258,6 +267,11 @@ class AllReduceMethod:
         self._step = 0
         self.model = None
         self.name, self.ranks = of_one_rank(world)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All ranks."""
+        return self.world.members
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output of the replica. Collective if the module has buffers."""

@@ -66,6 +66,11 @@ class VirtualMethod:
             finally:
                 torch.set_num_threads(before)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """This process."""
+        return self.world.members
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all replicas, concatenated in rank order."""
         start = time.perf_counter()

@@ -251,11 +251,11 @@ def test_who_does_not_answer_is_given_up() -> None:
 def test_what_one_has_ended_all_have_ended() -> None:
     with in_memory() as members:
         start = members[0].latest
-        assert members[0].commit(start)
+        assert members[0].commit(start, start.members)
         members.die(4)
         (epoch,) = members.epochs_after(0, [0, 1, 2, 3])
-        assert epoch.position == (0, 0, 1)
-        assert [members[member].commit(start) for member in (1, 2, 3)] == [True] * 3  # as member 0 did
+        assert epoch.furthest(start.members) == (0, 0, 1)
+        assert [members[member].commit(start, start.members) for member in (1, 2, 3)] == [True] * 3  # as member 0 did
         assert [members[member].position for member in (0, 1, 2, 3)] == [(0, 0, 1)] * 4
 
 
@@ -264,8 +264,18 @@ def test_what_none_has_ended_is_done_again() -> None:
         start = members[0].latest
         members.die(4)
         (epoch,) = members.epochs_after(0, [0, 1, 2, 3])
-        assert not any(members[member].commit(start) for member in range(4))
-        assert all(members[member].commit(epoch) for member in range(4))
+        assert not any(members[member].commit(start, start.members) for member in range(4))
+        assert all(members[member].commit(epoch, epoch.members) for member in range(4))
+
+
+def test_one_that_takes_no_part_does_not_end_it_by_being_ahead() -> None:
+    with in_memory() as members:
+        start = members[0].latest
+        members[3].enter_step(1)
+        members.die(4)
+        members.epochs_after(0, [0, 1, 2, 3])
+        assert not any(members[member].commit(start, (0, 1, 2, 4)) for member in (0, 1, 2))
+        assert members[0].commit(start, start.members)
 
 
 def test_without_a_store_nobody_goes_on() -> None:

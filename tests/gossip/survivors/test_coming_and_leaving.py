@@ -253,6 +253,53 @@ def test_one_that_joins_takes_part_in_what_all_ranks_do_together(tmp_path: Path)
         assert torch.equal(first[4], other[4])
 
 
+class Together(NamedTuple):
+    """What a rank saw of one that joined: when, who trained after each step from then on, and what all had at last."""
+
+    joined_at: int
+    members: list[tuple[int, ...]]
+    exchanging: int
+    average: torch.Tensor
+
+
+def measure_after_each_step(dying: int | None) -> Together:
+    """Rank 0 to 2 and one that joins; ``dying`` ends between the newcomer's admission and its first step's end."""
+    joins = torch.distributed.get_world_size() == 1
+    model = make_model(NUMEL, {"topology": "ring"})
+    target = targets(model.world.member, NUMEL)
+    joined_at = model.step if joins else None
+    members: list[tuple[int, ...]] = []
+    while joined_at is None or model.step < joined_at + 8:
+        model(target).backward()
+        if joined_at is None and len(model.members) == 4:
+            joined_at = model.step
+            if model.world.member == dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+        model.consensus_distance()  # of those who have made a step: the newcomer is not among them at first
+        if joined_at is not None:
+            members.append(model.members)
+    exchanging = model.topology.world_size
+    model.global_avg()
+    model.close()
+    return Together(joined_at, members, exchanging, flat(model.module))
+
+
+@pytest.mark.parametrize("dying", [None, 2])
+def test_who_trains_is_the_same_for_all_while_others_work_together(dying: int | None) -> None:
+    with unsupervised.started(measure_after_each_step, dying, world_size=3) as ranks:
+        ranks.join(measure_after_each_step, dying)
+        told = [one for one in ranks.results(silent=() if dying is None else (dying,)) if one is not None]
+    remaining = tuple(member for member in range(4) if member != dying)
+    assert len(told) == len(remaining)
+    newcomer = told[-1]
+    for one in told:
+        assert one.joined_at == newcomer.joined_at
+        assert one.members[:-8] == ([] if one is newcomer else [(0, 1, 2, 3)])  # before its first step
+        assert one.members[-7:] == [remaining] * 7
+        assert one.exchanging == len(remaining)
+        assert torch.equal(one.average, newcomer.average)
+
+
 # ---------------------------------------------------------------------- gossip.launch(restart=)
 
 
