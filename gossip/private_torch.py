@@ -299,20 +299,16 @@ class _Guarded:
 
 
 def guard_collectives(module: nn.Module, failed: Failed | None) -> None:
-    """Raise what ``failed`` returns in place of errors in gathering and reducing; with None as before. Local.
-
-    torch 2.6 and 2.7 have no place for it.
-    """
+    """Raise what ``failed`` returns in place of errors in gathering and reducing; with None as before. Local."""
     for group in _fsdp_groups(module):
         for name, what in (
             ("_all_gather_comm", "gathering parameters"),
             ("_reduce_scatter_comm", "reducing gradients"),
         ):
-            call = getattr(group, name, None)
+            call = getattr(group, name)
             if isinstance(call, _Guarded):
                 call = call.call
-            if call is not None:
-                setattr(group, name, call if failed is None else _Guarded(call, what, failed))
+            setattr(group, name, call if failed is None else _Guarded(call, what, failed))
 
 
 class _Gathering:
@@ -330,6 +326,25 @@ class _Gathering:
         return getattr(self.__dict__["default"], name)
 
 
+class _Summing:
+    """A reduce-scatter of ``fully_shard`` that is carried out by a function, but for operations other than these."""
+
+    def __init__(self, default: Any, add_up: Callable[[torch.Tensor, torch.Tensor], None], num_ranks: int) -> None:
+        self.default, self._add_up, self._num_ranks = default, add_up, num_ranks
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        divides = op == dist.ReduceOp.AVG
+        if not (divides or op == dist.ReduceOp.SUM):
+            return self.default(output_tensor, input_tensor, group, op, async_op)
+        self._add_up(input_tensor.view(self._num_ranks, -1), output_tensor)
+        return output_tensor.div_(self._num_ranks) if divides else output_tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["default"], name)
+
+
 def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, num_ranks: int) -> None:
     """Let ``fully_shard`` gather by a function that fills in the rows of the other ranks; with None as before. Local.
 
@@ -342,6 +357,20 @@ def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, 
             group._all_gather_comm = present.default
         elif gather is not None and type(present).__name__ == "DefaultAllGather":
             group._all_gather_comm = _Gathering(present, gather, num_ranks)
+
+
+def sum_by(module: nn.Module, add_up: Callable[[torch.Tensor, torch.Tensor], None] | None, num_ranks: int) -> None:
+    """Let ``fully_shard`` reduce gradients by a function; with None as before. Local.
+
+    The function gets a row for each rank, [ranks, numel], and puts the sum of this rank's rows into its second
+    argument, [numel]. A reduction that the user has set is left alone.
+    """
+    for group in _fsdp_groups(module):
+        present = group._reduce_scatter_comm
+        if add_up is None and isinstance(present, _Summing):
+            group._reduce_scatter_comm = present.default
+        elif add_up is not None and type(present).__name__ == "DefaultReduceScatter":
+            group._reduce_scatter_comm = _Summing(present, add_up, num_ranks)
 
 
 def call_gradient_hooks(parameter: torch.Tensor) -> None:

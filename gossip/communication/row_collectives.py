@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -11,11 +11,11 @@ from gossip.communication.shared_memory import LocalMessages, SharedMessage
 from gossip.communication.world import World
 
 _CHUNK_BYTES = 2 * 2**20
-_ROWS = 0  # the only bucket of the messages
+_GATHERED, _SUMMED = 0, 1  # the buckets of the messages
 
 
-class RowGatherer:
-    """Gathers rows of all ranks: through memory where all are on this machine, and otherwise by an all-gather.
+class RowCollectives:
+    """Gathers and sums rows: through memory where all ranks are on this machine, and otherwise by the process group.
 
     Parameters
     ----------
@@ -26,26 +26,34 @@ class RowGatherer:
 
     Notes
     -----
-    Construction is collective, and so is every method.
+    Construction is collective, and so is every method. All ranks wait for what they have begun in the same order.
     """
 
     def __init__(self, world: World, *, shares_memory: bool) -> None:
         self._world = world
-        self._own: SharedMessage | None = None
+        self._shared: dict[int, SharedMessage] = {}
         if world.is_alone:
             return
         self._messages = LocalMessages(world, shares_memory=shares_memory)
         if self._messages.are_local(range(world.world_size)):
             self._chunk_bytes = _CHUNK_BYTES
-            self._own = SharedMessage(self._messages, torch.empty(self._chunk_bytes, dtype=torch.uint8), _ROWS)
+            # A sum of more than two depends on the order of the additions, and is to be the process group's to the bit.
+            for bucket in (_GATHERED, _SUMMED) if world.world_size == 2 else (_GATHERED,):
+                memory = torch.empty(self._chunk_bytes, dtype=torch.uint8)
+                self._shared[bucket] = SharedMessage(self._messages, memory, bucket)
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether rows in the memory of the host go through memory that the ranks share."""
-        return self._own is not None
+    def gathers_in_memory(self) -> bool:
+        """Whether rows in the memory of the host are gathered through memory that the ranks share."""
+        return _GATHERED in self._shared
 
-    def begin(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
-        """Begin to fill in the rows of the other ranks, in place. Collective.
+    @property
+    def sums_in_memory(self) -> bool:
+        """Whether rows in the memory of the host are summed through memory that the ranks share."""
+        return _SUMMED in self._shared
+
+    def begin_gather(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
+        """Begin to fill in the rows of the other ranks, in place: an all-gather. Collective.
 
         Parameters
         ----------
@@ -62,22 +70,64 @@ class RowGatherer:
         """
         if self._world.is_alone:
             return lambda: None
-        if self._own is None or not rows.is_cpu:
+        if not (self.gathers_in_memory and rows.is_cpu):
             return self._begin_all_gather(rows, what)
-        return partial(self._gather_in_memory, self._own, rows.view(len(rows), -1).view(torch.uint8), what)
+        return partial(self._gather_in_memory, rows.view(len(rows), -1).view(torch.uint8), what)
 
-    def _gather_in_memory(self, own: SharedMessage, rows: torch.Tensor, what: str) -> None:
-        others = self._world.others
+    def begin_sum(
+        self, rows: torch.Tensor, what: str, *, out: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to sum, over the ranks, what they have for each of them: a reduce-scatter. Collective.
+
+        Parameters
+        ----------
+        rows : Tensor, [world_size, numel], contiguous
+            A row for each rank; shape and dtype are the same on all ranks. This rank's may be overwritten.
+        what : str
+            What it is done for, for error texts.
+        out : Tensor, [numel], optional
+            Where to put the sum of this rank's rows.
+
+        Returns
+        -------
+        callable
+            Waits as that of :meth:`begin_gather` does, and returns the sum.
+        """
+        if self._world.is_alone:
+            return lambda: rows[0] if out is None else out.copy_(rows[0])
+        if not (self.sums_in_memory and rows.is_cpu):
+            return self._begin_reduce_scatter(rows, out, what)
+        return partial(self._sum_in_memory, rows, rows[self._world.rank] if out is None else out, what)
+
+    # ------------------------------------------------------------------ in memory
+
+    def _gather_in_memory(self, rows: torch.Tensor, what: str) -> None:
         for chunk in rows.split(self._chunk_bytes, dim=1):
-            own.take(what)[: chunk.shape[1]].copy_(chunk[self._world.rank])
-            own.publish(others)
-            for rank in others:
-                reading = self._messages.expect(rank, _ROWS)
-                failure = self._world.wait_for(reading, what, partial(list, (rank,)))
-                if failure is not None:
-                    raise self._world.lost(failure, what)
-                chunk[rank].copy_(reading.message[: chunk.shape[1]])
-                reading.done()
+            for rank, theirs in self._shown(_GATHERED, chunk[self._world.rank], what):
+                chunk[rank].copy_(theirs)
+
+    def _sum_in_memory(self, rows: torch.Tensor, total: torch.Tensor, what: str) -> torch.Tensor:
+        (other,) = self._world.others
+        length = self._chunk_bytes // rows.element_size()
+        for chunk, part in zip(rows.split(length, dim=1), total.split(length), strict=True):
+            for _, theirs in self._shown(_SUMMED, chunk[other], what):
+                torch.add(chunk[self._world.rank], theirs, out=part)
+        return total
+
+    def _shown(self, bucket: int, chunk: torch.Tensor, what: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Show the others a chunk, and yield theirs by rank, in place."""
+        shared, others = self._shared[bucket], self._world.others
+        shared.take(what)[: chunk.nbytes].view(chunk.dtype).copy_(chunk)
+        shared.publish(others)
+        for rank in others:
+            reading = self._messages.expect(rank, bucket)
+            failure = self._world.wait_for(reading, what, partial(list, (rank,)))
+            if failure is not None:
+                raise self._world.lost(failure, what)
+            yield rank, reading.message[: chunk.nbytes].view(chunk.dtype)
+            reading.done()
+
+    # ------------------------------------------------------------------ by the process group
 
     def _begin_all_gather(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
         data = self._world.on_wire(rows)
@@ -98,39 +148,22 @@ class RowGatherer:
 
         return finish
 
+    def _begin_reduce_scatter(
+        self, rows: torch.Tensor, out: torch.Tensor | None, what: str
+    ) -> Callable[[], torch.Tensor]:
+        data = self._world.on_wire(rows)
+        summed = torch.empty_like(data[0])
+        group = self._world.open_group()
+        wait = self._world.begin(
+            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
+            [data.view(-1)],
+            [summed],
+            what,
+            holds_host=False,
+        )
 
-def begin_sum_of_rows(world: World, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
-    """Begin to sum, over the ranks, what they have for each of them: a reduce-scatter. Collective.
+        def finish() -> torch.Tensor:
+            wait()
+            return summed.to(rows.device) if out is None else out.copy_(summed)
 
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    rows : Tensor, [world_size, numel], contiguous
-        A row for each rank; shape and dtype are the same on all ranks.
-    what : str
-        What it is done for, for error texts.
-
-    Returns
-    -------
-    callable
-        Waits as that of :meth:`RowGatherer.begin` does, and returns the sum of this rank's rows, [numel].
-    """
-    if world.is_alone:
-        return lambda: rows[0]
-    data = world.on_wire(rows)
-    summed = torch.empty_like(data[0])
-    group = world.open_group()
-    wait = world.begin(
-        [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
-        [data.view(-1)],
-        [summed],
-        what,
-        holds_host=False,
-    )
-
-    def finish() -> torch.Tensor:
-        wait()
-        return summed.to(rows.device)
-
-    return finish
+        return finish

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gossip.communication.row_collectives import RowGatherer
+from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.transport import Exchange, LateDifference, Transport
 from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
@@ -87,12 +87,12 @@ class GatheringTransport(Transport):
         Carries the messages of this rank.
     world : World
         The ranks of the group.
-    gatherer : RowGatherer
+    rows : RowCollectives
         Gathers their rows.
     """
 
-    def __init__(self, transport: Transport, world: World, gatherer: RowGatherer) -> None:
-        self._transport, self._world, self._gatherer = transport, world, gatherer
+    def __init__(self, transport: Transport, world: World, rows: RowCollectives) -> None:
+        self._transport, self._world, self._rows = transport, world, rows
         self.publishes = transport.publishes  # type: ignore[misc]  # of this transport's kind
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
@@ -100,7 +100,7 @@ class GatheringTransport(Transport):
         if not isinstance(conversation, _PartConversation):
             return exchange
         what = f"step {step}, bucket {bucket}: gathering what arrived at the ranks of the group"
-        return _GatheredExchange(exchange, conversation, self._world, self._gatherer, what)
+        return _GatheredExchange(exchange, conversation, self._world, self._rows, what)
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         return self._transport.memory(message, step=step, bucket=bucket)
@@ -119,11 +119,11 @@ class _GatheredExchange(Exchange):
     """An exchange of one part, whose arrival is the whole difference."""
 
     def __init__(
-        self, exchange: Exchange, conversation: _PartConversation, world: World, gatherer: RowGatherer, what: str
+        self, exchange: Exchange, conversation: _PartConversation, world: World, rows: RowCollectives, what: str
     ) -> None:
         self._exchange = exchange
         self._numel, self._dtype, self._device = conversation.numel, conversation.dtype, conversation.device
-        self._world, self._gatherer, self._what = world, gatherer, what
+        self._world, self._rows, self._what = world, rows, what
 
     @property
     def bytes_by_peer(self) -> Mapping[int, int]:
@@ -142,7 +142,7 @@ class _GatheredExchange(Exchange):
             own[part] = difference
         if not arrival.is_finite:
             own.fill_(torch.nan)  # all ranks of the group refuse it, or none
-        self._gatherer.begin(rows, self._what)()
+        self._rows.begin_gather(rows, self._what)()
         return Arrival.of(rows.view(-1)[: self._numel])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gossip.communication.row_collectives import RowGatherer
+from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.transport import Transport
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
@@ -54,14 +54,14 @@ class LocalGroup:
         The module that is wrapped.
     num_shards, place : int
         Into how many shards the replica is divided, and which of them this rank holds.
-    gatherer : RowGatherer
-        Gathers rows of the ranks, from :meth:`start_equal_` on.
+    rows : RowCollectives
+        Gathers and sums rows of the ranks, from :meth:`start_equal_` on.
     averages_gradients : bool
         Whether :meth:`reduce_` has anything to do.
     """
 
     num_shards, place = 1, 0
-    gatherer: RowGatherer
+    rows: RowCollectives
     averages_gradients: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
@@ -74,7 +74,7 @@ class LocalGroup:
     def start_equal_(self) -> None:
         """Copy what every rank has whole from the group's first rank to the others. Collective over the group."""
         shares_memory = all(parameter.is_cpu for parameter in self.module.parameters())
-        self.gatherer = RowGatherer(self.world, shares_memory=shares_memory)
+        self.rows = RowCollectives(self.world, shares_memory=shares_memory)
         self.world.broadcast_(
             [*self._wholes(), *self.module.buffers()], "broadcasting parameters and buffers within the group"
         )

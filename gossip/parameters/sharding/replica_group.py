@@ -44,7 +44,7 @@ class ReplicaGroup(LocalGroup):
     def carried(self, transport: Transport | None) -> Transport | None:
         if transport is None or self.world.is_alone:
             return transport
-        return GatheringTransport(transport, self.world, self.gatherer)
+        return GatheringTransport(transport, self.world, self.rows)
 
     @torch.no_grad()
     def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:

@@ -52,8 +52,8 @@ class RowGroup(DividedGroup):
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         buckets = list(buckets)
         self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
-        self._division = GradientDivision(self.replica, buckets, self.world, steps)
-        self._gathering = RowGathering(self.replica, buckets, self.world, self.gatherer)
+        self._division = GradientDivision(self.replica, buckets, self.world, self.rows, steps)
+        self._gathering = RowGathering(self.replica, buckets, self.world, self.rows)
         self._gathering.gather()
 
     def take_edits(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gossip.communication.row_collectives import RowGatherer, begin_sum_of_rows
+from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket, describe_tensor
@@ -170,12 +170,16 @@ class GradientDivision:
         The buckets of the shards' parameters, in launch order.
     world : World
         The ranks of the group.
+    rows : RowCollectives
+        Sums their rows.
     steps : Steps
         What makes the steps.
     """
 
-    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World, steps: Steps) -> None:
-        self._shards, self._world = shards, world
+    def __init__(
+        self, shards: RowShards, buckets: Iterable[Bucket], world: World, rows: RowCollectives, steps: Steps
+    ) -> None:
+        self._shards, self._world, self._rows = shards, world, rows
         self._buckets = list(buckets)
         self._steps = steps
         self._begin_pass()
@@ -245,7 +249,7 @@ class GradientDivision:
                 bucket.views(values[place])[number].copy_(rows_of(whole.grad, place, size))
             whole.grad = None
         what = f"bucket {bucket.index}, {where}: averaging gradients over the ranks of the group"
-        self._pending.append(partial(self._hand_over, bucket, begin_sum_of_rows(self._world, rows, what), has_all))
+        self._pending.append(partial(self._hand_over, bucket, self._rows.begin_sum(rows, what), has_all))
         while len(self._pending) > _MAX_PENDING:
             self._pending.popleft()()
 
@@ -279,12 +283,12 @@ class RowGathering:
         The buckets of the shards' parameters.
     world : World
         The ranks of the group.
-    gatherer : RowGatherer
+    rows : RowCollectives
         Gathers their rows.
     """
 
-    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World, gatherer: RowGatherer) -> None:
-        self._shards, self._world, self._gatherer = shards, world, gatherer
+    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World, rows: RowCollectives) -> None:
+        self._shards, self._world, self._rows = shards, world, rows
         self._buckets: Mapping[int, Bucket] = {bucket.index: bucket for bucket in buckets}
         self._pending: deque[Callable[[], None]] = deque()
 
@@ -295,7 +299,7 @@ class RowGathering:
             return  # of buffers
         rows = bucket.block.new_empty(self._world.world_size, bucket.block.numel())
         rows[self._world.rank].copy_(bucket.block)
-        wait = self._gatherer.begin(rows, f"bucket {index}: gathering parameters from the ranks of the group")
+        wait = self._rows.begin_gather(rows, f"bucket {index}: gathering parameters from the ranks of the group")
         self._pending.append(partial(self._push, bucket, rows, wait))
         while len(self._pending) > _MAX_PENDING:
             self._pending.popleft()()

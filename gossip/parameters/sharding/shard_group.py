@@ -15,7 +15,7 @@ from gossip.parameters.sharding.divided_group import DividedGroup
 from gossip.parameters.sharding.local_group import Steps
 from gossip.parameters.sharding.local_shards import LocalShards, unsharded_parameters
 from gossip.parameters.sharding.watched_collectives import in_words, unwatch_collectives, watch_collectives
-from gossip.private_torch import fsdp_modules, fsdp_parameters, gather_by
+from gossip.private_torch import fsdp_modules, fsdp_parameters, gather_by, sum_by
 
 
 class ShardGroup(DividedGroup):
@@ -45,13 +45,18 @@ class ShardGroup(DividedGroup):
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         del buckets  # FSDP reduces gradients by itself
         self.replica.attach()
-        if self.gatherer.is_in_memory:
+        if self.rows.gathers_in_memory:
             gather_by(self.module, self._gather, self.world.world_size)
+        if self.rows.sums_in_memory:
+            sum_by(self.module, self._sum, self.world.world_size)
         watch_collectives(self.module, self.world, lambda: f"step {self._step}")
         self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
 
     def _gather(self, rows: torch.Tensor) -> None:
-        self.gatherer.begin(rows, f"step {self._step}: gathering parameters {in_words(self.world)}")()
+        self.rows.begin_gather(rows, f"step {self._step}: gathering parameters {in_words(self.world)}")()
+
+    def _sum(self, rows: torch.Tensor, total: torch.Tensor) -> None:
+        self.rows.begin_sum(rows, f"step {self._step}: reducing gradients {in_words(self.world)}", out=total)()
 
     def before_forward(self, step: int) -> None:
         """Drop what was gathered before the newest step. Local.
@@ -78,6 +83,7 @@ class ShardGroup(DividedGroup):
             self._on_state_dict.remove()
             unwatch_collectives(self.module)
             gather_by(self.module, None, self.world.world_size)
+            sum_by(self.module, None, self.world.world_size)
         self.replica.close()
         super().close()
 

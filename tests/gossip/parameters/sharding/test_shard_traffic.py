@@ -114,7 +114,7 @@ def test_a_rank_keeps_its_share_of_a_replica_between_steps() -> None:
         assert 0.98 * whole / 2 <= share <= 1.02 * whole / 2
 
 
-def gather_without_the_process_group() -> None:
+def train_without_the_process_group() -> None:
     module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
     mesh = make_mesh(2, 2)
     fully_shard(module[0], mesh=mesh["shard"])
@@ -122,16 +122,21 @@ def gather_without_the_process_group() -> None:
     fully_shard(module, mesh=mesh["shard"])
     custom = mock.Mock()
     module[1].set_custom_all_gather(custom)
-    before = [group._all_gather_comm for group in private_torch._fsdp_groups(module)]
+    module[1].set_custom_reduce_scatter(custom)
+    before = [(group._all_gather_comm, group._reduce_scatter_comm) for group in private_torch._fsdp_groups(module)]
     model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
-    with mock.patch.object(dist, "all_gather_single", side_effect=AssertionError("gathers by the process group")):
+    with (
+        mock.patch.object(dist, "all_gather_single", side_effect=AssertionError("gathers by the process group")),
+        mock.patch.object(dist, "reduce_scatter_single", side_effect=AssertionError("reduces by the process group")),
+    ):
         module[0](torch.ones(2, SIZE)).sum().backward()
     model.close()
-    assert [group._all_gather_comm for group in private_torch._fsdp_groups(module)] == before
+    after = [(group._all_gather_comm, group._reduce_scatter_comm) for group in private_torch._fsdp_groups(module)]
+    assert after == before
     custom.assert_not_called()
     assert module[0](torch.ones(2, SIZE)).shape == (2, SIZE)
 
 
-def test_parameters_are_gathered_through_memory_while_the_model_is_open() -> None:
+def test_groups_of_two_gather_and_reduce_through_memory_while_the_model_is_open() -> None:
     """The way that a user has set for a layer is left alone."""
-    run_ranks(gather_without_the_process_group, world_size=4)
+    run_ranks(train_without_the_process_group, world_size=4)

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, ManifestError, World, launch, make_shard_mesh
-from gossip.parameters.sharding import row_shards
+from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
+from gossip.communication.row_collectives import RowCollectives
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -266,11 +266,11 @@ def watch_reductions() -> tuple[int, int]:
     module = nn.Sequential(*layers)
     model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer", bucket_cap_mb=1e-5)
     begun, ended, found = [], [], []
-    begin = row_shards.begin_sum_of_rows
+    begin = RowCollectives.begin_sum
 
-    def begin_and_count(world: World, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+    def begin_and_count(self: RowCollectives, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
         begun.append(what)
-        wait = begin(world, rows, what)
+        wait = begin(self, rows, what)
 
         def wait_and_count() -> torch.Tensor:
             ended.append(what)
@@ -279,7 +279,7 @@ def watch_reductions() -> tuple[int, int]:
         return wait_and_count
 
     layers[0].register_full_backward_pre_hook(lambda *_: found.append((len(begun), len(ended))))
-    with mock.patch.object(row_shards, "begin_sum_of_rows", begin_and_count):
+    with mock.patch.object(RowCollectives, "begin_sum", begin_and_count):
         model(torch.randn(2, 4)).sum().backward()
     model.close()
     return found[0]

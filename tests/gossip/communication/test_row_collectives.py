@@ -1,4 +1,4 @@
-"""Rows of all ranks are gathered: through memory on one machine, and otherwise by the process group."""
+"""Rows of all ranks are gathered and summed: through memory on one machine, and otherwise by the process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from gossip import ExchangeError, LaunchError, World, launch
 from gossip.communication import row_collectives
-from gossip.communication.row_collectives import RowGatherer
+from gossip.communication.row_collectives import RowCollectives
 
 TIMEOUT = timedelta(seconds=4)
 CHUNK_BYTES = row_collectives._CHUNK_BYTES
@@ -24,15 +24,15 @@ CHUNK_BYTES = row_collectives._CHUNK_BYTES
 
 def gather(shares_memory: bool, dtype: torch.dtype, numels: list[int]) -> None:
     world = World(TIMEOUT)
-    gatherer = RowGatherer(world, shares_memory=shares_memory)
-    assert gatherer.is_in_memory == shares_memory
+    collectives = RowCollectives(world, shares_memory=shares_memory)
+    assert collectives.gathers_in_memory == shares_memory
     for turn, numel in enumerate(numels):
         everyone = torch.stack(
             [torch.randn(numel, generator=torch.Generator().manual_seed(10 * turn + rank)) for rank in range(3)]
         ).to(dtype)
         rows = torch.full_like(everyone, -1.0)
         rows[world.rank] = everyone[world.rank]
-        gatherer.begin(rows, f"turn {turn}")()
+        collectives.begin_gather(rows, f"turn {turn}")()
         assert torch.equal(rows, everyone)
     world.close()
 
@@ -46,17 +46,51 @@ def test_rows_of_all_ranks_are_gathered(shares_memory: bool, dtype: torch.dtype)
     run_ranks(gather, shares_memory, dtype, numels, world_size=3)
 
 
+def add_up(shares_memory: bool, dtype: torch.dtype, numels: list[int], has_out: bool) -> None:
+    world = World(TIMEOUT)
+    size = world.world_size
+    collectives = RowCollectives(world, shares_memory=shares_memory)
+    assert collectives.sums_in_memory == (shares_memory and size == 2)
+    for turn, numel in enumerate(numels):
+        everyone = [
+            torch.randn(size, numel, generator=torch.Generator().manual_seed(10 * turn + rank)).to(dtype)
+            for rank in range(size)
+        ]
+        out = torch.full([numel], -1.0, dtype=dtype) if has_out else None
+        total = collectives.begin_sum(everyone[world.rank].clone(), f"turn {turn}", out=out)()
+        if out is not None:
+            assert total.data_ptr() == out.data_ptr()
+        by_group = torch.empty(numel, dtype=dtype)
+        dist.reduce_scatter_tensor(by_group, everyone[world.rank].view(-1))
+        assert torch.equal(total, by_group), "not to the bit what the process group has"
+        expected = sum(rows[world.rank] for rows in everyone)
+        torch.testing.assert_close(total, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    world.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("shares_memory", "world_size"), [(True, 2), (True, 3), (False, 2)])
+@pytest.mark.parametrize("has_out", [True, False])
+def test_rows_for_this_rank_are_summed_to_the_bit_as_by_the_process_group(
+    shares_memory: bool, world_size: int, dtype: torch.dtype, has_out: bool
+) -> None:
+    per_chunk = CHUNK_BYTES // dtype.itemsize
+    numels = [1, 7, per_chunk, per_chunk + 1, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
+    run_ranks(add_up, shares_memory, dtype, numels, has_out, world_size=world_size)
+
+
 def count_collectives() -> None:
     world = World(TIMEOUT)
-    gatherer = RowGatherer(world, shares_memory=True)
+    collectives = RowCollectives(world, shares_memory=True)
     rows = torch.zeros(2, 10)
     rows[world.rank] = world.rank + 1.0
     group = dist.group.WORLD
     assert group is not None
     before = group._get_sequence_number_for_group()
-    gatherer.begin(rows, "gathering")()
-    assert group._get_sequence_number_for_group() == before
+    collectives.begin_gather(rows, "gathering")()
     assert torch.equal(rows[:, 0], torch.tensor([1.0, 2.0]))
+    assert collectives.begin_sum(rows, "summing")().tolist() == [2.0 * (world.rank + 1.0)] * 10
+    assert group._get_sequence_number_for_group() == before
     world.close()
 
 
@@ -64,10 +98,10 @@ def test_memory_needs_no_collective() -> None:
     run_ranks(count_collectives, world_size=2)
 
 
-def stop_in_the_middle(how: str, report: Path) -> None:
+def stop_in_the_middle(how: str, sums: bool, report: Path) -> None:
     """Rank 1 has published a first chunk when it stops, so that rank 0 waits for the second one."""
     world = World(TIMEOUT)
-    gatherer = RowGatherer(world, shares_memory=True)
+    collectives = RowCollectives(world, shares_memory=True)
     rows = torch.zeros(2, CHUNK_BYTES)  # four chunks
     if dist.get_rank() == 1:
         wait_for = world.wait_for
@@ -81,17 +115,18 @@ def stop_in_the_middle(how: str, report: Path) -> None:
         world.wait_for = stop  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
-        gatherer.begin(rows, "step 3: gathering")()
+        (collectives.begin_sum if sums else collectives.begin_gather)(rows, "step 3: moving rows")()
     except ExchangeError as error:
         report.write_text(f"{time.monotonic() - start} {error}")
         raise
 
 
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_rank_that_stops_is_named(how: str, tmp_path: Path) -> None:
+def test_a_rank_that_stops_is_named(how: str, sums: bool, tmp_path: Path) -> None:
     with contextlib.suppress(LaunchError):
-        launch(stop_in_the_middle, how, tmp_path / "report", world_size=2)
+        launch(stop_in_the_middle, how, sums, tmp_path / "report", world_size=2)
     seconds, text = (tmp_path / "report").read_text().split(" ", 1)
-    assert "rank 0: step 3: gathering: " in text
+    assert "rank 0: step 3: moving rows: " in text
     assert "rank 1 is " in text
     assert float(seconds) < (1 if how == "killed" else 2) * TIMEOUT.total_seconds()
