@@ -268,7 +268,9 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
     @property
     def rank(self) -> int:
         """The rank of this process among the ranks that train."""
-        return self.members.index(self._world.member) if self._engine is not None else 0
+        if self._engine is None:
+            return 0
+        return self._world.rank if self._epochs is None else self._epochs.rank
 
     @property
     def world_size(self) -> int:

@@ -90,13 +90,15 @@ class EpochChange:
     ----------
     epoch : Epoch
         The epoch along whose topology the model exchanges; its members are the ranks that train.
+    rank : int
+        This rank's place among them.
     on_change : callable
         Called with every new topology and algorithm.
     """
 
     def __init__(self, world: World, parts: Parts, arguments: Arguments) -> None:
         assert isinstance(world, LivingWorld)
-        self.epoch = Epoch(0, tuple(range(parts.topology.world_size)))
+        self.epoch, self.rank = Epoch(0, tuple(range(parts.topology.world_size))), world.rank
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
         self._joined_at: int | None = None
@@ -213,7 +215,7 @@ class EpochChange:
                 time.sleep(_PAUSE_S)  # each attempt delays the others for a moment
         if world.is_in_step:
             engine.step = epoch.first_step
-        self.epoch = Epoch(-1, (world.member,))
+        self.epoch, self.rank = Epoch(-1, (world.member,)), 0
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
         )
@@ -278,7 +280,8 @@ class EpochChange:
                 members=epoch.members,
                 before=self._parts.engine.exchanges.transport,
             )
-        self._parts.engine.move(schedule, transport, plan.algorithm, epoch.members.index(self._world.member))
+        self.rank = epoch.members.index(self._world.member)
+        self._parts.engine.move(schedule, transport, plan.algorithm, self.rank)
         before, self.epoch = self.epoch, epoch
         self._parts.engine.epoch = epoch.number
         self._tell(before, plan.topology)

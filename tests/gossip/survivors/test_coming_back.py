@@ -46,6 +46,7 @@ def train(expected: tuple[int, ...], faults: dict[int, Fault], num_more: int, op
             try:
                 model(targets(rank, NUMEL)).backward()
             except ExchangeError as error:
+                assert model.rank < model.world_size
                 return str(error)
         model.global_avg()
         mean = flat(model.module)
