@@ -311,38 +311,32 @@ def guard_collectives(module: nn.Module, failed: Failed | None) -> None:
             setattr(group, name, call if failed is None else _Guarded(call, what, failed))
 
 
-class _Gathering:
-    """An all-gather of ``fully_shard`` that is carried out by a function."""
+class _Carried:
+    """A collective operation of ``fully_shard`` that is carried out by a function."""
 
-    def __init__(self, default: Any, gather: Callable[[torch.Tensor], None], num_ranks: int) -> None:
-        self.default, self._gather, self._num_ranks = default, gather, num_ranks
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-        if group.size() != self._num_ranks:  # of layers that are only resharded to a part of the ranks
-            return self.default(output_tensor, input_tensor, group, async_op)
-        return self._gather(output_tensor.view(self._num_ranks, -1))
+    def __init__(self, default: Any, function: Callable[..., None], num_ranks: int) -> None:
+        self.default, self._function, self._num_ranks = default, function, num_ranks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["default"], name)
 
 
-class _Summing:
-    """A reduce-scatter of ``fully_shard`` that is carried out by a function, but for operations other than these."""
+class _Gathering(_Carried):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        if group.size() != self._num_ranks:  # of layers that are only resharded to a part of the ranks
+            return self.default(output_tensor, input_tensor, group, async_op)
+        return self._function(output_tensor.view(self._num_ranks, -1))
 
-    def __init__(self, default: Any, add_up: Callable[[torch.Tensor, torch.Tensor], None], num_ranks: int) -> None:
-        self.default, self._add_up, self._num_ranks = default, add_up, num_ranks
 
+class _Summing(_Carried):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         divides = op == dist.ReduceOp.AVG
         if not (divides or op == dist.ReduceOp.SUM):
             return self.default(output_tensor, input_tensor, group, op, async_op)
-        self._add_up(input_tensor.view(self._num_ranks, -1), output_tensor)
+        self._function(input_tensor.view(self._num_ranks, -1), output_tensor)
         return output_tensor.div_(self._num_ranks) if divides else output_tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["default"], name)
 
 
 def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, num_ranks: int) -> None:
@@ -351,26 +345,27 @@ def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, 
     The function gets all rows, [ranks, numel], of which this rank's is filled in. A gathering that the user has set is
     left alone.
     """
-    for group in _fsdp_groups(module):
-        present = group._all_gather_comm
-        if gather is None and isinstance(present, _Gathering):
-            group._all_gather_comm = present.default
-        elif gather is not None and type(present).__name__ == "DefaultAllGather":
-            group._all_gather_comm = _Gathering(present, gather, num_ranks)
+    _carry(module, "_all_gather_comm", _Gathering, gather, num_ranks)
 
 
 def sum_by(module: nn.Module, add_up: Callable[[torch.Tensor, torch.Tensor], None] | None, num_ranks: int) -> None:
-    """Let ``fully_shard`` reduce gradients by a function; with None as before. Local.
+    """Let ``fully_shard`` sum and average gradients by a function; with None as before. Local.
 
     The function gets a row for each rank, [ranks, numel], and puts the sum of this rank's rows into its second
     argument, [numel]. A reduction that the user has set is left alone.
     """
+    _carry(module, "_reduce_scatter_comm", _Summing, add_up, num_ranks)
+
+
+def _carry(
+    module: nn.Module, name: str, kind: type[_Carried], function: Callable[..., None] | None, num_ranks: int
+) -> None:
     for group in _fsdp_groups(module):
-        present = group._reduce_scatter_comm
-        if add_up is None and isinstance(present, _Summing):
-            group._reduce_scatter_comm = present.default
-        elif add_up is not None and type(present).__name__ == "DefaultReduceScatter":
-            group._reduce_scatter_comm = _Summing(present, add_up, num_ranks)
+        present = getattr(group, name)
+        if function is None and isinstance(present, kind):
+            setattr(group, name, present.default)
+        elif function is not None and type(present).__name__ in ("DefaultAllGather", "DefaultReduceScatter"):
+            setattr(group, name, kind(present, function, num_ranks))
 
 
 def call_gradient_hooks(parameter: torch.Tensor) -> None:
