@@ -38,10 +38,10 @@ class RankReplica(Replicas):
     def __init__(self, model: GossipDataParallel) -> None:
         self._model = model
         self._engine = model._live()
-        self._world = model._world
-        self.ranks = range(model.rank, model.rank + 1)
-        self.world_size = self.num_processes = model.world_size
-        self.process = model.rank
+        self._world = world = model._world  # the ranks that take part: one that has just joined may not
+        self.ranks = range(world.rank, world.rank + 1)
+        self.world_size = self.num_processes = world.world_size
+        self.process = world.rank
         self._engine_state: dict[str, Any] = {}
 
     @functools.cached_property

@@ -32,9 +32,9 @@ class ShardedReplica(RankReplica):
         self._shards = shards
         self.num_shards, self.place = shards.num_shards, shards.place
         self.group_size = shards.world.world_size
-        self.process = model.rank * shards.world.world_size + shards.world.rank
+        self.process = self._world.rank * self.group_size + shards.world.rank
         self.ranks = range(self.process, self.process + 1)
-        self.world_size = self.num_processes = model.world_size * shards.world.world_size
+        self.world_size = self.num_processes = self._world.world_size * self.group_size
 
     def gather(self, payload: bytes, what: str) -> list[bytes]:
         with self._engine.fatal():
@@ -76,7 +76,7 @@ class ShardedReplica(RankReplica):
         The ranks of the first group have the means of all shards together, and buffers of their own.
         """
         is_first = self.process == 0
-        if self._model.rank or (divided is None and mean.name not in dict(persistent_buffers(self._engine.module))):
+        if self._world.rank or (divided is None and mean.name not in dict(persistent_buffers(self._engine.module))):
             return mean.assemble(is_kept=is_first)
         with self._engine.fatal():
             if divided is not None:

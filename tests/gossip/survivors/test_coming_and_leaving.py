@@ -262,7 +262,7 @@ class Together(NamedTuple):
     average: torch.Tensor
 
 
-def measure_after_each_step(dying: int | None) -> Together:
+def measure_and_save_after_each_step(folder: str, dying: int | None) -> Together:
     """Rank 0 to 2 and one that joins; ``dying`` ends between the newcomer's admission and its first step's end."""
     joins = torch.distributed.get_world_size() == 1
     model = make_model(NUMEL, {"topology": "ring"})
@@ -276,6 +276,7 @@ def measure_after_each_step(dying: int | None) -> Together:
             if model.world.member == dying:
                 os.kill(os.getpid(), signal.SIGKILL)
         model.consensus_distance()  # of those who have made a step: the newcomer is not among them at first
+        gossip.save(model, folder, keep=2)
         if joined_at is not None:
             members.append(model.members)
     exchanging = model.topology.world_size
@@ -285,9 +286,9 @@ def measure_after_each_step(dying: int | None) -> Together:
 
 
 @pytest.mark.parametrize("dying", [None, 2])
-def test_who_trains_is_the_same_for_all_while_others_work_together(dying: int | None) -> None:
-    with unsupervised.started(measure_after_each_step, dying, world_size=3) as ranks:
-        ranks.join(measure_after_each_step, dying)
+def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path, dying: int | None) -> None:
+    with unsupervised.started(measure_and_save_after_each_step, str(tmp_path), dying, world_size=3) as ranks:
+        ranks.join(measure_and_save_after_each_step, str(tmp_path), dying)
         told = [one for one in ranks.results(silent=() if dying is None else (dying,)) if one is not None]
     remaining = tuple(member for member in range(4) if member != dying)
     assert len(told) == len(remaining)
