@@ -8,7 +8,6 @@ import itertools
 import multiprocessing
 import os
 import re
-import socket
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import toy_backend
 from covering import covering
+from free_ports import free_port
 from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet, snapshot, train
 
@@ -79,8 +79,7 @@ def started(init_method: str, world_size: int) -> Iterator[list[list[torch.Tenso
     """What processes that nobody has prepared return, by rank."""
     fork_server.start(("gossip",))
     context = multiprocessing.get_context("forkserver")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     init_method = init_method.format(port=port)
     processes, channels = [], []

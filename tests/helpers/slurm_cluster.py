@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from free_ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo", "scancel", "scontrol")
 NODE = "localhost"  # SLURM's name of the node, which is looked up as a host's
 _START_S, _END_S = 60, 10
@@ -82,14 +84,13 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _configure(folder: Path) -> str:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        ports = [each.getsockname()[1] for each in sockets]
     for name in ("state", "spool"):
         (folder / name).mkdir()
     path = folder / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
-    text = _CONFIGURATION.format(folder=folder, host=host, node=NODE, controller_port=ports[0], node_port=ports[1])
+    text = _CONFIGURATION.format(
+        folder=folder, host=host, node=NODE, controller_port=free_port(), node_port=free_port()
+    )
     path.write_text(text)
     return str(path)
 

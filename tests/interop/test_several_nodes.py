@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from examples import code
+from free_ports import free_port
 from lab_hosts import why_no_hosts
 from repository import REPOSITORY
 
@@ -51,9 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_two_agents_of_torchrun_on_one_machine(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = torchrun("127.0.0.1", port)
+    command = torchrun("127.0.0.1", free_port())
     options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     assert "4 ranks: [[1." in outcome([subprocess.Popen(command, **options) for _ in range(2)])
 

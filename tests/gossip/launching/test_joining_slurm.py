@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from free_ports import free_port
 
 from gossip import LaunchError
 from gossip.launching import joining
@@ -41,8 +42,7 @@ def test_first_task_refuses_a_port_that_is_taken(other_store: tuple[str, int]) -
 
 def test_store_of_a_step_on_one_node_is_for_that_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_stores", {})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     store = joining._store_of(TASK, ("127.0.0.1", port), TIMEOUT)
     second = joining._store_of(dataclasses.replace(TASK, task=1, local_task=1), ("127.0.0.1", port), TIMEOUT)
     assert second is store  # a process that joins again keeps it

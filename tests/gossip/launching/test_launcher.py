@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 from running import run, running
 
 from gossip import LaunchError, launch
@@ -84,8 +85,7 @@ def reachable_by_another_address(port: int) -> bool:
 
 
 def test_launch_listens_on_the_loopback_address_only() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     assert launch(reachable_by_another_address, port, world_size=2, port=port) == [False, False]
 
 
