@@ -9,6 +9,7 @@ import torch
 from loguru import logger
 
 from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
@@ -38,11 +39,18 @@ class PatientWorld(World):
     mesh: Mesh
     agreement: Agreement
     failure: Exception | None = None
+    _epoch: Epoch
     _told_of_step_at = 0.0
 
     @property
     def _others(self) -> list[int]:
+        """The other ranks that take part in collective operations."""
         return [member for member in self.members if member != self.member]
+
+    @property
+    def _all_others(self) -> list[int]:
+        """Besides these, one that has just joined: in its first step it waits for the ranks that operate without it."""
+        return [member for member in self._epoch.members if member != self.member]
 
     def wait_until(
         self,
@@ -112,7 +120,7 @@ class PatientWorld(World):
         now = time.monotonic()
         if now >= self._told_of_step_at + self.mesh.beat_s:
             self._told_of_step_at = now
-            for member in self._others:
+            for member in self._all_others:
                 self.mesh.send(member, Key(Kind.STEPPED))
 
     def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
@@ -129,7 +137,7 @@ class PatientWorld(World):
     def _give_up(self, members: Sequence[int], where: str, waited_s: float) -> None:
         """Drop members, and all that have been silent for long: if these are most, it is this rank that is cut off."""
         silence_s = self.timeout.total_seconds() * _SILENT
-        silent = [member for member in self._others if self.mesh.silent_s(member) > silence_s]
+        silent = [member for member in self._all_others if self.mesh.silent_s(member) > silence_s]
         self.agreement.give_up(
             dict.fromkeys(silent, f"{where}: rank {self.member} has heard nothing from it for {silence_s:.3g} s")
             | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
@@ -138,7 +146,7 @@ class PatientWorld(World):
     def _tell(self) -> None:
         """Tell the others that this rank waits, and where, so that none drops it because of another rank."""
         place = torch.tensor(self.agreement.position, dtype=torch.int64)
-        for member in self._others:
+        for member in self._all_others:
             self.mesh.send(member, Key(Kind.WAITING), place.clone())
 
     def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:

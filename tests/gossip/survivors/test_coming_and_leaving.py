@@ -253,6 +253,32 @@ def test_one_that_joins_takes_part_in_what_all_ranks_do_together(tmp_path: Path)
         assert torch.equal(first[4], other[4])
 
 
+def wait_longer_than_the_timeout(frozen: int) -> tuple[int, ...]:
+    """Rank ``frozen`` stops when the others wait for it, and the newcomer, in its first step, for these others."""
+    joins = torch.distributed.get_world_size() == 1
+    model = make_model(NUMEL, {"topology": "complete", "timeout": timedelta(seconds=2), "min_ranks": 1})
+    target = targets(model.world.member, NUMEL)
+    last = model.step + 4 if joins else None
+    while last is None or model.step < last:
+        model(target).backward()
+        if last is None and len(model.members) == 4:
+            last = model.step + 4
+            if model.world.member == frozen:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            model.consensus_distance()
+    members = model.members
+    model.global_avg()
+    model.close()
+    return members
+
+
+def test_one_that_joins_drops_nobody_who_waits_together_with_others() -> None:
+    with unsupervised.started(wait_longer_than_the_timeout, 2, world_size=3) as ranks:
+        ranks.join(wait_longer_than_the_timeout, 2)
+        told = ranks.results(silent=(2,))
+    assert told == [(0, 1, 3), (0, 1, 3), None, (0, 1, 3)]
+
+
 class Together(NamedTuple):
     """What a rank saw of one that joined: when, who trained after each step from then on, and what all had at last."""
 
