@@ -288,9 +288,9 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
     def world(self) -> World:
         """The ranks, for your own collectives between steps; released by :meth:`close`.
 
-        A rank that joins takes part in collectives after its first step: between the others' last step without it and
-        their first one with it, :attr:`members` has it already, and the world's members, once a collective of that time
-        has begun, do not.
+        A rank that joins takes part in collectives after its first step, or from it on if it returns within its loop
+        (``partition_timeout=``): between the others' last step without it and their first one with it, :attr:`members`
+        has it already, and the world's members, once a collective of that time has begun, do not.
         """
         self._live()
         return self._world

@@ -26,7 +26,8 @@ class RowCollectives:
 
     Notes
     -----
-    Construction is collective, and so is every method. All ranks wait for what they have begun in the same order.
+    Construction is collective, and so is every method. All ranks begin the same gathers and sums, and wait for
+    them, in the same order.
     """
 
     def __init__(self, world: World, *, shares_memory: bool) -> None:

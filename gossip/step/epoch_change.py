@@ -106,7 +106,7 @@ class EpochChange:
     def begin(self) -> None:
         """Enter the first epoch, or join the ranks that train."""
         if self._world.is_alone:
-            self._join(at_step_end=self._world.is_in_step)
+            self._join(returns=False)
         else:
             self._world.publish(self._parts.manifest)
         self._parts.engine.on_step_end = self.begin_step
@@ -136,8 +136,7 @@ class EpochChange:
             epoch = self._world.agreement.enter_step(self._step)
         if self._world.member not in epoch.members:
             return  # this rank leaves: this was its last step
-        current = self._world.epoch
-        if epoch.number >= current.number and epoch.members != self._world.members:
+        if epoch.number >= self._world.epoch.number:
             self._world.enter(epoch)
         self._follow(epoch)
         self._give(at_step_end=True)
@@ -174,10 +173,10 @@ class EpochChange:
         while engine.step < last:
             engine.end_step()
 
-    def _join(self, *, at_step_end: bool) -> None:
+    def _join(self, *, returns: bool) -> None:
         """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
 
-        The state is that at the end of a step, or otherwise at the beginning of one.
+        A rank that ``returns`` is at the end of a step of its loop, and any other before its loop.
 
         Raises
         ------
@@ -193,7 +192,7 @@ class EpochChange:
                 "changes; train in bfloat16 or float32 where ranks may join, or without restart=..."
             )
         check_manifest(world.published(), self._parts.manifest, world.member)
-        newcomer, epoch = Newcomer(world, at_step_end=at_step_end), None
+        newcomer, epoch = Newcomer(world, returns=returns), None
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         deadline = time.monotonic() + patience_s
         while epoch is None:
@@ -239,8 +238,7 @@ class EpochChange:
         while True:
             try:
                 world.come_back()
-                self._join(at_step_end=True)
-                world.agreement.is_new = False  # what follows this step is done with the others
+                self._join(returns=True)
                 break
             except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
                 has_ended = isinstance(error, NothingToJoinError)

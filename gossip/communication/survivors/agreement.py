@@ -10,18 +10,17 @@ for every rank, including those that learn of it late.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads
+from gossip.communication.survivors.attempts import Attempts, Decision, Note, Proposal
 from gossip.communication.survivors.epochs import Epoch
-from gossip.communication.survivors.flag_board import FlagBoard, Position, Yes
+from gossip.communication.survivors.flag_board import FlagBoard, Position
 from gossip.communication.survivors.mesh import Mesh, in_words, weak_run
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.errors import ExchangeError, GossipError
@@ -30,10 +29,6 @@ _PAUSE_S = 0.002
 _TICK_S = 0.5
 _REMINDER_S = 0.1
 _GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
-
-
-Decision = tuple[list[tuple[int, Position]], list[Yes]]
-"""The ranks that continue or leave with their positions, and what the lost ranks had said yes to."""
 
 
 class Agreement:
@@ -79,16 +74,17 @@ class Agreement:
         self.position: Position = (0, 0, 0)
         self.is_joint = self.is_new = False
         self.board = FlagBoard(mesh)
-        self._store: Any = store
+        self._attempts = Attempts(store)
         self._mesh = mesh
         self._epochs = [Epoch(0, tuple(members))]
         self._initial = tuple(members)
         self._min_ranks = min_ranks
         self._entered = 0
-        self._first_steps: dict[int, int] = {}  # of the ranks that have joined
+        self._absent_until: dict[int, int] = {}  # ranks that have joined: the last step at which the others meet alone
         self._loaded_step: int | None = None  # by the current collective operation
         # The epoch that this rank wants to join, and to whose members it is connected.
         self._asked_in: int | None = None
+        self._returns = False
         self._is_leaving = False
         self._leaves_at: int | None = None
         self._timeout = timeout
@@ -157,7 +153,7 @@ class Agreement:
             self._check()
             self._loaded_step = None
             latest, step, member = self._epochs[-1], self.position[1], self._mesh.member
-            here = tuple(other for other in latest.members if self._first_steps.get(other, -1) < step)
+            here = tuple(other for other in latest.members if self._absent_until.get(other, -1) < step)
             if member in latest.members and (member not in here or self.is_new):
                 raise GossipError(
                     f"rank {member}: step {step}: a rank that joins takes part in collective operations only after its "
@@ -185,7 +181,7 @@ class Agreement:
                 self.position = num_loaded, step, num_ended + 1
             else:
                 self.position = num_loaded + 1, self._loaded_step if self._is_in_step else 0, 0
-                self._first_steps.clear()  # all ranks have taken part
+                self._absent_until.clear()  # a rank that has not taken part is behind for good
             return True
 
     def wait_for_epoch_after(self, number: int) -> Epoch:
@@ -211,23 +207,37 @@ class Agreement:
             self._mesh.cut(member, reason)
 
     @property
+    def admitted_in(self) -> Epoch | None:
+        """The first epoch of which this rank is a member; None if it has not been admitted yet.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot continue.
+        """
+        with self._changed:
+            self._check()
+            return next((epoch for epoch in self._epochs if self._mesh.member in epoch.members), None)
+
+    @property
     def asks(self) -> bool:
         """Whether this rank has asked to be admitted, and has had no reply yet."""
         return self._asked_in is not None
 
-    def ask_in(self, number: int) -> None:
+    def ask_in(self, number: int, *, returns: bool = False) -> None:
         """Propose that this rank, which is connected to all members of epoch ``number``, joins them. Local.
 
-        If the members have changed in the meantime, the proposal has no effect.
+        If the members have changed in the meantime, the proposal has no effect. A rank that ``returns`` is within its
+        loop: what the others do together after the step before its first one, it does with them.
         """
         with self._changed:
-            self._asked_in = number
+            self._asked_in, self._returns = number, returns
             self._changed.notify_all()
 
     def look_up(self) -> None:
         """Look for an attempt that no rank has reported to this rank, as it is not a member yet."""
         number = self._num_attempts + 1
-        if self._is_there(f"proposal/{number}"):
+        if self._attempts.is_proposed(number):
             self._on_alarm(number)
 
     def leave(self) -> int:
@@ -258,7 +268,7 @@ class Agreement:
             return self._leaves_at
 
     def _wait_until_free(self, where: str) -> None:
-        if not self._changed.wait_for(lambda: self._error or not self._holds, self._seconds()):
+        if not self._changed.wait_for(lambda: self._error or not (self._holds or self._is_due()), self._seconds()):
             raise self._stuck(where)
         self._check()
 
@@ -327,16 +337,16 @@ class Agreement:
     def _attempt(self, number: int) -> None:
         member, latest = self._mesh.member, self._epochs[-1]
         with self._changed:
-            self._holds = True  # from here on: a rank that cannot reach the store must not continue alone
+            self._holds = True  # until it is decided: a rank that cannot reach the store must not continue alone
             proposed = self._proposed(latest)
-        if not self._is_there(f"proposal/{number}"):
+        if not self._attempts.is_proposed(number):
             if proposed is None:
                 return
-            if len(proposed[0]) < self._min_ranks:
-                self._fail_as_too_few(proposed[0])  # and leave it to the others, which may be more
+            if len(proposed.members) < self._min_ranks:
+                self._fail_as_too_few(proposed.members)  # and leave it to the others, which may be more
                 return
-        members, leaving = self._set_once(f"proposal/{number}", proposed)
-        asked = {*members, *leaving}
+        agreed = self._attempts.propose(number, proposed)
+        asked = {*agreed.members, *agreed.leaving}
         told = (asked | set(latest.members)) - {member}
         self._tell(told, number)
         gone = set(latest.members) - asked
@@ -346,30 +356,30 @@ class Agreement:
                 self._mesh.cut(other, "the others continue without it")
             with self._changed:
                 position = self.position
-            note = json.dumps([position, self.board.yeses_of(gone), self.is_joint])
-            self._store.set(f"note/{number}/{member}", note)
+            self._attempts.note(number, member, Note(position, self.board.yeses_of(gone), self.is_joint))
         decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
         if decision is not None:
-            self.board.take_over(decision[1])
+            self.board.take_over(decision.yeses)
         with self._changed:
             self._num_attempts = number
             self._asked_in = None
             if decision is not None:
                 self._holds = False
-                self._adopt(number, members, leaving, decision)
+                self._adopt(number, agreed, decision)
             self._holds = self._holds and self._is_due()
             self._changed.notify_all()
         with self._mesh.changed:
             self._mesh.changed.notify_all()
 
-    def _proposed(self, latest: Epoch) -> tuple[list[int], list[int]] | None:
-        """Return who should train and who leaves, as far as this rank knows; None if it is not a member yet."""
+    def _proposed(self, latest: Epoch) -> Proposal | None:
+        """Return who should train, as far as this rank knows; None if it is not to be a member."""
         member = self._mesh.member
         if member not in latest.members:
             is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
-            return (sorted([*latest.members, member]), []) if is_asked else None
+            joined = Proposal(sorted([*latest.members, member]), returning=[member] * self._returns)
+            return joined if is_asked else None
         leaving = [member] * self._is_leaving
-        return [other for other in latest.members if other not in self._suspects and other not in leaving], leaving
+        return Proposal([other for other in latest.members if other not in {*self._suspects, *leaving}], leaving)
 
     def _meet(self, newcomers: Iterable[int]) -> None:
         """Wait until joining ranks are connected, which they tried before they asked; otherwise drop them."""
@@ -390,61 +400,48 @@ class Agreement:
         If ranks do not make their steps together, a rank can join only while no other is in a collective operation, and
         with a state of the same time, so that all take part in the same collective operations from then on.
         """
-        member, key = self._mesh.member, f"decision/{number}"
-        notes = {other: f"note/{number}/{other}" for other in asked}
         deadline = time.monotonic() + self._timeout.total_seconds()
         told_at = time.monotonic()
-        decision: Decision | None
-        while not self._is_there(key):
+        while not self._attempts.is_decided(number):
             if time.monotonic() - told_at > _REMINDER_S:
                 self._tell(told, number)  # a rank that joins may have been unconnected before
                 told_at = time.monotonic()
-            missing = [other for other, note in notes.items() if not self._is_there(note)]
+            missing = self._attempts.without_note(number, asked)
             if not missing:
-                found = [json.loads(self._store.get(note)) for note in notes.values()]
-                positions = [position for position, _, _ in found]
-                yeses = [yes for _, known, _ in found for yes in known]
-                is_between = min(positions) == max(positions) and not any(is_joint for _, _, is_joint in found)
-                is_void = are_joining and not (self._is_in_step or is_between)
-                decided = [list(zip(notes, positions, strict=True)), yeses]
-                decision = self._set_once(key, None if is_void else decided)
-                return decision
+                notes = self._attempts.notes(number, asked)
+                positions = [note.position for note in notes.values()]
+                is_between = min(positions) == max(positions) and not any(note.is_joint for note in notes.values())
+                if are_joining and not (self._is_in_step or is_between):
+                    return self._attempts.decide(number, None)
+                yeses = [yes for note in notes.values() for yes in note.yeses]
+                return self._attempts.decide(number, Decision(list(zip(notes, positions, strict=True)), yeses))
             if time.monotonic() > deadline:
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
-            if member in asked and not self._suspects.keys().isdisjoint(missing):
-                decision = self._set_once(key, None)
-                return decision
+            if self._mesh.member in asked and not self._suspects.keys().isdisjoint(missing):
+                return self._attempts.decide(number, None)
             if self._stop.is_set():
                 return None
             time.sleep(_PAUSE_S)
-        decision = json.loads(self._store.get(key))
-        return decision
-
-    def _is_there(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
-    def _set_once(self, key: str, value: Any) -> Any:
-        """Return the value of ``key``: ``value``, unless another rank was first."""
-        return json.loads(self._store.compare_set(key, "", json.dumps(value)))
+        return self._attempts.decision(number)
 
     def _follow(self) -> None:
         """Adopt everything that was decided before this rank came."""
-        while self._is_there(f"decision/{(number := self._num_attempts + 1)}"):
-            members, leaving = json.loads(self._store.get(f"proposal/{number}"))
-            decision = json.loads(self._store.get(f"decision/{number}"))
+        while self._attempts.is_decided(number := self._num_attempts + 1):
             self._num_attempts = number
-            if decision is not None:
-                self._adopt(number, members, leaving, decision)
+            if (decision := self._attempts.decision(number)) is not None:
+                self._adopt(number, self._attempts.proposal(number), decision)
 
-    def _adopt(self, number: int, members: Sequence[int], leaving: Sequence[int], decision: Decision) -> None:
+    def _adopt(self, number: int, agreed: Proposal, decision: Decision) -> None:
         """Adopt a decision."""
         before, member = self._epochs[-1], self._mesh.member
-        positions = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in decision[0])
+        members, leaving, returning = agreed
+        positions = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in decision.positions)
         position = max(of_one for _, of_one in positions)
         num_loaded, step, _ = position
         first_step = step + 1 if self._is_in_step else 0
         newcomers = set(members) - set(before.members)
-        self._first_steps |= dict.fromkeys(newcomers if self._is_in_step else (), first_step)
+        if self._is_in_step:
+            self._absent_until |= {other: first_step - (other in returning) for other in newcomers}
         is_exact = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
         has_first_steps = self._is_in_step and is_exact
         self._epochs.append(
@@ -452,7 +449,7 @@ class Agreement:
         )
         if member in newcomers:
             self.position = (num_loaded, first_step, 0) if self._is_in_step else position
-            self.is_new = not self._is_in_step
+            self.is_new = not self._is_in_step and member not in returning
         elif member in leaving:
             self._is_leaving, self._leaves_at = False, first_step
         elif member in before.members and member not in members:
@@ -466,7 +463,7 @@ class Agreement:
     def _fail_as_too_few(self, members: Sequence[int]) -> None:
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and not self._stop.is_set():
-            if self._is_there(f"proposal/{self._num_attempts + 1}"):
+            if self._attempts.is_proposed(self._num_attempts + 1):
                 return
             time.sleep(_PAUSE_S)
         with self._changed:

@@ -51,7 +51,7 @@ class LivingWorld(PatientWorld):
 
     ``rank``, ``world_size`` and ``members`` refer to the remaining ranks: they change when a rank is lost. A collective
     operation completes on all ranks or on none: the remaining ranks repeat it. After one, they refer to the ranks that
-    took part until the next step: all but those that join with this one.
+    took part until the next step: all but those that start with this one, or are about to leave.
 
     Parameters
     ----------

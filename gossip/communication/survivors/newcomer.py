@@ -22,13 +22,13 @@ class Newcomer:
     ----------
     world : LivingWorld
         The world of a joining process.
-    at_step_end : bool
-        Whether this rank is at the end of a step; otherwise at the beginning of one.
+    returns : bool
+        Whether this rank is within its loop, at the end of a step, and not before its loop.
     """
 
-    def __init__(self, world: LivingWorld, *, at_step_end: bool) -> None:
+    def __init__(self, world: LivingWorld, *, returns: bool) -> None:
         world.agree()
-        self._at_step_end = at_step_end
+        self._returns = returns
         self._world, self._agreement, self._mesh = world, world.agreement, world.mesh
 
     def take_state(self) -> tuple[int, str, torch.Tensor]:
@@ -44,10 +44,11 @@ class Newcomer:
         self._agreement.look_up()
         members = self._reach(self._agreement.latest)
         first = self._world.member % len(members)
-        return take_state(self._mesh, members[first:] + members[:first], at_step_end=self._at_step_end)
+        at_step_end = self._returns or self._world.is_in_step
+        return take_state(self._mesh, members[first:] + members[:first], at_step_end=at_step_end)
 
     def be_admitted(self) -> Epoch | None:
-        """Join, and return the epoch of which this rank is a member; it makes steps from the epoch's first one on.
+        """Join, and return the first epoch of which this rank is a member; it makes steps from its first one on.
 
         None if ranks do not make their steps together, and this rank's state is from a time other than that at which
         they could admit it: it needs a new state.
@@ -59,13 +60,16 @@ class Newcomer:
         """
         member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
         deadline = time.monotonic() + timeout_s
-        while member not in (latest := self._agreement.latest).members:
+        while True:
+            latest = self._agreement.latest
+            if (admitted := self._agreement.admitted_in) is not None:
+                return admitted
             if has_asked and not self._world.is_in_step and not self._agreement.asks:
                 return None
             self._agreement.look_up()
             found = self._reach(latest)
             if len(found) == len(latest.members):
-                self._agreement.ask_in(latest.number)
+                self._agreement.ask_in(latest.number, returns=self._returns)
                 has_asked = True
             if time.monotonic() > deadline:
                 missing = [f"rank {other}: {self._mesh.lost[other]}" for other in latest.members if other not in found]
@@ -74,7 +78,6 @@ class Newcomer:
                     f"{timeout_s:g} s; not connected: {'; '.join(missing) or 'none'}"
                 )
             time.sleep(_PAUSE_S)
-        return latest
 
     def _reach(self, epoch: Epoch) -> list[int]:
         """Connect to all members of an epoch that this rank is not in, and return those that are connected.

@@ -150,9 +150,9 @@ def test_steps_belong_to_the_newest_epoch_that_has_begun_by_then() -> None:
 def test_nobody_leaves_the_step_that_he_has_noted_before_there_is_a_decision() -> None:
     with in_memory(3) as members:
         members[0].enter_step(5)
-        slow = members[1]._store
+        slow = members[1]._attempts.store
         may_note = threading.Event()
-        members[1]._store = Held(slow, may_note)
+        members[1]._attempts.store = Held(slow, may_note)
         members.die(2)
         while not slow.check(["note/1/0"]):
             time.sleep(0.001)
@@ -164,6 +164,41 @@ def test_nobody_leaves_the_step_that_he_has_noted_before_there_is_a_decision() -
         assert entered.wait(5)
         thread.join()
         assert members.told_after(0, [0]) == {(1, (0, 1), 6)}
+
+
+def test_who_has_lost_others_makes_no_step_before_the_agreement_begins() -> None:
+    with in_memory(3, timeout=timedelta(seconds=0.2)) as members:
+        members[0].close()  # its thread is late
+        members.wires[0].lose(1)
+        with pytest.raises(ExchangeError, match=r"^rank 0: step 3: no agreement on the remaining ranks within 0\.4 s"):
+            members[0].enter_step(3)
+
+
+def test_who_is_admitted_just_before_a_loss_begins_where_the_others_wait_for_it() -> None:
+    with in_memory(4, num_initial=3) as members:
+        for member in range(3):
+            members[member].enter_step(7)
+        members[3].ask_in(0)
+        assert members.told_after(0, [0, 1, 2, 3]) == {(1, (0, 1, 2, 3), 8)}
+        members.die(2)
+        members.epochs_after(1, [0, 1, 3])
+        assert members[3].latest.members == (0, 1, 3)
+        admitted = members[3].admitted_in
+        assert admitted is not None
+        assert (admitted.number, admitted.first_step, members[3].enter_step(8).number) == (1, 8, 1)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_who_returns_takes_part_in_what_follows_the_step_that_it_ends(returns: bool) -> None:
+    with in_memory(3, num_initial=2) as members:
+        for member in range(2):
+            members[member].enter_step(7)
+        members[2].ask_in(0, returns=returns)
+        members.epochs_after(0, [0, 1, 2])
+        assert members[0].begin_together()[1] == (0, 1)
+        for member in range(3):
+            members[member].enter_step(8)
+        assert members[0].begin_together()[1] == ((0, 1, 2) if returns else (0, 1))
 
 
 class Held:
@@ -184,7 +219,7 @@ class Held:
 def test_a_second_one_is_lost_during_the_agreement(second: int) -> None:
     with in_memory() as members:
         never = threading.Event()
-        members[second]._store = Held(members[second]._store, never)
+        members[second]._attempts.store = Held(members[second]._attempts.store, never)
         members.die(2, seen_by=[member for member in range(SIZE) if member != second])
         for member, wires in enumerate(members.wires):
             if member not in (2, second):
@@ -236,7 +271,7 @@ def test_of_two_who_have_lost_each_other_alone_one_goes() -> None:
 def test_who_does_not_answer_is_given_up() -> None:
     with in_memory(4, timeout=timedelta(seconds=0.5)) as members:
         never = threading.Event()
-        members[3]._store = Held(members[3]._store, never)
+        members[3]._attempts.store = Held(members[3]._attempts.store, never)
         members.die(0, seen_by=[1, 2])
         left: set[tuple[int, ...]] = set()
         number = 0
@@ -287,7 +322,7 @@ def test_without_a_store_nobody_goes_on() -> None:
 
     with in_memory(3) as members:
         for member in range(3):
-            members[member]._store = Gone()
+            members[member]._attempts.store = Gone()
         members.die(2)
         with pytest.raises(ExchangeError, match=r"the key-value store does not reply \(it is gone\)"):
             members[0].wait_for_epoch_after(0)

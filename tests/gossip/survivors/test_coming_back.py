@@ -31,8 +31,10 @@ class Stay(NamedTuple):
     mean: torch.Tensor
 
 
-def train(expected: tuple[int, ...], faults: dict[int, Fault], num_more: int, options: dict[str, Any]) -> Stay | str:
-    """Until these train, and some steps more."""
+def train(
+    expected: tuple[int, ...], faults: dict[int, Fault], num_more: int, measures: bool, options: dict[str, Any]
+) -> Stay | str:
+    """Until these train, and some steps more; ``measures`` together with the others after each step."""
     rank = torch.distributed.get_rank()
     steps, digests, members = [], {}, {}
     with injected([faults[rank]] if rank in faults else []):
@@ -45,6 +47,8 @@ def train(expected: tuple[int, ...], faults: dict[int, Fault], num_more: int, op
                 num_steps = model.step + num_more
             try:
                 model(targets(rank, NUMEL)).backward()
+                if measures and model.step > 20:  # after the fault: who learns of it while it measures, raises
+                    model.consensus_distance()
             except ExchangeError as error:
                 assert model.rank < model.world_size
                 return str(error)
@@ -55,13 +59,24 @@ def train(expected: tuple[int, ...], faults: dict[int, Fault], num_more: int, op
     return Stay(member, steps, digests, members, mean)
 
 
-def run(expected: tuple[int, ...], faults: dict[int, Fault], num_more: int = NUM_MORE, **options: Any) -> list[Any]:
-    with unsupervised.started(train, expected, faults, num_more, options, world_size=4) as ranks:
+def run(
+    expected: tuple[int, ...],
+    faults: dict[int, Fault],
+    num_more: int = NUM_MORE,
+    *,
+    measures: bool = False,
+    **options: Any,
+) -> list[Any]:
+    with unsupervised.started(train, expected, faults, num_more, measures, options, world_size=4) as ranks:
         return ranks.results()
 
 
 @pytest.mark.parametrize("kind", ["freeze", "cut"])
-@pytest.mark.parametrize("options", [{}, {"compression": "int8"}, {"algorithm": "integral_correction"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"measures": True}, {"compression": "int8"}, {"algorithm": "integral_correction"}],
+    ids=str,
+)
 def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
     fault = Fault(kind, step=5, duration_s=3.5)
     results = run((0, 2, 3, 4), {1: fault}, partition_timeout=30, **options)

@@ -1,0 +1,124 @@
+"""Attempts to agree on who trains, as they are written in the key-value store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from gossip.communication.survivors.flag_board import Position, Yes
+
+
+class Proposal(NamedTuple):
+    """Who should train.
+
+    Attributes
+    ----------
+    members : sequence of int
+        The ranks that continue, and one that joins.
+    leaving : sequence of int
+        Ranks that leave, and note their steps like the members.
+    returning : sequence of int
+        Of the members, one that joins from within its loop, where it ends a step like the others.
+    """
+
+    members: Sequence[int]
+    leaving: Sequence[int] = ()
+    returning: Sequence[int] = ()
+
+
+class Note(NamedTuple):
+    """What a rank of a proposal says of itself.
+
+    Attributes
+    ----------
+    position : tuple of int
+        The position that it does not leave before there is a decision.
+    yeses : list of tuple
+        What it knows that lost ranks had said yes to.
+    is_joint : bool
+        Whether it is in a collective operation.
+    """
+
+    position: Position
+    yeses: list[Yes]
+    is_joint: bool
+
+
+class Decision(NamedTuple):
+    """What the notes of all ranks of a proposal add up to.
+
+    Attributes
+    ----------
+    positions : list of (int, tuple of int)
+        The ranks that continue, join or leave, and their positions.
+    yeses : list of tuple
+        What the lost ranks had said yes to.
+    """
+
+    positions: list[tuple[int, Position]]
+    yeses: list[Yes]
+
+
+class Attempts:
+    """Attempts to agree, by their numbers; what is written once reads the same for every rank.
+
+    Parameters
+    ----------
+    store : Store
+        A store with keys that nothing else uses.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store: Any = store
+
+    def is_proposed(self, number: int) -> bool:
+        """Return whether there is a proposal."""
+        return self._has(f"proposal/{number}")
+
+    def propose(self, number: int, proposal: Proposal | None) -> Proposal:
+        """Return the proposal: this one, unless another rank was first."""
+        return Proposal(*self._set_once(f"proposal/{number}", proposal))
+
+    def proposal(self, number: int) -> Proposal:
+        """Return the proposal that there is."""
+        return Proposal(*self._get(f"proposal/{number}"))
+
+    def note(self, number: int, member: int, note: Note) -> None:
+        """Write the note of a rank."""
+        self.store.set(f"note/{number}/{member}", json.dumps(note))
+
+    def without_note(self, number: int, members: Collection[int]) -> list[int]:
+        """Return those of ``members`` that have written no note."""
+        return [member for member in members if not self._has(f"note/{number}/{member}")]
+
+    def notes(self, number: int, members: Collection[int]) -> dict[int, Note]:
+        """Return the notes of ``members``, which are there."""
+        return {member: Note(*self._get(f"note/{number}/{member}")) for member in members}
+
+    def is_decided(self, number: int) -> bool:
+        """Return whether there is a decision."""
+        return self._has(f"decision/{number}")
+
+    def decide(self, number: int, decision: Decision | None) -> Decision | None:
+        """Return the decision: this one, unless another rank was first; None is that the attempt is void."""
+        return _decision(self._set_once(f"decision/{number}", decision))
+
+    def decision(self, number: int) -> Decision | None:
+        """Return the decision that there is; None if the attempt is void."""
+        return _decision(self._get(f"decision/{number}"))
+
+    def _has(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self.store.get(key))
+
+    def _set_once(self, key: str, value: Any) -> Any:
+        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+
+def _decision(found: Any) -> Decision | None:
+    return None if found is None else Decision(*found)
