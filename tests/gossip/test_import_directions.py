@@ -70,7 +70,7 @@ INTERNALS_OF_LAB = {
     "gossip.communication.plain_gathering": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.communication.survivors": "where a state is handed over, for faults",
-    "gossip.communication.survivors.agreement": "where ranks agree, for faults",
+    "gossip.communication.survivors.ballots": "where ranks agree, for faults",
     "gossip.communication.survivors.edge_transport": "where messages leave and arrive, for faults and notes of them",
     "gossip.communication.survivors.pair_transport": "the same, where ranks do not make their steps together",
     "gossip.communication.survivors.handing_over": "where a state is given, for faults",

@@ -28,7 +28,7 @@ class FailingModel(nn.Module):
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
         to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
         the launching process as SIGTERM does, and go on once it has passed the signal on; or be "stuck": get SIGTERM in
-        a call that no signal ends, in a process that gives its steps a second then and not GRACE_S.
+        a call that no signal ends, in a process that gives its steps 5 s then and not GRACE_S.
     dropout : float
         Draws random numbers in every step.
     once : str
@@ -54,7 +54,7 @@ class FailingModel(nn.Module):
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
         if how == "stuck":
-            Stopping.__init__.__kwdefaults__["grace_s"] = 1.0
+            Stopping.__init__.__kwdefaults__["grace_s"] = 5.0
         if how == "interrupt_check" and "RANK" not in os.environ:
             os.killpg(os.getpgrp(), signal.SIGINT)
 

@@ -166,9 +166,9 @@ def _leave() -> None:
 
 def _report(call: _Call) -> bytes:
     try:
+        function, args = pickle.loads(call.work)  # imports its module, before the ranks have met
         store = dist.PrefixStore(f"call{call.number}", dist.TCPStore("127.0.0.1", call.port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=TIMEOUT)
-        function, args = pickle.loads(call.work)
         return pickle.dumps(function(*args))
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()

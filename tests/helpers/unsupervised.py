@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Callable, Container, Iterator
 from datetime import timedelta
@@ -22,9 +23,9 @@ from gossip.lab.benchmarks.networks import store_at
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.launching import fork_server
 
-_PATIENCE_S = 60
+_PATIENCE_S = 150
 _GLANCE_S = 0.02
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=150)
 
 
 class _Place(NamedTuple):
@@ -38,7 +39,7 @@ class _Place(NamedTuple):
 
 
 class Ranks:
-    """Ranks that have been started; they have a minute, and are ended with the block of :func:`started`."""
+    """Ranks that have been started; they have some minutes, and are ended with the block of :func:`started`."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port
@@ -63,7 +64,8 @@ class Ranks:
 
     def _receive(self, channel: Connection) -> Any:
         try:
-            return channel.recv() if channel.poll(max(0.0, self._deadline - time.monotonic())) else None
+            has_come = channel.poll(max(0.0, self._deadline - time.monotonic()))
+            return pickle.loads(channel.recv_bytes()) if has_come else None
         except EOFError:
             return None
 
@@ -120,5 +122,5 @@ def _work(
             join_training(store)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
-        channel.send(function(*args))
+        channel.send_bytes(pickle.dumps(function(*args)))  # not send(), which takes a descriptor for each tensor
         channel.poll(_PATIENCE_S)  # the others may still look at this process

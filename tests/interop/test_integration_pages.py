@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from examples import code, defined
+from free_ports import free_port
 from running import TIMEOUT_S
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
@@ -32,7 +34,13 @@ PRINTED = {
 def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code(page, number))
     run = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MASTER_PORT": str(free_port())},  # where Lightning starts ranks itself
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert re.search(PRINTED[page, number], run.stdout), run.stdout
@@ -41,7 +49,7 @@ def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
 def test_the_example_of_accelerate_under_its_own_launcher(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(code("docs/accelerate.md", 0))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    port = ["--main_process_port", "0"]  # any that is free
+    port = ["--main_process_port", str(free_port())]
     run = subprocess.run(
         [*launcher, *port, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

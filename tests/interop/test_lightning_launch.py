@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 SCRIPT = """
 import json, sys, warnings
@@ -55,7 +57,9 @@ Path(sys.argv[1], f"{trainer.global_rank}.json").write_text(json.dumps(found))
 def test_script_trains_on_two_ranks(tmp_path: Path, starter: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    subprocess.run([sys.executable, *starter, str(script), str(tmp_path)], check=True, timeout=120, cwd=tmp_path)
+    environment = {**os.environ, "MASTER_PORT": str(free_port())}  # torchrun chooses its own
+    command = [sys.executable, *starter, str(script), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, cwd=tmp_path, env=environment)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["step"] == second["step"] == 6
     assert first["world_size"] == 2

@@ -87,7 +87,7 @@ def test_train_under_torchrun_ends_and_says_how_to_go_on_though_a_call_hangs(
     (folder,) = run_folders(path)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "failed"
-    assert re.fullmatch(rf"rank [01] failed: 1 s after SIGTERM: {why}; nothing is saved", summary["reason"])
+    assert re.fullmatch(rf"rank [01] failed: 5 s after SIGTERM: {why}; nothing is saved", summary["reason"])
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")])

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads
-from gossip.communication.survivors.attempts import Attempts, Decision, Note, Proposal
+from gossip.communication.survivors.ballots import Ballots, Decision, Note, Proposal
 from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.flag_board import FlagBoard, Position
 from gossip.communication.survivors.mesh import Mesh, in_words, weak_run
@@ -74,7 +74,7 @@ class Agreement:
         self.position: Position = (0, 0, 0)
         self.is_joint = self.is_new = False
         self.board = FlagBoard(mesh)
-        self._attempts = Attempts(store)
+        self._ballots = Ballots(store)
         self._mesh = mesh
         self._epochs = [Epoch(0, tuple(members))]
         self._initial = tuple(members)
@@ -237,7 +237,7 @@ class Agreement:
     def look_up(self) -> None:
         """Look for an attempt that no rank has reported to this rank, as it is not a member yet."""
         number = self._num_attempts + 1
-        if self._attempts.is_proposed(number):
+        if self._ballots.is_proposed(number):
             self._on_alarm(number)
 
     def leave(self) -> int:
@@ -339,13 +339,13 @@ class Agreement:
         with self._changed:
             self._holds = True  # until it is decided: a rank that cannot reach the store must not continue alone
             proposed = self._proposed(latest)
-        if not self._attempts.is_proposed(number):
+        if not self._ballots.is_proposed(number):
             if proposed is None:
                 return
             if len(proposed.members) < self._min_ranks:
                 self._fail_as_too_few(proposed.members)  # and leave it to the others, which may be more
                 return
-        agreed = self._attempts.propose(number, proposed)
+        agreed = self._ballots.propose(number, proposed)
         asked = {*agreed.members, *agreed.leaving}
         told = (asked | set(latest.members)) - {member}
         self._tell(told, number)
@@ -356,7 +356,7 @@ class Agreement:
                 self._mesh.cut(other, "the others continue without it")
             with self._changed:
                 position = self.position
-            self._attempts.note(number, member, Note(position, self.board.yeses_of(gone), self.is_joint))
+            self._ballots.note(number, member, Note(position, self.board.yeses_of(gone), self.is_joint))
         decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
         if decision is not None:
             self.board.take_over(decision.yeses)
@@ -402,34 +402,34 @@ class Agreement:
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         told_at = time.monotonic()
-        while not self._attempts.is_decided(number):
+        while not self._ballots.is_decided(number):
             if time.monotonic() - told_at > _REMINDER_S:
                 self._tell(told, number)  # a rank that joins may have been unconnected before
                 told_at = time.monotonic()
-            missing = self._attempts.without_note(number, asked)
+            missing = self._ballots.without_note(number, asked)
             if not missing:
-                notes = self._attempts.notes(number, asked)
+                notes = self._ballots.notes(number, asked)
                 positions = [note.position for note in notes.values()]
                 is_between = min(positions) == max(positions) and not any(note.is_joint for note in notes.values())
                 if are_joining and not (self._is_in_step or is_between):
-                    return self._attempts.decide(number, None)
+                    return self._ballots.decide(number, None)
                 yeses = [yes for note in notes.values() for yes in note.yeses]
-                return self._attempts.decide(number, Decision(list(zip(notes, positions, strict=True)), yeses))
+                return self._ballots.decide(number, Decision(list(zip(notes, positions, strict=True)), yeses))
             if time.monotonic() > deadline:
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
             if self._mesh.member in asked and not self._suspects.keys().isdisjoint(missing):
-                return self._attempts.decide(number, None)
+                return self._ballots.decide(number, None)
             if self._stop.is_set():
                 return None
             time.sleep(_PAUSE_S)
-        return self._attempts.decision(number)
+        return self._ballots.decision(number)
 
     def _follow(self) -> None:
         """Adopt everything that was decided before this rank came."""
-        while self._attempts.is_decided(number := self._num_attempts + 1):
+        while self._ballots.is_decided(number := self._num_attempts + 1):
             self._num_attempts = number
-            if (decision := self._attempts.decision(number)) is not None:
-                self._adopt(number, self._attempts.proposal(number), decision)
+            if (decision := self._ballots.decision(number)) is not None:
+                self._adopt(number, self._ballots.proposal(number), decision)
 
     def _adopt(self, number: int, agreed: Proposal, decision: Decision) -> None:
         """Adopt a decision."""
@@ -463,7 +463,7 @@ class Agreement:
     def _fail_as_too_few(self, members: Sequence[int]) -> None:
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and not self._stop.is_set():
-            if self._attempts.is_proposed(self._num_attempts + 1):
+            if self._ballots.is_proposed(self._num_attempts + 1):
                 return
             time.sleep(_PAUSE_S)
         with self._changed:

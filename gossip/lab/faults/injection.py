@@ -22,7 +22,7 @@ import torch
 
 from gossip.checkpoints import saving
 from gossip.communication.survivors import handing_over
-from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.ballots import Ballots
 from gossip.communication.survivors.edge_transport import EdgeTransport
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.living_world import LivingWorld
@@ -240,7 +240,7 @@ def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
 _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
     "sending": ((EdgeTransport, PairTransport), "start", _sending),
     "sending a part": (Outgoing, "send", _sending_a_part),
-    "agreeing": (Agreement, "_set_once", _after),
+    "agreeing": (Ballots, "_set_once", _after),
     "together": (LivingWorld, "_exchange", _together),
     "telling": (Mesh, "send", _telling),
     "saving": (saving, "write_tensors", _before),

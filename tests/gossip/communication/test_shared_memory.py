@@ -106,7 +106,7 @@ def test_what_is_read_is_what_a_network_would_have_brought() -> None:
 
 
 def hand_out_to_nobody() -> str:
-    world = World(timedelta(seconds=0.5))
+    world = World(timedelta(seconds=2))
     transport = DistributedTransport(world, topologies.build("ring", 2))
     message = torch.empty(SIZES[0])
     text = "nothing"
@@ -126,13 +126,13 @@ def hand_out_to_nobody() -> str:
 def test_a_peer_that_does_not_read_is_named() -> None:
     first, _ = launch(hand_out_to_nobody, world_size=2)
     assert first.startswith(
-        "rank 0: step 3, bucket 0: timed out after 0.5 s waiting for rank 1 to read the message of 3 exchanges ago"
+        "rank 0: step 3, bucket 0: timed out after 2 s waiting for rank 1 to read the message of 3 exchanges ago"
     )
 
 
 def wait_for_what_is_not_sent() -> list[str]:
     """What rank 0 and a child forked from it are told."""
-    world = World(timedelta(seconds=0.5))
+    world = World(timedelta(seconds=2))
     topology = topologies.build("ring", 2)
     transport = DistributedTransport(world, topology)
     shape = BucketShape(0, torch.empty(SIZES[0]), memory=memory_for(transport, 0))
@@ -164,7 +164,7 @@ def test_a_peer_whose_message_does_not_come_is_named() -> None:
     (in_child, in_parent), _ = launch(wait_for_what_is_not_sent, world_size=2)
     assert "this process was forked from the one that trains" in in_child
     assert in_parent.startswith(
-        "rank 0: step 0, bucket 0: timed out after 0.5 s waiting for the message from rank 1: rank 1 is"
+        "rank 0: step 0, bucket 0: timed out after 2 s waiting for the message from rank 1: rank 1 is"
     )
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from gossip.communication.roll_call import RollCall
 from gossip.communication.waiting import wait_for
 from topologies import build
 
-SHORT = timedelta(seconds=0.5)
+SHORT = timedelta(seconds=2)
 
 
 # ---------------------------------------------------------------------- process groups
@@ -137,8 +138,19 @@ def native_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def held() -> tuple[int, int, int, int]:
+    """Threads of Python, threads, open files and registered groups."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return len(threading.enumerate()), native_threads(), open_files(), groups
+
+
+def no_more(left: list[tuple[int, int, int, int]]) -> bool:
+    """Whether no more of anything is held after the last model than after the second."""
+    return all(late <= early for early, late in zip(left[1], left[-1], strict=True))
+
+
 def wrap_and_close_often(transport: str) -> list[tuple[int, int, int, int]]:
-    """Threads of Python, threads, open files and registered groups after each model."""
+    """What is held after each model."""
     left = []
     for turn in range(6):
         model = GossipDataParallel(nn.Linear(3, 1), SGD, "one_peer_exponential", transport=transport)
@@ -148,15 +160,18 @@ def wrap_and_close_often(transport: str) -> list[tuple[int, int, int, int]]:
         if turn % 2:  # a closed model that is still referenced holds nothing either
             del model
             gc.collect()
-        groups = len(dist.distributed_c10d._world.pg_map)
-        left.append((len(threading.enumerate()), native_threads(), open_files(), groups))
+        left.append(held())
+    deadline = time.monotonic() + 10  # the system may count a thread for a moment after it has been joined
+    while not no_more(left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left[-1] = held()
     return left
 
 
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "distributed"), (4, "distributed"), (2, "debug")])
 def test_wrapping_and_closing_leaves_no_thread_file_or_group(world_size: int, transport: str) -> None:
     for left in launch(wrap_and_close_often, transport, world_size=world_size):
-        assert left[-1] == left[1]
+        assert no_more(left), left
 
 
 # ---------------------------------------------------------------------- few messages
@@ -223,7 +238,7 @@ def test_ranks_absent_at_construction_are_named(absent: tuple[int, ...], names: 
     for rank, text in enumerate(run_ranks(construct_without, absent, world_size=4)):
         if rank not in absent:
             assert text.startswith(
-                f"rank {rank}: constructing the model: not all of the 4 ranks took part within 0.5 s: {names}; every"
+                f"rank {rank}: constructing the model: not all of the 4 ranks took part within 2 s: {names}; every"
             )
 
 
@@ -266,7 +281,7 @@ def test_rank_absent_from_a_collective_is_named(what: str) -> None:
     for rank in (0, 2):
         # Whoever gives up second may learn it from the first.
         assert by_rank[rank].replace(f" (so rank {2 - rank} found)", "") == (
-            f"rank {rank}: comparing frozen parameters: not all of the 3 ranks took part within 0.5 s: "
+            f"rank {rank}: comparing frozen parameters: not all of the 3 ranks took part within 2 s: "
             "rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'finding neighbours'; "
             "every rank must call it, after the same number of steps"
         )
@@ -288,9 +303,9 @@ def wait_for_a_rank_that_went_on() -> str:
 
 def test_wait_for_an_exchange_says_where_the_peer_is_instead() -> None:
     first, second = run_ranks(wait_for_a_rank_that_went_on, world_size=2)
-    assert first.startswith("rank 0: step 4, bucket 1: timed out after 0.5 s waiting for ")
+    assert first.startswith("rank 0: step 4, bucket 1: timed out after 2 s waiting for ")
     assert "rank 1 is now in the sum" in first or "rank 1 has given up waiting in 'the sum'" in first
-    assert second.startswith("rank 1: the sum: not all of the 2 ranks took part within 0.5 s: ")
+    assert second.startswith("rank 1: the sum: not all of the 2 ranks took part within 2 s: ")
     assert "rank 0 is now in step 4, bucket 1" in second or "rank 0 has given up waiting in" in second
 
 

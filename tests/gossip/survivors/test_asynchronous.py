@@ -423,7 +423,7 @@ def stay_until_all_train(faults: Mapping[int, Fault], num_more: int, pauses_at: 
 @pytest.mark.parametrize("step", [25, 40], ids=["between", "where-all-do-something-together"])
 def test_a_rank_that_was_given_up_comes_back(kind: Any, step: int) -> None:
     """In its own process and within its loop: it does what all do together as the others do, from then on."""
-    faults = {1: Fault(kind, step=step, duration_s=3.5)}
+    faults = {1: Fault(kind, step=step, duration_s=6.0)}
     with unsupervised.started(stay_until_all_train, faults, 60, 20, world_size=4) as ranks:
         results: list[Stay] = ranks.results()
     assert [stay.member for stay in results] == [0, 4, 2, 3]

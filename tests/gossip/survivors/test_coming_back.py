@@ -78,7 +78,7 @@ def run(
     ids=str,
 )
 def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
-    fault = Fault(kind, step=5, duration_s=3.5)
+    fault = Fault(kind, step=5, duration_s=6.0)
     results = run((0, 2, 3, 4), {1: fault}, partition_timeout=30, **options)
     assert [stay.member for stay in results] == [0, 4, 2, 3]
     back = results[1]
@@ -96,7 +96,7 @@ def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
 
 
 def test_it_may_come_back_twice() -> None:
-    faults = {1: Fault("freeze", step=5, duration_s=3.0), 2: Fault("cut", step=8, duration_s=3.5)}
+    faults = {1: Fault("freeze", step=5, duration_s=6.0), 2: Fault("cut", step=8, duration_s=6.0)}
     results = run((0, 3, 4, 5), faults, partition_timeout=30, min_ranks=2)
     assert sorted(stay.member for stay in results) == [0, 3, 4, 5]
     assert all(torch.equal(stay.mean, results[0].mean) for stay in results)
@@ -107,11 +107,11 @@ def test_it_may_come_back_twice() -> None:
     [
         (
             Fault("cut", step=5, duration_s=60.0),
-            2000,
+            5000,
             "this rank could not rejoin them within partition_timeout=0.5 s: ",
         ),
         (
-            Fault("freeze", step=5, duration_s=6.0),
+            Fault("freeze", step=5, duration_s=12.0),
             NUM_MORE,
             "this rank could not rejoin them: .* the training has ended",
         ),

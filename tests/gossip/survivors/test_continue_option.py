@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
+from free_ports import free_port
 from loguru import logger
 from mortal_ranks import Pair, flat, make_model, targets
 from torch import nn
@@ -97,9 +97,7 @@ def lines_of_two(code: str, *arguments: str) -> list[str]:
 
 def test_a_store_that_dies_with_a_rank_is_refused() -> None:
     code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    for text in lines_of_two(code, "2", str(port)):
+    for text in lines_of_two(code, "2", str(free_port())):
         assert "but it is served by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 

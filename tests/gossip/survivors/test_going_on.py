@@ -150,7 +150,7 @@ def test_a_rank_that_is_frozen_is_given_up_after_the_time_out() -> None:
     outcome = run({1: death}, topology="ring", timeout=timedelta(seconds=2))
     assert_follow_the_recursion(outcome, "ring")
     reasons = {course.lost[1] for course in outcome.left}
-    assert any(re.fullmatch(r"step \d+, bucket \d+: rank [02] waited 2(\.\d+)? s for it", text) for text in reasons)
+    assert any(re.fullmatch(r"step \d+, bucket \d+: rank [02] waited [2-9](\.\d+)? s for it", text) for text in reasons)
 
 
 def train_or_be_given_up(*arguments: Any) -> Course | str:
@@ -161,7 +161,7 @@ def train_or_be_given_up(*arguments: Any) -> Course | str:
 
 
 def test_a_message_that_is_lost_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    options = {"topology": "ring", "timeout": timedelta(seconds=1)}
+    options = {"topology": "ring", "timeout": timedelta(seconds=3)}
     faults = {1: Fault("lose", step=5, peers=(2,))}
     arguments = str(tmp_path), NUMEL, NUM_STEPS, faults, options
     with unsupervised.started(train_or_be_given_up, *arguments, world_size=4) as ranks:

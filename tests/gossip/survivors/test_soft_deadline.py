@@ -130,7 +130,7 @@ def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
 ) -> None:
     num_steps = 12
     rank, step = delayed_rank_and_step
-    courses = run(num_steps, {rank: Fault("delay", step=step, duration_s=0.4)}, topology=topology, soft_deadline=0.05)
+    courses = run(num_steps, {rank: Fault("delay", step=step, duration_s=1.0)}, topology=topology, soft_deadline=0.05)
     assert any(course.delayed for course in courses)
     for course in courses:
         assert sorted((step, bucket) for step, bucket, _ in course.mixed) == sorted(course.delayed)
@@ -174,7 +174,7 @@ def test_no_more_than_a_few_are_late_at_a_time() -> None:
 )
 def test_the_mean_is_exact_with_other_options(options: dict[str, Any]) -> None:
     with unsupervised.started(
-        mean_and_updates, {1: Fault("delay", step=3, duration_s=0.3)}, options, world_size=4
+        mean_and_updates, {1: Fault("delay", step=3, duration_s=1.0)}, options, world_size=4
     ) as r:
         results = r.results()
     assert any(num_late for _, _, num_late in results)

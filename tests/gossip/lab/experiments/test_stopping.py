@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -71,6 +72,7 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
 
 
 def test_stopping_without_a_signal_leaves_nothing() -> None:
+    gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     with Stopping(dist.HashStore(), 0, lambda: range(2), 1) as stopping:
         assert all(stopping.goes_on(step) for step in range(1, 4))
@@ -85,17 +87,18 @@ from gossip.lab.experiments.stopping import Stopping
 
 signal.signal(signal.SIGTERM, lambda number, _: exit(128 + number))
 ranks, last_words = range({world_size}), "so: {{}}\\n".format
-with Stopping(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words, grace_s=0.3):
+with Stopping(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words, grace_s={grace_s}):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {then}
 """
+THEN = "threading.Event().wait(60)"
 STUCK = "dist.HashStore().wait(['never'])"
 
 
 @pytest.mark.parametrize(
     ("world_size", "saves", "name", "then", "text"),
     [
-        (3, True, "SIGTERM", "threading.Event().wait(60)", "no answer from ranks 1, 2"),
+        (3, True, "SIGTERM", THEN, "no answer from ranks 1, 2"),
         (1, True, "SIGTERM", STUCK, "step 1, after which all stop, has not ended"),
         (1, True, "SIGINT", STUCK, "the call that the main thread is in has not returned"),
         (2, False, "SIGTERM", STUCK, "the call that the main thread is in has not returned"),
@@ -105,7 +108,7 @@ def test_stopping_gives_up_where_the_ranks_do_not_get_there(
     world_size: int, saves: bool, name: str, then: str, text: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text(GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then))
+    program.write_text(GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then, grace_s=0.3))
     ended = run(str(program), tmp_path)
     assert ended.status == 128 + signal.Signals[name]
     why = f"0.3 s after {name}: {text}; nothing is saved"
@@ -114,6 +117,6 @@ def test_stopping_gives_up_where_the_ranks_do_not_get_there(
 
 def test_stopping_leaves_signals_to_the_program_where_nothing_is_saved(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then="threading.Event().wait(60)"))
+    program.write_text(GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then=THEN, grace_s=30))
     ended = run(str(program), tmp_path, fresh=True)
     assert (ended.status, ended.stderr) == (143, "")

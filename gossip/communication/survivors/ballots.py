@@ -1,4 +1,4 @@
-"""Attempts to agree on who trains, as they are written in the key-value store."""
+"""Ballots: what ranks propose, note and decide when they agree on who trains, in the key-value store."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Decision(NamedTuple):
     yeses: list[Yes]
 
 
-class Attempts:
-    """Attempts to agree, by their numbers; what is written once reads the same for every rank.
+class Ballots:
+    """Proposals, notes and decisions by the numbers of the attempts; what is written once reads the same for all ranks.
 
     Parameters
     ----------
