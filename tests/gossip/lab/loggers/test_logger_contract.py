@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from PIL import Image
 from gossip import LaunchError, launch
 from gossip.lab.loggers.logger import Beginning, Ending
 from gossip.lab.loggers.logger_choice import LOGGERS
+from gossip.lab.loggers.wandb_files import next_step
 
 NUM_STEPS, FLUSHED, RESUMED_AT = 12, 7, 5
 SUMMARY = {"status": "completed", "reason": "", "loss": 0.25, "diverged": None, "wait_by_peer_s": {"1": 0.5}}
@@ -63,6 +65,9 @@ def first_attempt(name: str, folder: Path, rank: int | None) -> None:
         logger.log(step, values_of(step))
         if step == FLUSHED - 1:
             logger.flush()
+    deadline = time.monotonic() + 60  # what a process of the library writes is there when that has had its turn
+    while name == "wandb" and next_step(folder, wandb_id(folder, "mean")) == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
