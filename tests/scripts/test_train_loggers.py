@@ -42,6 +42,8 @@ def has_step(name: str, folder: Path, step: int) -> bool:
     """Whether a logger, which may not have begun yet, has a record of that step."""
     if name == "wandb":  # whose process keeps the last 32 KiB for itself, and loses them with its life
         return any(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    if name == "mlflow" and not (folder / "loggers" / "mlflow_mean.json").exists():
+        return False  # a reader of a database that is being made would take part in making it
     try:
         return any(found == step for pairs in SCALARS[name](folder, "mean").values() for found, _ in pairs)
     except Exception:  # of a library whose files are only being made
