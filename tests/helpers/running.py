@@ -24,8 +24,8 @@ from repository import REPOSITORY
 SCRIPTS = REPOSITORY / "scripts"
 TRAIN = SCRIPTS / "train.py"
 MODELS = REPOSITORY / "tests" / "helpers"  # faulty_models.py
-TIMEOUT_S = 240
-GRACE_S = 15.0
+TIMEOUT_S = 120
+GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _ends(process_id: int) -> bool:
 
 
 def _group(leader: int) -> tuple[int, ...]:
-    """The processes of a process group that do not end, although they may need a while to."""
+    """The processes of a process group that do not end within the time that Ctrl-C has."""
     members = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -22,7 +22,7 @@ from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.shaped_hosts import Lab
 
-TIMEOUT = timedelta(seconds=15)
+TIMEOUT = timedelta(seconds=10)
 NUM_STEPS, CUT_AFTER = 30, 10
 PATIENCE_S = 120
 SGD = functools.partial(torch.optim.SGD, lr=0.01)

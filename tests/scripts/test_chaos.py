@@ -14,27 +14,16 @@ from gossip.lab.faults.chaos_run import examine
 
 @pytest.fixture(scope="module")
 def chaos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the report of a run that is as short as this machine allows at the time."""
-    for seconds in ("8", "24", "72"):
-        folder = tmp_path_factory.mktemp("chaos") / "run"
-        options = ("--seconds", seconds, "--ranks", "5", "--steps-between-faults", "20", "--seed", "3")
-        with running(folder.parent, str(folder), *options, "--timeout-s", "1", script=SCRIPTS / "chaos.py") as script:
-            finished = script.finished()
-        assert finished.status == 0, finished.stderr
-        assert finished.left_running == ()
-        assert finished.stdout.strip().endswith((folder / "report.md").read_text().strip())
-        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
-        check(report)
-        if sum(report["faults"].values()) >= 2 and report["num_joined"] >= 1 and report["accuracies"][0] > 0.8:
-            break
+    """The folder and the report of a short run."""
+    folder = tmp_path_factory.mktemp("chaos") / "run"
+    options = ("--seconds", "8", "--ranks", "5", "--steps-between-faults", "20", "--seed", "3", "--timeout-s", "1")
+    with running(folder.parent, str(folder), *options, script=SCRIPTS / "chaos.py") as script:
+        finished = script.finished()
+    assert finished.status == 0, finished.stderr
+    assert finished.left_running == ()
+    assert finished.stdout.strip().endswith((folder / "report.md").read_text().strip())
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return folder, report
-
-
-def check(report: dict[str, Any]) -> None:
-    """Whatever happened, nothing is wrong."""
-    assert report["num_messages_torn"] == 0
-    assert report["drift_of_the_mean"] < 1e-11
-    assert len(report["accuracies"]) == 1
 
 
 @pytest.mark.xdist_group("chaos")
@@ -43,7 +32,10 @@ def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(chaos: tuple[Pat
     assert sum(report["faults"].values()) >= 2
     assert report["num_joined"] >= 1
     assert report["num_messages_mixed"] > 100
+    assert report["num_messages_torn"] == 0
     assert report["num_steps_compared"] > 50
+    assert report["drift_of_the_mean"] < 1e-11
+    assert len(report["accuracies"]) == 1
     assert report["accuracies"][0] > 0.8
 
 

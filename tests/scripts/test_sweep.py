@@ -43,7 +43,7 @@ def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
 
 
 def test_sweep_jobs_of_submitit_run(tmp_path: Path) -> None:
-    run = sweep(tmp_path, *TINY, "method=ddp", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=4")
+    run = sweep(tmp_path, *TINY, "method=ddp", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2")
     assert run.status == 0, run.stderr
     rows = json.loads((tmp_path / "outputs" / "sweeps" / "smoke" / "results.json").read_text())["rows"]
     assert {row["label"]: row["status"] for row in rows} == {"all-reduce": "completed", "no communication": "completed"}

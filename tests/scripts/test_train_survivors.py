@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, 
 
 
 def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
-    options = ("+model.rank=1", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=8000")
+    options = ("+model.rank=1", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=4000")
     run = train(tmp_path, *MORTAL, *options, "launch.restart=1", "training.evaluate_every_epochs=0")
     assert run.status == 0, run.stderr
     assert "it is restarted (1 of 1 restarts)" in run.stderr
@@ -67,7 +67,7 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
     (folder,) = run_folders(tmp_path)
     joined_at = summary["changes_of_ranks"][-1]["step"]
     steps = [record["step"] for record in read_jsonl(folder / "rank3.jsonl")]
-    assert steps == list(range(joined_at, 8000))
+    assert steps == list(range(joined_at, 4000))
     rates = {path.name: read_jsonl(path)[-1]["learning_rate"] for path in folder.glob("rank[03].jsonl")}
     assert rates["rank0.jsonl"] == pytest.approx(rates["rank3.jsonl"], rel=1e-9)
 

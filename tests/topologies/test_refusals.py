@@ -16,7 +16,7 @@ from topologies.families.uniform_groups import fewest_factors
 from topologies.integers import divisors, is_prime, powers, prime_factors
 from topologies.validation import MAX_WORLD_SIZE
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(15)
 
 BILLION = 10**9
 

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 from programs import Ended, run_programs
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("forked_child"),  # one run makes all cases
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked_child")]  # one run makes all cases
 
 PROGRAM = """
 import ctypes
@@ -175,7 +171,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """One interpreter imports for all cases."""
     cases = [case for group in CASES.values() for case in group]
-    return run_programs(PROGRAM, tmp_path_factory.mktemp("forks"), cases=cases, at_once=4, timeout_s=800)
+    return run_programs(PROGRAM, tmp_path_factory.mktemp("forks"), cases=cases, at_once=4, timeout_s=280)
 
 
 def said_in(group: str, ended: Ended) -> list[str]:

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import threading
-import time
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -310,9 +309,6 @@ def wrap_many_times(how: str) -> tuple[int, int]:
         gc.collect()
         if number in (2, 12):
             dist.barrier()
-            deadline = time.monotonic() + 10  # threads of a model that was dropped are told to end, and do so soon
-            while counts and threading.active_count() > counts[0] and time.monotonic() < deadline:
-                time.sleep(0.01)
             counts.append(threading.active_count())
     return counts[0], counts[1]
 

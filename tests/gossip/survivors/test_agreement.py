@@ -161,7 +161,7 @@ def test_nobody_leaves_the_step_that_he_has_noted_before_there_is_a_decision() -
         thread.start()
         assert not entered.wait(0.3)
         may_note.set()
-        assert entered.wait(30)
+        assert entered.wait(5)
         thread.join()
         assert members.told_after(0, [0]) == {(1, (0, 1), 6)}
 

@@ -29,7 +29,7 @@ PLACES = ("before the forward", "before the backward", "in the backward")
 CASES = [(how, place) for how in SIGNALS for place in PLACES]
 TIMEOUT = timedelta(seconds=4)
 VICTIM, PARTNER, STEP = 2, 3, 5
-LONGEST_S = 4 * TIMEOUT.total_seconds()
+LONGEST_S = 3 * TIMEOUT.total_seconds()
 """After the victim there may be a rank that waits for one that waited; each has a grace period too."""
 
 
