@@ -107,7 +107,7 @@ def test_it_may_come_back_twice() -> None:
     [
         (
             Fault("cut", step=5, duration_s=60.0),
-            5000,
+            2000,
             "this rank could not rejoin them within partition_timeout=0.5 s: ",
         ),
         (
