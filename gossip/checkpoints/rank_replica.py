@@ -19,6 +19,7 @@ from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.rank_averages import Mean, means_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.optimizers.schedule_free import check_evaluated
+from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.sharding.resharding import reshard
 from gossip.step.joint_work import settle
@@ -88,6 +89,7 @@ class RankReplica(Replicas):
 
     def check_savable(self) -> None:
         _ = self._optimizer_states
+        extra_states(self._model.module)
 
     def settle(self) -> None:
         self._engine.frozen.compare()
@@ -96,7 +98,7 @@ class RankReplica(Replicas):
 
     def states(self) -> Iterator[dict[str, Any]]:
         yield {
-            **module_state(self._engine.module),
+            **module_state(self._engine),
             "optimizers": self._optimizer_states,
             "engine": self._engine_state,
             "rng": rng_states(),

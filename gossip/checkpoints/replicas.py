@@ -64,7 +64,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def check_savable(self) -> None:
-        """Raise TypeError if the optimizers' states hold something that cannot be saved. Local."""
+        """Raise TypeError if the optimizers' or the modules' extra states cannot be saved. Local."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -26,10 +26,10 @@ from gossip.version import __version__
 def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, **parts: Any) -> Path:
     """Write a checkpoint of all ranks into ``folder``. Collective.
 
-    Every rank's file has its parameters and buffers (under the bare module's names), optimizer, messages in flight
-    (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training continues bit for bit as
-    if nothing had been saved, and so does a run that :func:`gossip.load` resumes. Virtual workers write the files of
-    all their ranks, so a run can start virtually and continue in processes, and vice versa.
+    Every rank's file has its parameters, buffers and extra states (under the bare module's names), optimizer, messages
+    in flight (awaited, not applied) and random number generators (torch, CUDA, Python, NumPy). Training continues bit
+    for bit as if nothing had been saved, and so does a run that :func:`gossip.load` resumes. Virtual workers write the
+    files of all their ranks, so a run can start virtually and continue in processes, and vice versa.
 
     Parameters
     ----------

@@ -88,6 +88,8 @@ class VirtualReplicas(Replicas):
     def check_savable(self) -> None:
         for optimizer in self._optimizers:
             optimizer.check_savable()
+        for rank in self.ranks:
+            self._workers._calls.extra_states(rank)
 
     def settle(self) -> None:
         """Do nothing, as everything in flight has already arrived."""
@@ -102,6 +104,7 @@ class VirtualReplicas(Replicas):
                     "parameters": _rows(shard.parameters, row),
                     "buffers": _rows(shard.buffers, row),
                     "gradients": _rows(self._gradients_of(shard, rank), row),
+                    "extra": self._workers._calls.extra_states(rank),
                     "optimizers": [optimizer.state_of(number, row) for optimizer in self._optimizers],
                     "engine": {
                         "step": self.step,
@@ -141,6 +144,7 @@ class VirtualReplicas(Replicas):
     def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         workers, updater, engines = self._workers, self._updater, [state["engine"] for state in states]
         left_out = self._restore_values(states)
+        left_out += workers._calls.load_extra_states([state.get("extra", {}) for state in states])
         self._restore_gradients(states)
         for number, optimizer in enumerate(self._optimizers):
             left_out += optimizer.load([state["optimizers"][number] for state in states])

@@ -14,6 +14,7 @@ from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
+from gossip.parameters.extra_state import broadcast_extra_states, describe_extra_states, snapshot_extra_states
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import compare_manifests
 from gossip.private_torch import own_buffers
@@ -28,7 +29,9 @@ def average_module_(
     *,
     is_put_back: bool = False,
 ) -> None:
-    """Set parameters and float buffers to their mean over ranks, all others to rank 0's values. In place, collective.
+    """Set parameters and float buffers to their mean over ranks, all else to rank 0's values. In place, collective.
+
+    All else are the other buffers, and the extra states of modules.
 
     ``weights`` is how much this rank's values of each parameter count, the same for all in a bucket; 1 if not named.
     Over ranks they sum to the number of ranks.
@@ -55,6 +58,7 @@ def average_module_(
                 else:
                     scratch.broadcast(buffer, f"broadcasting buffer {name!r} from rank 0")
             scratch.assign()
+            broadcast_extra_states(module, world)
         except ExchangeError as error:
             state = "parameters and buffers are as they were before"
             if scratch.num_assigned and not is_put_back:
@@ -69,7 +73,7 @@ def average_module_(
 def _compare_buffers(module: nn.Module, world: World) -> None:
     """Compare buffers, which may have changed since construction: gloo aborts the process if shapes differ."""
     described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()}
-    manifest = {f"buffer {name!r}": text for name, text in described.items()}
+    manifest = {f"buffer {name!r}": text for name, text in described.items()} | describe_extra_states(module)
     compare_manifests(
         world,
         manifest,
@@ -79,7 +83,8 @@ def _compare_buffers(module: nn.Module, world: World) -> None:
 
 
 def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]:
-    """Copy parameters and buffers, and return a function that restores them exactly, in place. Local."""
+    """Copy parameters, buffers and extra states, and return a function that restores them exactly. Local."""
+    put_back_extra_states = snapshot_extra_states(module)
     with torch.no_grad():
         blocks = [bucket.block.clone() for bucket in buckets]
         buffers = [
@@ -98,6 +103,7 @@ def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]
         for owned, key, buffer, values in buffers:
             buffer.copy_(values)
             owned[key] = buffer  # a forward pass may have replaced the buffer
+        put_back_extra_states()
 
     return put_back
 

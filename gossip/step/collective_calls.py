@@ -38,8 +38,9 @@ class CollectiveCalls:
     def global_avg(self) -> None:
         """Replace parameters and float buffers by their mean over ranks, integer buffers by rank 0's. Collective.
 
-        Messages in flight are awaited and dropped, so the replicas are equal. Training can continue; the round counter
-        is not reset.
+        Extra states of modules (``get_extra_state()``) are replaced by rank 0's, too, if they are plain data. Messages
+        in flight are awaited and dropped, so the replicas are equal. Training can continue; the round counter is not
+        reset.
 
         Raises
         ------
@@ -55,9 +56,9 @@ class CollectiveCalls:
     def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
         """Hold the global average in the module within the block and restore the local replica afterwards. Collective.
 
-        Parameters and buffers are restored exactly, and messages in flight stay in flight: training continues bit for
-        bit as if no average had been taken. Needs memory for one copy of parameters and buffers. No backward pass is
-        allowed inside.
+        Parameters, buffers and extra states of modules are restored exactly, and messages in flight stay in flight:
+        training continues bit for bit as if no average had been taken. Needs memory for one copy of parameters and
+        buffers. No backward pass is allowed inside.
 
         Parameters
         ----------

@@ -253,7 +253,7 @@ class EpochChange:
         """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
         engine = self._parts.engine
         return {
-            **module_state(engine.module),
+            **module_state(engine),
             "gradients": {},
             "optimizers": optimizer_states(self._parts.optimizers),
             "engine": {"step": engine.step, "frozen": engine.frozen.state_dict()},

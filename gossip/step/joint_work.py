@@ -12,6 +12,7 @@ from torch import nn
 from gossip.communication.world import World
 from gossip.optimizers.schedule_free import check_evaluated, evaluate
 from gossip.parameters.buckets import Bucket
+from gossip.parameters.extra_state import broadcast_extra_states
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.construction import make_flag
 from gossip.step.engine import StepEngine
@@ -160,6 +161,7 @@ class JointWork:
         )
         if engine.shards is not None:
             engine.shards.average_buffers_()
+            broadcast_extra_states(self._module, engine.shards.world)
             engine.shards.changed()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.parameters.buffers import persistent_buffers
+from gossip.parameters.extra_state import extra_states, load_extra_states
 from gossip.parameters.plain_state import compact, plain
 from gossip.step.engine import StepEngine
 
@@ -29,24 +30,36 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> list[str]:
     """Restore module, optimizers and engine in place, and return what could not be restored, in words. Local."""
-    left_out = _restore_module(engine.module, state)
+    left_out = _restore_module(engine.module, state) + load_extra_states(_whole(engine), state.get("extra", {}))
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         _restore_optimizer(optimizer, saved)
     return left_out + engine.load_state_dict(state["engine"])
 
 
-def module_state(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Return parameters, all buffers, and gradients that no_sync has accumulated. Local.
+def module_state(engine: StepEngine) -> dict[str, dict[str, Any]]:
+    """Return parameters, all buffers, extra states, and gradients that no_sync has accumulated. Local.
 
     The buffers include those that state_dict leaves out. Each value is contained once: a tied parameter has one name.
+
+    Raises
+    ------
+    TypeError
+        An extra state is not plain data; the text names its module.
     """
+    module = engine.module
     parameters = dict(module.named_parameters())
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     return {
         "parameters": {name: compact(parameter, name) for name, parameter in parameters.items()},
         "buffers": {name: compact(buffer, name) for name, buffer in module.named_buffers()},
         "gradients": {name: compact(grad, name) for name, grad in gradients.items() if grad is not None},
+        "extra": extra_states(_whole(engine)),
     }
+
+
+def _whole(engine: StepEngine) -> nn.Module:
+    """Return the module itself, of which a rank of a shard group trains only a part."""
+    return engine.module if engine.shards is None else engine.shards.module
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from loguru import logger
 from torch import nn
 from torch.func import functional_call, vmap
 
+from gossip.parameters.extra_state import copy_extra_states, extra_states, load_extra_states
 from gossip.private_torch import own_buffers, own_parameters, tree_flatten, tree_unflatten
 from gossip.step.backward_pass import tensors_in
 from gossip.virtual.stacked_slots import StackedSlots
@@ -92,6 +93,7 @@ class ReplicaCalls:
         try:
             outputs = self._vectorised(parameters, buffers, inputs, is_split)
             _forget_tensors(attributes)
+            self._copies.clear()  # made for extra states of a checkpoint: all replicas share the module's
             return outputs
         except Exception as error:
             with torch.no_grad():
@@ -109,6 +111,39 @@ class ReplicaCalls:
                 " ".join(str(error).split())[:200],
             )
             return outputs
+
+    def extra_states(self, rank: int) -> dict[str, Any]:
+        """Return the extra states of one replica, which are the module's where replicas run at once.
+
+        Raises
+        ------
+        TypeError
+            One is not plain data; the text names its module.
+        """
+        return extra_states(self._copies[rank].module if rank in self._copies else self._module)
+
+    def copy_extra_states(self, rank: int, module: nn.Module) -> None:
+        """Set the extra states of a copy of the module, or of the module, to those of one replica."""
+        if rank in self._copies:
+            copy_extra_states(module, self._copies[rank].module)
+
+    def share_extra_states(self) -> None:
+        """Set the extra states of all replicas to rank 0's."""
+        for replica in self._copies.values():
+            copy_extra_states(replica.module, self._copy(0).module)
+
+    def load_extra_states(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Set the extra states of all replicas; return what could not be restored, in words."""
+        left_out = load_extra_states(self._module, saved[0])
+        if any(saved):
+            for rank, of_rank in enumerate(saved):
+                load_extra_states(self._copy(rank).module, of_rank)
+        return left_out
+
+    def _copy(self, rank: int) -> _Copy:
+        if rank not in self._copies:
+            self._copies[rank] = _Copy(self._module)
+        return self._copies[rank]
 
     def _vectorised(self, parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]) -> Any:
         leaves, spec = tree_flatten(inputs)
@@ -162,10 +197,8 @@ class ReplicaCalls:
             own_leaves = [leaf[number] if isinstance(leaf, torch.Tensor) and next(split) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(own_leaves, spec)
             state = {name: stack[number] for name, stack in buffers.items()}
-            if rank not in self._copies:
-                self._copies[rank] = _Copy(self._module)
             output, spec_out = tree_flatten(
-                self._copies[rank]({name: stack[number] for name, stack in rows.items()}, state, args, kwargs)
+                self._copy(rank)({name: stack[number] for name, stack in rows.items()}, state, args, kwargs)
             )
             _others(output)
             found.append(output)
@@ -184,13 +217,18 @@ class _Copy:
     """One replica's copy of a module, with given tensors in place of its parameters and buffers.
 
     They stay there after the call, because a checkpoint recomputes in the backward pass.
+
+    Attributes
+    ----------
+    module : Module
+        The copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         tensors = {id(tensor): (name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._source = list(module.modules())
-        self._module = copy.deepcopy(module, {key: tensor for key, (_, tensor) in tensors.items()})
-        self._modules = list(self._module.modules())
+        self.module = copy.deepcopy(module, {key: tensor for key, (_, tensor) in tensors.items()})
+        self._modules = list(self.module.modules())
         self._homes = [
             (owned, key, tensors[id(tensor)][0])
             for own in self._modules
@@ -206,7 +244,7 @@ class _Copy:
         tensors: dict[str, Any] = parameters | buffers
         for owned, key, name in self._homes:
             owned[key] = tensors[name]
-        output = self._module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
         _write_back(buffers, {name: owned[key] for owned, key, name in self._homes if name in buffers})
         return output
 

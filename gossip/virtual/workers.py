@@ -20,6 +20,7 @@ from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.buffers import is_averaged, make_buffer_buckets
+from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
 from gossip.step.step_order import StepOrder
@@ -231,6 +232,7 @@ class VirtualWorkers(OwnAttributes):
         ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
         copied = copy.deepcopy(self.module)
         load_into(copied, (shard,), lambda _, stacks: stacks[0][rows.start])
+        self._calls.copy_extra_states(rank, copied)
         return copied
 
     def stats(self) -> VirtualStats | None:
@@ -432,12 +434,13 @@ class VirtualWorkers(OwnAttributes):
 
     @torch.no_grad()
     def global_avg(self) -> None:
-        """Replace every replica by the mean, integer buffers by rank 0's. Messages in flight are dropped."""
+        """Replace every replica by the mean, integer buffers and extra states by rank 0's; drop messages in flight."""
         self._exchanges.drop()
         self._load_mean()
         values = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         for name, stack in (*self.named_parameters(), *self.named_buffers()):
             stack.copy_(values[name].to(stack.device).expand_as(stack))
+        self._calls.share_extra_states()
         written(self._shards)
         self._exchanges.averaged()
 
@@ -450,12 +453,14 @@ class VirtualWorkers(OwnAttributes):
         Module
             The bare module, ``workers.module``.
         """
+        put_back_extra_states = snapshot_extra_states(self.module)
         self._load_mean()
         outer, self._is_averaged = self._is_averaged, True
         try:
             yield self.module
         finally:
             self._is_averaged = outer
+            put_back_extra_states()
 
     def _load_mean(self) -> None:
         weights = self._exchanges.weights()
@@ -464,3 +469,4 @@ class VirtualWorkers(OwnAttributes):
             return mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
 
         load_into(self.module, self._shards, choose)
+        self._calls.copy_extra_states(0, self.module)
