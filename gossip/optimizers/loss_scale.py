@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -23,11 +25,17 @@ class SharedScaler:
         The scaler that scales the loss.
     flag : Flag
         Reports overflows to all ranks.
+    steps_in_backward : bool
+        Whether backward passes unscale and update; the user's own calls of ``scaler.unscale_`` and ``scaler.update``
+        are then refused.
     """
 
-    def __init__(self, scaler: GradScaler, flag: Flag) -> None:
+    def __init__(self, scaler: GradScaler, flag: Flag, *, steps_in_backward: bool) -> None:
         self.scaler = scaler
         self.flag = flag
+        if steps_in_backward:
+            for name in _MADE_IN_BACKWARD:
+                setattr(scaler, name, functools.partial(_refuse, name))
 
     def unscale_(self, optimizers: Sequence[Optimizer]) -> bool:
         """Divide the gradients by the scale, and return whether any of them is not finite on this rank."""
@@ -35,7 +43,7 @@ class SharedScaler:
             self.scaler.scale(torch.zeros((), device=self.scaler._device))
         found = False
         for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
+            type(self.scaler).unscale_(self.scaler, optimizer)
             found |= any(bool(flag) for flag in self.scaler._found_inf_per_device(optimizer).values())
         return found
 
@@ -47,3 +55,23 @@ class SharedScaler:
         for optimizer in optimizers:
             # GradScaler.update() decides by these; torch's own sharded scaler sets them, too.
             self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {verdict.device: verdict}
+
+    def update(self) -> None:
+        """Let the scaler update its scale."""
+        type(self.scaler).update(self.scaler)
+
+    def close(self) -> None:
+        """End the reports, and restore the scaler's own methods. Local."""
+        self.flag.close()
+        for name in _MADE_IN_BACKWARD:
+            self.scaler.__dict__.pop(name, None)
+
+
+_MADE_IN_BACKWARD = ("unscale_", "update")
+
+
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise ValueError(
+        f"scaler.{name}() cannot work here, because gradients are unscaled and the scale is updated inside backward; "
+        "leave it out and call only scaler.scale(loss).backward(), or wrap the module with step_in_backward=False"
+    )

@@ -32,7 +32,7 @@ class BackwardSteps(StepEngine):
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         if self._optimizer_steps:
             return self._step_own(optimizer)
-        self._owner_calls.note(optimizer, closure, self.step)
+        self._owner_calls.note(optimizer, closure, self.step, self._has_gradients)
         return None  # the update has been made
 
     def _step_own(self, optimizer: Optimizer) -> Any:

@@ -137,14 +137,17 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     transport = None
     if schedule.world_size > 1 and not world.is_alone:
         transport = make_transport(_transport_factory(arguments, algorithm, compression), world, schedule)
-    scaler = arguments.open_scaler
+    scaler = None
+    if arguments.open_scaler is not None:
+        flag = make_flag(world, "agreeing on the loss scale")
+        scaler = SharedScaler(arguments.open_scaler, flag, steps_in_backward=arguments.step_in_backward)
     updater = Updater(
         optimizers,
         everything,
         list(module.parameters()),
         clip_grad_norm=arguments.clip_grad_norm,
         clip=arguments.clip,
-        scaler=None if scaler is None else SharedScaler(scaler, make_flag(world, "agreeing on the loss scale")),
+        scaler=scaler,
         rank=world.member,
         shards=shards,
     )
@@ -244,7 +247,7 @@ def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...
     if engine.shards is not None:
         engine.shards.close()
     if engine.updater.scaler is not None:
-        engine.updater.scaler.flag.close()
+        engine.updater.scaler.close()
     world.close()
     for optimizer in optimizers:
         restore_step(optimizer)

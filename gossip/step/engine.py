@@ -137,7 +137,7 @@ class StepEngine(Liveness, ABC):
         self._last_meter: Meter | None = None
         self._num_bad_steps = 0
         self._has_warned = False
-        self._owner_calls = OwnerCalls(rank)
+        self._owner_calls = OwnerCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
         self._backward_range = BackwardRange()
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = self._backward_began = 0.0
@@ -351,6 +351,11 @@ class StepEngine(Liveness, ABC):
     def _check_was_combined(self, bucket: AnyBucket) -> None:
         if self.exchanges.algorithm.before_forward and self.exchanges.in_flight[bucket.index] is not None:
             refuse_if_read(bucket, f"rank {self.rank}: step {self.step}, bucket {bucket.index}")
+
+    def _has_gradients(self) -> bool:
+        """Return whether there are gradients that no step has applied. Local."""
+        modules = (self.module,) if self.shards is None else (self.module, self.shards.module)
+        return any(parameter.grad is not None for module in modules for parameter in module.parameters())
 
     @contextlib.contextmanager
     def _stepping_optimizers(self) -> Iterator[None]:

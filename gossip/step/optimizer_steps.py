@@ -44,16 +44,12 @@ class OptimizerSteps(StepEngine):
         super()._complete_gradients(is_idle=is_idle)
         for bucket in self.buckets:
             self._reduce(bucket.parameters, bucket.index)
+        self._progress.was_reduced |= self.shards is not None and self._has_gradients()
         if is_idle and self._has_gradients() and not had_gradients:
             raise GossipError(
                 f"rank {self.rank}: step {self.step}: idle_step() on this rank, but other ranks of its group have made "
                 "a backward pass; with step_in_backward=False all ranks of a group must be idle together"
             )
-
-    def _has_gradients(self) -> bool:
-        parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
-        is_pending = self.shards is not None and bool(self.shards.unreduced())
-        return is_pending or any(parameter.grad is not None for parameter in parameters)
 
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         self.check_usable()
@@ -83,11 +79,22 @@ class OptimizerSteps(StepEngine):
             return result
 
     def _check_reduced(self) -> None:
-        if self._progress.is_unreduced and self.shards is not None and not self.shards.world.is_alone:
+        shards = self.shards
+        if shards is None:
+            return
+        if self._progress.is_unreduced and not shards.world.is_alone:
             raise GossipError(
                 f"rank {self.rank}: step {self.step}: the last backward pass before optimizer.step() was under "
                 "no_sync(), so its gradients have not been averaged over the ranks of the group; make the last pass of "
                 "each step outside of it"
+            )
+        # A backward pass hands the gradients of a divided module over to the parameters that are exchanged.
+        divided = shards.module is not self.module
+        if (divided or not self._progress.was_reduced) and any(p.grad is not None for p in shards.module.parameters()):
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: there are gradients that did not come from a backward pass, so "
+                "they have not been averaged over the ranks of the group; in place of writing them to .grad, have a "
+                "backward pass make them, as (parameter * gradient).sum().backward() does"
             )
 
     def _direct_once(self) -> None:

@@ -21,6 +21,7 @@ class StepProgress:
         self.backward: BackwardPass | None = None  # the pass at whose end the step is made
         self.has_gradients = False
         self.is_unreduced = False  # the newest backward pass only accumulated
+        self.was_reduced = False  # a backward pass has averaged gradients over the ranks that hold this replica
         self.is_counting = False  # there are gradients and no bucket is withheld
         self.has_begun = False
         self.stepped: list[Optimizer] = []  # stepped by the user in this step

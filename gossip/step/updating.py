@@ -137,7 +137,7 @@ class Updater:
                 parameter.grad = None
             if self.scaler is not None:
                 self.scaler.settle(self.optimizers, overflowed)
-                self.scaler.scaler.update()
+                self.scaler.update()
 
     def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter, direct: Direct) -> Any:
         """Let one optimizer make its own step, as the user asked, and return its result; gradients are kept."""
@@ -172,7 +172,7 @@ class Updater:
         if self.scaler is not None:
             self.scaler.unscale_(())
             self.settle_scale()
-            self.scaler.scaler.update()
+            self.scaler.update()
 
     def settle_scale(self) -> None:
         """Agree with the other ranks, once all optimizers were stepped, on what the scaler's update() will do."""

@@ -15,7 +15,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.virtual.shards import Shard
-from gossip.virtual.stacked_optimizers import has_shape, left_alone
+from gossip.virtual.stacked_optimizers import has_shape, left_alone, step_all
 
 _COUNTER = "step"
 
@@ -234,8 +234,7 @@ class Replay:
             return
         self._count(rank, alone)
         with left_alone(self._optimizers, alone):
-            for optimizer in self._optimizers:
-                optimizer.step()
+            step_all(self._optimizers)
         for parameter in alone:
             parameter.grad = None
 

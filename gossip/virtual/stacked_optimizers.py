@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gossip.communication.world import accumulation_dtype
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
+from gossip.private_torch import note_step_called
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
 """The stacks of each of the module's parameters, by the parameter's id: one per device."""
@@ -63,6 +64,13 @@ def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
                 else copy.deepcopy(value)  # a counter that is a tensor is incremented in place
                 for key, value in entry.items()
             }
+
+
+def step_all(optimizers: Sequence[Optimizer]) -> None:
+    """Let the optimizers make their own steps, which schedulers notice; ``optimizer.step()`` is the user's."""
+    for optimizer in optimizers:
+        note_step_called(optimizer)
+        type(optimizer).step(optimizer)
 
 
 def num_held(optimizers: Sequence[Optimizer]) -> int:

@@ -24,6 +24,7 @@ from gossip.virtual.stacked_optimizers import (
     num_held,
     row_norms,
     stack_groups,
+    step_all,
 )
 
 
@@ -102,6 +103,10 @@ class StackedUpdater:
         if name in self.reached:
             self.reached[name][ranks.start : ranks.stop] = True
 
+    def has_gradients(self) -> bool:
+        """Return whether there are gradients that no step has applied."""
+        return any(parameter.grad is not None for shard in self._shards for parameter in shard.parameters.values())
+
     def drop_gradients(self) -> None:
         """Drop all gradients."""
         for shard in self._shards:
@@ -138,8 +143,7 @@ class StackedUpdater:
             )
             self.reached = {}
         with left_alone(self._optimizers, self._rows_left_alone(left)):
-            for optimizer in self._optimizers:
-                optimizer.step()
+            step_all(self._optimizers)
         self.drop_gradients()
         return skipped
 

@@ -11,18 +11,20 @@ from typing import Any, Literal, Self
 import torch
 from loguru import logger
 from torch import nn
+from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import VirtualStats
-from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.buffers import is_averaged, make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
+from gossip.step.owner_calls import OwnerCalls
 from gossip.step.step_order import StepOrder
 from gossip.step.wrapper_arguments import check_choice, check_update, prepare_algorithm, resolve_topology
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
@@ -201,6 +203,9 @@ class VirtualWorkers(OwnAttributes):
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None
+        self._owner_calls = OwnerCalls("", "train in processes, by GossipDataParallel(step_in_backward=False)")
+        for each in self._optimizers:
+            replace_step(each, self._note_step, by_bucket=False)
         self.module = module  # set last: from here on only existing attributes can be set
 
     # ------------------------------------------------------------------ identity
@@ -358,6 +363,10 @@ class VirtualWorkers(OwnAttributes):
         if self._is_averaged:
             self._updater.drop_gradients()
         self._make_step()
+        self._owner_calls.count_step()
+
+    def _note_step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> None:
+        self._owner_calls.note(optimizer, closure, self.step, self._updater.has_gradients)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

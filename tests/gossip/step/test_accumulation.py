@@ -316,6 +316,75 @@ def test_steps_that_were_meant_to_be_one_are_pointed_out_once(loop: str, mode: s
         assert "put all but the last backward pass under no_sync(), or wrap the module with step_in_backward" in line
 
 
+def gradients_of(model: GossipDataParallel) -> list[torch.Tensor]:
+    loss = model(torch.ones(3, 4, dtype=torch.float64)).square().mean()
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def write_gradients(model: GossipDataParallel) -> None:
+    for _ in range(3):
+        for parameter, gradient in zip(model.parameters(), gradients_of(model), strict=True):
+            parameter.grad = gradient
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+
+def transform_a_function(model: GossipDataParallel) -> None:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model.module, parameters, (torch.ones(3, 4).double(),)).square().mean()
+
+    model.eval()
+    backward(model)
+    model.optimizer.step()
+    for _ in range(2):
+        for name, gradient in torch.func.grad(loss)(dict(model.named_parameters())).items():
+            model.get_parameter(f"module.{name}").grad = gradient.detach()
+        model.optimizer.step()
+
+
+def accumulate_only(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        with model.no_sync():
+            backward(model, 2)
+        model.optimizer.step()
+
+
+STEPLESS = {
+    "gradients written": (write_gradients, 0),
+    "torch.func": (transform_a_function, 1),
+    "only under no_sync": (accumulate_only, 0),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loop", STEPLESS)
+def test_gradients_of_which_no_step_is_made_are_pointed_out_once(loop: str, mode: str) -> None:
+    run, num_steps = STEPLESS[loop]
+    model = wrap(make_module(), mode)
+    lines = warnings_of(run, model)
+    assert len(lines) == (0 if mode == "outside" else 1)
+    assert model.step == (num_steps if lines else 3 if loop != "only under no_sync" else 2)
+    for line in lines:
+        assert f"rank 0: step {num_steps}: optimizer.step() did nothing: there are gradients" in line
+        assert "outside of no_sync(); have the last one of each step there" in line
+        assert "torch.autograd.grad, torch.func, gradient surgery), wrap the module with step_in_backward=False" in line
+
+
+def test_an_optimizer_that_was_stepped_in_turn_is_not_blamed() -> None:
+    def loop(model: GossipDataParallel) -> None:
+        backward(model)
+        for optimizer in model.optimizer:
+            optimizer.step()
+        model.module[0].weight.grad = torch.ones(6, 4, dtype=torch.float64)  # which the next backward pass adds to
+        backward(model)
+        for optimizer in model.optimizer:
+            optimizer.step()
+
+    module = make_module()
+    model = GossipDataParallel(module, (SGD(module[0].parameters()), SGD(module[3].parameters())))
+    assert warnings_of(loop, model) == []
+
+
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_two_losses_with_two_optimizers_are_pointed_out_where_both_come_first(in_turns: bool) -> None:
     def loop(model: GossipDataParallel) -> None:

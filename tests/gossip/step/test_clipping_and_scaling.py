@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -197,6 +198,29 @@ def test_scaler_that_the_model_does_not_know_is_refused() -> None:
     scaler.scale(model(batch(0)).sum()).backward()
     with pytest.raises(GossipError, match="pass scaler="):
         scaler.step(model.optimizer)
+
+
+CALLS: dict[str, Callable[[torch.amp.GradScaler, torch.optim.Optimizer], object]] = {
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "step": lambda scaler, optimizer: scaler.step(optimizer),
+    "update": lambda scaler, _: scaler.update(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_of_the_scaler_that_backward_has_made_are_refused_with_the_remedy(call: str) -> None:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+    model = GossipDataParallel(make_module(), SGD, scaler=scaler)
+    for _ in range(2):
+        scale = scaler.get_scale()
+        scaler.scale(model(batch(0)).sum()).backward()
+        assert scaler.get_scale() == 2 * scale
+        with pytest.raises(
+            ValueError, match=rf"^scaler\.{call}\(\) cannot .* call only scaler\.scale\(loss\)\.backward\("
+        ):
+            CALLS[call](scaler, model.optimizer)
+    model.close()
+    assert not {"unscale_", "step", "update"} & vars(scaler).keys()
 
 
 def test_step_that_passes_the_scaler_by_is_refused() -> None:

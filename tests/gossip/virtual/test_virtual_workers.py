@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 from separate import SGD, Separate, assert_same, batch, make_module, make_workers, stacked, train
 from torch import nn
 from torch.nn import functional
@@ -180,6 +181,24 @@ def test_no_sync_accumulates() -> None:
         train(workers, batch(6, seed=step + 20))
         separate.train(batch(6, seed=step + 20))
     assert_same(workers, separate)
+
+
+def test_calls_of_the_optimizer_that_no_backward_pass_precedes_do_nothing_and_are_told_once() -> None:
+    workers = make_workers(make_module(), 3)
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    train(workers, batch(6))
+    workers.optimizer.step()
+    before = [parameter.detach().clone() for parameter in workers.parameters()]
+    for _ in range(2):
+        with workers.no_sync():
+            train(workers, batch(6))
+        workers.optimizer.step()
+    logger.remove(sink)
+    assert all(map(torch.equal, workers.parameters(), before))
+    (line,) = lines
+    assert "step 1: optimizer.step() did nothing: there are gradients" in line
+    assert "train in processes, by GossipDataParallel(step_in_backward=False)" in line
 
 
 def test_idle_step_mixes_and_applies_what_was_accumulated() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loguru import logger
 from ranks import run_ranks
 from sharded_loops import ADAMW, make_mesh
 from sharded_models import values_of
@@ -154,6 +155,56 @@ def only_accumulate(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_were_not_averaged_are_no_step(way: str) -> None:
     run_ranks(only_accumulate, way, world_size=4)
+
+
+def write_gradients(way: str) -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    for options in ({}, {"step_in_backward": False}):
+        module = Net()
+        with wrap(module, way, **options) as model:
+            loss_of(model, inputs(0)).backward()
+            model.optimizer.step()
+            for parameter in module.parameters():
+                parameter.grad = parameter.detach().clone()
+            if not options:
+                model.optimizer.step()
+                model.optimizer.step()
+            else:
+                with pytest.raises(GossipError, match=r"step 1: there are gradients that did not come from a backward"):
+                    model.optimizer.step()
+    logger.remove(sink)
+    (line,) = lines
+    assert "step 1: optimizer.step() did nothing: there are gradients" in line
+
+
+def multiply_by_gradients(way: str, in_backward: bool) -> list[torch.Tensor]:
+    found = []
+    for multiplies in (False, True):
+        torch.manual_seed(0)
+        module = Net()
+        with wrap(module, way, step_in_backward=in_backward) as model:
+            loss, trained = loss_of(model, inputs(0)), [*module.middle.parameters(), *module.last.parameters()]
+            if multiplies:
+                gradients = torch.autograd.grad(loss, trained)
+                loss = sum((p * gradient).sum() for p, gradient in zip(trained, gradients, strict=True))
+            loss.backward()
+            if not in_backward:
+                model.optimizer.step()
+            found.append(values_of(module))
+    return found
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.parametrize("way", ["optimizer", "none"])
+def test_a_product_with_gradients_makes_a_step_of_them(way: str, in_backward: bool) -> None:
+    for wanted, found in run_ranks(multiply_by_gradients, way, in_backward, world_size=4):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_without_a_backward_pass_are_no_silent_step(way: str) -> None:
+    run_ranks(write_gradients, way, world_size=4)
 
 
 class UsedTwice(nn.Module):
