@@ -29,6 +29,7 @@ from gossip.step.collective_calls import CollectiveCalls
 from gossip.step.construction import construct, give_back, make_world
 from gossip.step.engine import StepEngine
 from gossip.step.joint_work import JointWork
+from gossip.step.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.wrapper_arguments import Arguments
 from topologies import Topology
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
+class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
     r"""Train one replica per rank; mix it with those of a few peers after every step, inside ``backward()``.
 
     Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
@@ -250,6 +251,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         self._world = world
         self._engine: StepEngine | None = parts.engine
         self._joint_work = JointWork(module, parts.engine, world)
+        self._kept = KeptObjects()
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: a cycle that the garbage
         # collector cannot see through. The hooks do not reference the wrapper, so that its finalizer can remove them.
         self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
@@ -414,6 +416,7 @@ class GossipDataParallel(CollectiveCalls, ModuleFace, Outermost):
         self.optimizer = None
         self._detached_step = state["step"]
         self._engine = None
+        self._kept = KeptObjects()
         self._forward = forward_like(GossipDataParallel.forward, state["module"])
         self.module = state["module"]
 

@@ -26,11 +26,12 @@ from gossip.checkpoints.checkpoint_folder import (
 )
 from gossip.checkpoints.checkpoint_layout import first_difference
 from gossip.checkpoints.random_states import restore_rng_states
-from gossip.checkpoints.rank_state import Stateful, check_sections, is_stateful
+from gossip.checkpoints.rank_state import check_sections
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import mean_state
 from gossip.checkpoints.trained_models import TrainedModel, jointly
 from gossip.errors import CheckpointError
+from gossip.step.kept_objects import KeptObjects, Stateful, is_stateful
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _Contents:
 
 @torch.inference_mode(False)
 def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Checkpoint:
-    """Restore a checkpoint into ``model`` and ``parts``, in place. Collective.
+    """Restore a checkpoint into ``model``, what it keeps (``model.keep``) and ``parts``, in place. Collective.
 
     With the same number of ranks and processes, and the same buckets and topology as when it was saved, the run
     continues bit for bit as if it had never stopped. Otherwise a warning is logged, and it continues as follows:
@@ -90,7 +91,8 @@ def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Che
         Either a folder of checkpoints, of which the newest valid one is loaded (a warning names every newer one and its
         defect), or a single checkpoint.
     **parts
-        The objects whose states were passed to :func:`gossip.save`, by the same names.
+        The objects whose states were passed to :func:`gossip.save`, or were kept by the model that was saved, by the
+        same names; not what the model here keeps.
 
     Returns
     -------
@@ -102,8 +104,9 @@ def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Che
     CheckpointError
         There is no valid checkpoint, or it is of another module, other optimizers or other parts; raised on every rank
         before anything has been changed.
-    TypeError
-        A part has no ``load_state_dict()``; raised before anything has been changed.
+    TypeError, ValueError
+        A part has no ``load_state_dict()``, or the name of an object that the model keeps; raised before anything has
+        been changed.
     ExchangeError
         A rank did not take part within the model's ``timeout``.
 
@@ -128,7 +131,8 @@ def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Che
 
 def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoint:
     replicas.check_between_steps()
-    kinds = together(replicas, f"gossip.load from {path}", lambda: _check_call(path, parts))
+    kinds = together(replicas, f"gossip.load from {path}", lambda: _check_call(path, replicas.kept, parts))
+    parts = replicas.kept.with_parts(parts)
     contents = _read_one(replicas, path) if any(kinds) else _read_newest(replicas, path)
     manifest = contents.manifest
 
@@ -164,7 +168,8 @@ def _num_processes(manifest: Mapping[str, Any]) -> int:
     return found
 
 
-def _check_call(path: Path, parts: Mapping[str, Any]) -> bool:
+def _check_call(path: Path, kept: KeptObjects, parts: Mapping[str, Any]) -> bool:
+    kept.with_parts(parts)
     for name, part in parts.items():
         if not is_stateful(part):
             raise TypeError(
@@ -293,8 +298,8 @@ def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]
     for name in parts:
         if name not in saved:
             raise CheckpointError(
-                f"it holds no state for {name!r}, only for {', '.join(map(repr, saved)) or 'no part at all'}; leave "
-                "it out"
+                f"it holds no state for {name!r}, only for {', '.join(map(repr, saved)) or 'no part at all'}; "
+                + (f"call model.keep({name}=...) after gossip.load" if name in replicas.kept else "leave it out")
             )
 
 

@@ -38,6 +38,7 @@ class RankReplica(Replicas):
 
     def __init__(self, model: GossipDataParallel) -> None:
         self._model = model
+        self.kept = model._kept
         self._engine = model._live()
         self._world = world = model._world  # the ranks that take part: one that has just joined may not
         self.ranks = range(world.rank, world.rank + 1)
@@ -97,9 +98,11 @@ class RankReplica(Replicas):
         self._engine_state = self._engine.state_dict()
 
     def states(self) -> Iterator[dict[str, Any]]:
+        scaler = self._engine.updater.scaler
         yield {
             **module_state(self._engine),
             "optimizers": self._optimizer_states,
+            "scaler": None if scaler is None else scaler.scaler.state_dict(),
             "engine": self._engine_state,
             "rng": rng_states(),
         }

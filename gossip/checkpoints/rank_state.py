@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 
 from gossip.checkpoints.checkpoint_layout import describe_tensor
 from gossip.errors import CheckpointError
 from gossip.parameters.plain_state import plain
+from gossip.step.kept_objects import is_stateful
 
 SECTIONS: Mapping[str, type] = {
     "parameters": dict,
@@ -21,19 +22,6 @@ SECTIONS: Mapping[str, type] = {
     "data": dict,
 }
 """The sections of every rank's file, besides the states of the random number generators."""
-
-
-class Stateful(Protocol):
-    """An object with a state: a scheduler, a GradScaler, a sampler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
-
-
-def is_stateful(part: Any) -> TypeGuard[Stateful]:
-    """Return whether ``part`` has ``state_dict()`` and ``load_state_dict()``."""
-    is_one = not isinstance(part, type)
-    return is_one and all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def parts_state(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gossip.step.kept_objects import KeptObjects
+
 
 class Replicas(ABC):
     """The replicas that this process holds.
@@ -24,6 +26,8 @@ class Replicas(ABC):
         Which shard of a replica the rank here holds, and of how many; the ranks of a shard group are consecutive.
     group_size : int
         The number of ranks that hold a replica together, each a shard of it or all of it.
+    kept : KeptObjects
+        What the model keeps beside the replicas.
     """
 
     place: int = 0
@@ -34,6 +38,7 @@ class Replicas(ABC):
     world_size: int
     process: int
     num_processes: int
+    kept: KeptObjects
 
     @property
     @abstractmethod

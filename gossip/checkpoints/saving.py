@@ -15,10 +15,11 @@ from loguru import logger
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.checkpoints.all_or_none import compare, together
 from gossip.checkpoints.checkpoint_files import reason, sync_folder, write_tensors
-from gossip.checkpoints.rank_state import is_stateful, parts_state
+from gossip.checkpoints.rank_state import parts_state
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.trained_models import TrainedModel, jointly
 from gossip.errors import CheckpointError
+from gossip.step.kept_objects import is_stateful
 from gossip.version import __version__
 
 
@@ -42,8 +43,9 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
         is judged by manifest and sizes: old files are not read again.) Checkpoints of later steps and all other files
         are kept.
     **parts
-        Whatever else belongs to the run, by name: objects with ``state_dict()`` and ``load_state_dict()`` (scheduler,
-        GradScaler, sampler), or plain data (numbers, strings, tensors, lists, dicts), such as the position in the data.
+        Whatever else belongs to the run, by name: plain data (numbers, strings, tensors, lists, dicts), such as the
+        position in the data, or objects with ``state_dict()`` and ``load_state_dict()`` that the model does not keep
+        (``model.keep(scheduler=scheduler)``; those are saved in any case).
 
     Returns
     -------
@@ -53,7 +55,8 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
     Raises
     ------
     TypeError, ValueError
-        An argument, or something in a part's state, cannot be saved; nothing has been written.
+        An argument, or something in a part's state, cannot be saved, or a part has the name of an object that the model
+        keeps; nothing has been written.
     CheckpointError
         A rank could not write (disk full, no permission), or the ranks are at different steps; raised on every rank,
         with rank, path and reason. Earlier checkpoints are intact, and training can continue.
@@ -106,12 +109,13 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
     def check() -> dict[str, Any]:
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
-        shared.update(parts_state(parts))
+        everything = replicas.kept.with_parts(parts)
+        shared.update(parts_state(everything))
         replicas.check_savable()
         return {
             "step": replicas.step,
             "folder": os.path.abspath(path),
-            "parts": [f"{name} ({'stateful' if is_stateful(part) else 'data'})" for name, part in parts.items()],
+            "parts": [f"{name} ({'stateful' if is_stateful(part) else 'data'})" for name, part in everything.items()],
         }
 
     announced = together(replicas, f"gossip.save at step {replicas.step}", check)

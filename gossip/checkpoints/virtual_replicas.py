@@ -39,6 +39,7 @@ class VirtualReplicas(Replicas):
 
     def __init__(self, workers: VirtualWorkers) -> None:
         self._workers = workers
+        self.kept = workers._kept
         self._shards = workers._shards
         self._updater = workers._updater
         self._exchanges = workers._exchanges

@@ -33,6 +33,11 @@ def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: 
     left_out = _restore_module(engine.module, state) + load_extra_states(_whole(engine), state.get("extra", {}))
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         _restore_optimizer(optimizer, saved)
+    if (scale := state.get("scaler")) is not None:
+        if engine.updater.scaler is None:
+            left_out.append("the loss scale: the model here has no scaler")
+        else:
+            engine.updater.scaler.scaler.load_state_dict(scale)
     return left_out + engine.load_state_dict(state["engine"])
 
 

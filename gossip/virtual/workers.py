@@ -24,6 +24,7 @@ from gossip.parameters.buffers import is_averaged, make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
+from gossip.step.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.owner_calls import OwnerCalls
 from gossip.step.step_order import StepOrder
 from gossip.step.wrapper_arguments import check_choice, check_update, prepare_algorithm, resolve_topology
@@ -40,7 +41,7 @@ from gossip.virtual.virtual_arguments import check_integer, make_module, resolve
 from topologies import Topology
 
 
-class VirtualWorkers(OwnAttributes):
+class VirtualWorkers(KeepsObjects, OwnAttributes):
     r"""Train ``world_size`` replicas in one process and mix them after every step, as in a distributed run.
 
     All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
@@ -200,6 +201,7 @@ class VirtualWorkers(OwnAttributes):
             if buffer_buckets:
                 raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
             self._replay = Replay(self.algorithm.replay, self._shards, buckets, self._optimizers)
+        self._kept = KeptObjects()
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpointing import ADAMW, assert_same, everything, log_of, make_model, names_in, one_step
+from ranks import run_ranks
 from replicas import SGD
 from torch import nn
 
@@ -86,16 +87,17 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> Non
     launch(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)
 
 
-def scaled_run(folder: str, resume: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def scaled_run(folder: str, resume: bool, passed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Rank 1 overflows in step 1, and the run is saved before the others have heard of it."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if resume else 1024.0, growth_interval=100)
     model = make_model(scaler=scaler, module=lambda: nn.Linear(4, 2))
+    parts = {"scaler": scaler} if passed else {}
     if resume:
-        gossip.load(model, folder, scaler=scaler)
+        gossip.load(model, folder, **parts)
     scales = []
     for step in range(model.step, 6):
         if step == 2 and not resume:
-            gossip.save(model, folder, scaler=scaler)
+            gossip.save(model, folder, **parts)
         overflow = float("inf") if step == 1 and model.rank == 1 else 1.0
         scaler.scale(model(torch.randn(8, 4)).square().mean() * overflow).backward()
         scales.append(scaler.get_scale())
@@ -104,9 +106,10 @@ def scaled_run(folder: str, resume: bool) -> tuple[list[float], dict[str, torch.
     return scales, state
 
 
-def test_overflow_that_is_under_way_goes_through_a_checkpoint(tmp_path: Path) -> None:
-    whole = launch(scaled_run, str(tmp_path), False, world_size=2)
-    resumed = launch(scaled_run, str(tmp_path), True, world_size=2)
+@pytest.mark.parametrize("passed", [False, True])
+def test_scale_and_overflow_that_is_under_way_go_through_a_checkpoint(tmp_path: Path, passed: bool) -> None:
+    whole = run_ranks(scaled_run, str(tmp_path), False, passed, world_size=2)
+    resumed = run_ranks(scaled_run, str(tmp_path), True, passed, world_size=2)
     for (scales, state), (later_scales, later_state) in zip(whole, resumed, strict=True):
         assert later_scales == scales[2:]
         assert min(scales) == 512.0
