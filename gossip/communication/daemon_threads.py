@@ -27,7 +27,12 @@ _endings: weakref.WeakKeyDictionary[threading.Thread, _Ending] = weakref.WeakKey
 
 
 def start(
-    name: str, run: Callable[[], None], *, end: Callable[[], object], patience: timedelta = CLOSING_PATIENCE
+    name: str,
+    run: Callable[[], None],
+    *,
+    end: Callable[[], object],
+    failed: Callable[[Exception], object],
+    patience: timedelta = CLOSING_PATIENCE,
 ) -> threading.Thread:
     """Start a daemon thread that is told to end, and waited for, when the program ends.
 
@@ -45,16 +50,48 @@ def start(
     end : callable
         Makes ``run`` return as soon as what it waits for permits; called once, when the program ends. It must not hold
         references to objects that must not outlive their owners.
+    failed : callable
+        Called in the thread with an exception that ``run`` raises, which ends the thread. It must tell whoever relies
+        on the thread, with the same restriction as ``end``.
     patience : timedelta
         How long the end of the program waits for the thread. A program that fails waits no longer than
         ``CLOSING_PATIENCE``, so that its peers are notified soon.
     """
-    thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def run_or_fail() -> None:
+        try:
+            run()
+        except Exception as error:
+            failed(error)
+
+    thread = threading.Thread(target=run_or_fail, name=name, daemon=True)
     _endings[thread] = _Ending(end, patience)
     if not _program_end().alive:  # it has run, but an exit handler that was registered earlier still needs a thread
         _let_the_stuck_sleep()
     thread.start()
     return thread
+
+
+def weak_run(owner: object, turn: Callable[..., bool]) -> Callable[[], None]:
+    """Return the function of a thread that takes turns for as long as its owner lives and has more of them."""
+    reference = weakref.ref(owner)
+
+    def run() -> None:
+        while (alive := reference()) is not None and turn(alive):
+            del alive
+
+    return run
+
+
+def weak_call(owner: object, method: Callable[..., object]) -> Callable[[Exception], None]:
+    """Return a function that passes an exception to a method of its owner, if that is still alive."""
+    reference = weakref.ref(owner)
+
+    def call(error: Exception) -> None:
+        if (alive := reference()) is not None:
+            method(alive, error)
+
+    return call
 
 
 @functools.cache

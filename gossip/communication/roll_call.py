@@ -200,18 +200,17 @@ class RollCall:
         stop, answers, errors = threading.Event(), list[_Answer](), list[Exception]()
 
         def ask() -> None:
-            try:
-                answers.append(question(stop))
-            except Exception as error:
-                errors.append(error)
+            answers.append(question(stop))
 
-        thread = daemon_threads.start("gossip-roll-call", ask, end=stop.set)
+        thread = daemon_threads.start("gossip-roll-call", ask, end=stop.set, failed=errors.append)
         try:
             thread.join(patience.total_seconds())
         finally:
             stop.set()
         if answers:
             return answers[0]
+        if errors and not isinstance(errors[0], RuntimeError):  # stores have no specific type of errors
+            raise errors[0]
         reason = f" ({str(errors[0]).splitlines()[0]})" if errors and str(errors[0]) else ""
         raise ExchangeError(f"{STORE_IS_SILENT}{reason}") from (errors[0] if errors else None)
 

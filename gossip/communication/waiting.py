@@ -14,6 +14,7 @@ from gossip.communication import daemon_threads
 from gossip.communication.culprits import Arrival, Sighting, Verdict, find_culprits
 from gossip.communication.roll_call import STORE_IS_SILENT, STORE_PATIENCE_S, RollCall
 from gossip.communication.sockets import with_resending
+from gossip.errors import GossipError
 
 #: A wait is long, and reported to the others, after a tenth of the time-out, or after this.
 _PATIENCE_S = 1.0
@@ -142,6 +143,7 @@ class Vigil:
         self._began = time.monotonic()
         self._answered_at = self._began
         self._failure = ""
+        self._errors: list[Exception] = []
         self._arrivals: list[Arrival | None] = [None] * roll_call.world_size
         self._states = [""] * roll_call.world_size
         self._changed_at: dict[int, float] = {}
@@ -150,7 +152,9 @@ class Vigil:
 
     def __enter__(self) -> Vigil:
         if self._roll_call.has_store:
-            self._thread = daemon_threads.start("gossip-vigil", self._watch, end=self._stop.set)
+            self._thread = daemon_threads.start(
+                "gossip-vigil", self._watch, end=self._stop.set, failed=self._errors.append
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,8 +164,19 @@ class Vigil:
             self._roll_call.is_silent = self._thread.is_alive()
 
     def verdict(self, sequence: int | None) -> Verdict:
-        """Return the verdict by what is known now."""
+        """Return the verdict by what is known now.
+
+        Raises
+        ------
+        GossipError
+            The thread has failed, which is no fault of the other ranks.
+        """
         roll_call = self._roll_call
+        if self._errors:
+            raise GossipError(
+                f"rank {roll_call.rank}: {self._where}: the thread that looks for the rank that causes a long wait has "
+                f"failed: {self._errors[0]!r}"
+            ) from self._errors[0]
         if not roll_call.has_store:
             return Verdict((), "this backend has no key-value store to tell who is absent", is_certain=True)
         now = time.monotonic()

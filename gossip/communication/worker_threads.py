@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -106,6 +106,7 @@ class WorkerThreads:
         self._to_post: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         posted: _Posted = queue.SimpleQueue()
         to_finish: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._queues: tuple[queue.SimpleQueue[Any], ...] = (self._to_post, posted, to_finish)
         window = _Window(WINDOW_BYTES)
         self._finalizer = end = weakref.finalize(self, self._to_post.put, None)
         lives = {
@@ -113,10 +114,13 @@ class WorkerThreads:
             "wait": partial(_wait, posted, window, to_finish),
             "finish": partial(_finish, to_finish),
         }
-        self._threads = [
-            daemon_threads.start(f"{name}-{what}", run, end=end, patience=patience) for what, run in lives.items()
-        ]
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._error: Exception | None = None
+        failed = daemon_threads.weak_call(self, WorkerThreads._fail)
+        self._threads = [
+            daemon_threads.start(f"{name}-{what}", run, end=end, failed=failed, patience=patience)
+            for what, run in lives.items()
+        ]
         self._is_parents = False
         forks.watch(self)
 
@@ -139,7 +143,17 @@ class WorkerThreads:
         ticket = Ticket(job)
         self._tickets.add(ticket)
         self._to_post.put(ticket)
+        if self._error is not None:
+            ticket.fail(self._error)
         return ticket
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all jobs, present and future, because one of the threads has failed, and end the others."""
+        self._error = error
+        for entries in self._queues:
+            entries.put(None)
+        for ticket in list(self._tickets):
+            ticket.fail(error)
 
     def close(self, patience: timedelta) -> bool:
         """End the threads when what they wait for has ended, and return whether that was within ``patience``.
@@ -198,6 +212,12 @@ class Ticket:
             forks.keep(self._job)
             self.error = GossipError(forks.FORKED)
             self._done = threading.Event()  # another thread may have held its lock
+            self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        """Fail, unless it has already ended."""
+        if not self.done:
+            self.error = error
             self._done.set()
 
     def post(self) -> Works | None:

@@ -63,7 +63,9 @@ class Preemption:
             return
         if not self._is_due:
             self._is_due = True
-            daemon_threads.start("gossip-preemption", self._end_in_time, end=self._has_left.set)
+            daemon_threads.start(
+                "gossip-preemption", self._end_in_time, end=self._has_left.set, failed=lambda _: os._exit(EXIT_STATUS)
+            )
 
     def _leave_if_due(self) -> None:
         engine = self._engine()

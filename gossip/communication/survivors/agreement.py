@@ -18,10 +18,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads
-from gossip.communication.survivors.ballots import Ballots, Decision, Note, Proposal
-from gossip.communication.survivors.epochs import Epoch
+from gossip.communication.survivors.ballots import Ballots, Decision, Note, Proposal, StoreLost
+from gossip.communication.survivors.epochs import Epoch, too_few
 from gossip.communication.survivors.flag_board import FlagBoard, Position
-from gossip.communication.survivors.mesh import Mesh, in_words, weak_run
+from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.errors import ExchangeError, GossipError
 
@@ -89,19 +89,23 @@ class Agreement:
         self._leaves_at: int | None = None
         self._timeout = timeout
         self._is_in_step = is_in_step
-        self._error: ExchangeError | None = None
+        self._error: GossipError | None = None
         self._holds = False
         self._num_attempts = 0  # that have been decided
         self._alarm = 0  # the newest attempt that another rank has reported
         self._changed = threading.Condition()
         self._stop = threading.Event()
         mesh.on_lost = self._on_lost
+        mesh.on_failed = self._on_failed
         mesh.handlers[Kind.ALARM] = lambda _member, frame: self._on_alarm(frame.key.first)
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
             self._follow()
         self._thread = daemon_threads.start(
-            f"gossip-agreement-{mesh.member}", weak_run(self, Agreement._turn), end=self._stop.set
+            f"gossip-agreement-{mesh.member}",
+            daemon_threads.weak_run(self, Agreement._turn),
+            end=self._stop.set,
+            failed=daemon_threads.weak_call(mesh, Mesh.fail),
         )
 
     # ------------------------------------------------------------------ used by the training thread
@@ -292,6 +296,11 @@ class Agreement:
             self._suspects.setdefault(member, reason)
             self._changed.notify_all()
 
+    def _on_failed(self, error: GossipError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
     def _on_alarm(self, number: int) -> None:
         with self._changed:
             self._alarm = max(self._alarm, number)
@@ -326,12 +335,8 @@ class Agreement:
         if is_due:
             try:
                 self._attempt(self._num_attempts + 1)
-            except Exception as error:  # from a store, whose errors have no specific type
-                self._fail(
-                    f"the key-value store does not reply ({str(error).partition(chr(10))[0]}): without it the "
-                    "remaining ranks "
-                    "cannot agree on who trains"
-                )
+            except StoreLost as error:
+                self._fail(f"{error}: without it the remaining ranks cannot agree on who trains")
         return not self._stop.is_set()
 
     def _attempt(self, number: int) -> None:
@@ -471,14 +476,7 @@ class Agreement:
             self._changed.notify_all()
 
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
-        gone = [other for other in self._initial if other not in members]
-        reasons = "; ".join(f"rank {other}: {self._suspects.get(other, 'dropped by others')}" for other in gone)
-        return ExchangeError(
-            f"rank {self._mesh.member}: {len(members)} of {len(self._initial)} ranks remain ({in_words(members)}), "
-            f"fewer than min_ranks={self._min_ranks}; missing: {reasons}. Start again from the newest checkpoint, or "
-            "pass a lower min_ranks",
-            culprits=gone,
-        )
+        return too_few(self._mesh.member, members, self._initial, self._suspects, self._min_ranks)
 
     def _fail(self, text: str) -> None:
         with self._changed:

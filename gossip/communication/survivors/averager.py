@@ -100,8 +100,6 @@ class Shown:
 class Averager:
     """The averages of one rank; it lives as long as its model, across epochs.
 
-    An error in the thread that replies is raised in the training thread, wherever that waits for other ranks.
-
     Parameters
     ----------
     world : LivingWorld
@@ -124,7 +122,13 @@ class Averager:
         self._making = threading.Lock()  # held while a bucket is shown for the first time
         run = partial(_answer_all, world.questions, weakref.ref(self))
         end = weakref.finalize(self, world.questions.put, None)
-        daemon_threads.start(f"gossip-averages-{world.member}", run, end=end, patience=world.timeout)
+        daemon_threads.start(
+            f"gossip-averages-{world.member}",
+            run,
+            end=end,
+            failed=daemon_threads.weak_call(world, LivingWorld.fail),
+            patience=world.timeout,
+        )
 
     # ------------------------------------------------------------------ used by the training thread
 
@@ -140,7 +144,7 @@ class Averager:
         has itself asked for an average with what was shown before is not asked. ``values`` are in :meth:`memory`, and
         must not be used after this.
         """
-        self._world.check_threads()
+        self._world.mesh.check()
         shown = self._shown_of(bucket, values)
         if not values.is_cpu:
             shown.following.copy_(values)
@@ -238,6 +242,9 @@ class Averager:
             if shown is None:
                 self._refuse(member, frame)
                 return
+        nbytes, is_refusal = shown.values.nbytes, frame.key.kind == Kind.AVERAGE and not frame.payload.nbytes
+        if not is_refusal and not self._world.mesh.is_of_size(member, frame.key, frame.payload, nbytes):
+            return
         with shown.lock:
             if frame.key.kind == Kind.PAIR:
                 self._on_question(shown, member, frame)
@@ -333,19 +340,10 @@ class Averager:
             asked.frame.copy()
             self._end(shown)
 
-    def fail(self, error: Exception) -> None:
-        """End the training thread, which would otherwise wait until its time-out."""
-        self._world.failure = error
-        with self._world.mesh.changed:
-            self._world.mesh.changed.notify_all()
-
 
 def _answer_all(frames: Questions, reference: weakref.ReferenceType[Averager]) -> None:
     """Run the thread that replies, in the order in which the frames arrived."""
     with torch.no_grad():
         while (came := frames.get()) is not None and (averager := reference()) is not None:
-            try:
-                averager.answer(*came)
-            except Exception as error:  # raised in the training thread
-                averager.fail(error)
+            averager.answer(*came)
             del averager, came

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from gossip.communication.survivors.flag_board import Position, Yes
+from gossip.errors import ExchangeError
 
 
 class Proposal(NamedTuple):
@@ -62,6 +64,25 @@ class Decision(NamedTuple):
     yeses: list[Yes]
 
 
+class StoreLost(ExchangeError):
+    """The key-value store does not reply; the text says why, if that is known."""
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Within the block, a store is asked.
+
+    Raises
+    ------
+    StoreLost
+        It does not reply.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # stores have no specific type of errors
+        raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
+
+
 class Ballots:
     """Proposals, notes and decisions by the numbers of the attempts; what is written once reads the same for all ranks.
 
@@ -88,7 +109,8 @@ class Ballots:
 
     def note(self, number: int, member: int, note: Note) -> None:
         """Write the note of a rank."""
-        self.store.set(f"note/{number}/{member}", json.dumps(note))
+        with asking():
+            self.store.set(f"note/{number}/{member}", json.dumps(note))
 
     def without_note(self, number: int, members: Collection[int]) -> list[int]:
         """Return those of ``members`` that have written no note."""
@@ -111,13 +133,18 @@ class Ballots:
         return _decision(self._get(f"decision/{number}"))
 
     def _has(self, key: str) -> bool:
-        return bool(self.store.check([key]))
+        with asking():
+            return bool(self.store.check([key]))
 
     def _get(self, key: str) -> Any:
-        return json.loads(self.store.get(key))
+        with asking():
+            found = self.store.get(key)
+        return json.loads(found)
 
     def _set_once(self, key: str, value: Any) -> Any:
-        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+        with asking():
+            found = self.store.compare_set(key, "", json.dumps(value))
+        return json.loads(found)
 
 
 def _decision(found: Any) -> Decision | None:

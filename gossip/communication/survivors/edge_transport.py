@@ -6,7 +6,6 @@ import queue
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -57,7 +56,7 @@ class EdgeTransport(Transport):
         self._world = world
         self._members = tuple(range(topology.world_size) if members is None else members)
         self._place = self._members.index(world.member)
-        self._finisher = Finisher(world.member, world.timeout) if follows_up else None
+        self._finisher = Finisher(world) if follows_up else None
         self._soft_deadline_s = soft_deadline_s
         self._late = LateMessages(world)
 
@@ -218,7 +217,9 @@ class EdgeExchange:
         def look() -> bool:
             for member, place in list(missing.items()):
                 payload = mesh.take(member, key)
-                if payload is not None:
+                if payload is not None and mesh.is_of_size(
+                    member, key, payload, self._expected(payload, turn, place).nbytes
+                ):
                     found[place] = payload
                     self.arrived_at[place] = time.perf_counter()
                     del missing[member]
@@ -248,7 +249,8 @@ class EdgeExchange:
 
     def _kept(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
         """Return a message in place, if that is this rank's own memory or it is only read; otherwise a copy."""
-        message, shared = self._as_expected(payload, turn, place), self._shared
+        like, shared = self._expected(payload, turn, place), self._shared
+        message = payload.view(like.dtype).view(like.shape).to(like.device)
         # The codec's messages are plain values.
         reads_only = shared is None or any(map(shared.holds, turn.sent.values()))
         if not reads_only and shared is not None and shared.is_lent(payload):
@@ -258,11 +260,12 @@ class EdgeExchange:
             self._payloads.append(payload)
         return message
 
-    def _as_expected(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
+    def _expected(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
+        """Return a tensor like the message that a payload must be."""
         like = next(iter(turn.sent.values()), None)
         if like is None or like.nbytes != payload.nbytes or turn is not self._opening:
             like = turn.receive_buffers[place]
-        return payload.view(like.dtype).view(like.shape).to(like.device)
+        return like
 
     def _await_sent(self, ends_at: float | None) -> None:
         """Wait until the sent messages are no longer read, because their memory is reused for the next exchange."""
@@ -286,11 +289,16 @@ class EdgeExchange:
 class Finisher:
     """A thread in which exchanges proceed in the order in which they were started; it ends after the last of them."""
 
-    def __init__(self, member: int, patience: timedelta) -> None:
+    def __init__(self, world: LivingWorld) -> None:
         self._exchanges: queue.SimpleQueue[EdgeExchange | None] = queue.SimpleQueue()
         end = weakref.finalize(self, self._exchanges.put, None)
-        name = f"gossip-exchanges-{member}"
-        daemon_threads.start(name, partial(_finish, self._exchanges), end=end, patience=patience)
+        daemon_threads.start(
+            f"gossip-exchanges-{world.member}",
+            partial(_finish, self._exchanges),
+            end=end,
+            failed=daemon_threads.weak_call(world, LivingWorld.fail),
+            patience=world.timeout,
+        )
 
     def submit(self, exchange: EdgeExchange) -> None:
         """Finish the exchange after the previous ones."""

@@ -145,6 +145,7 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool
                     found[number] = payload
             if len(found) == len(numbers):
                 break
+            mesh.check()
             if giver in mesh.lost:
                 raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
             if time.monotonic() > deadline:

@@ -67,9 +67,10 @@ class LateMessages:
         def look() -> bool:
             for late in list(awaited):
                 payload = mesh.take(late.member, late.key)
-                if payload is not None:
+                is_right = payload is not None and mesh.is_of_size(late.member, late.key, payload, late.own.nbytes)
+                if payload is not None and is_right:
                     found.append((late, payload))
-                if payload is not None or (late.member in mesh.lost and late.member not in mesh.left):
+                if is_right or (late.member in mesh.lost and late.member not in mesh.left):
                     awaited.remove(late)
             return not (awaited and waits)
 

@@ -5,23 +5,31 @@ from __future__ import annotations
 import collections
 import contextlib
 import hmac
-import selectors
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 
 from gossip.communication import daemon_threads, forks
-from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection, next_number
+from gossip.communication.survivors.listener import Listener
+from gossip.communication.survivors.peer_connection import (
+    ConnectionLost,
+    Frame,
+    Key,
+    Kind,
+    Outgoing,
+    PeerConnection,
+    next_number,
+    reading,
+)
 from gossip.communication.survivors.sending_turns import UnderWay, whose_turn
+from gossip.communication.survivors.watcher import READ, WRITE, Watcher
 from gossip.errors import ExchangeError, GossipError
 
 _MOST_BACKLOG_BYTES = 2**26
-_BACKLOG = 4096
 _KEPT_BUFFERS = 4  # per size
 _TICK_S = 0.05
 _BEAT_S = 0.5
@@ -32,7 +40,11 @@ Lost = Callable[[int, str], None]
 """Called with a member whose connection is lost, and the reason, in the thread that serves the connections."""
 
 Handler = Callable[[int, Frame], None]
-"""Called with a member's frame, in the same thread. Frames of kinds without a handler are kept until taken."""
+"""Called with a member's frame, in the same thread. Frames of kinds without a handler are kept until taken.
+
+``ConnectionLost`` ends the connection with that member (see ``peer_connection.reading``); any other exception is this
+rank's own, and ends its part in the training.
+"""
 
 
 class Mesh:
@@ -77,6 +89,10 @@ class Mesh:
         When a member last reported that it waits (``time.monotonic()``), and its position then.
     stepped_at : dict of int to float
         When a member last reported a step, for ranks that do not make their steps together.
+    failure : GossipError or None
+        A thread that serves the other members has failed, and this one cannot continue; the cause is its exception.
+    on_failed : callable
+        Called with it, in that thread.
     """
 
     def __init__(self, member: int, token: bytes, host: str, timeout: timedelta) -> None:
@@ -91,6 +107,8 @@ class Mesh:
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
+        self.on_failed: Callable[[GossipError], None] = lambda _error: None
+        self.failure: GossipError | None = None
         self.handlers: dict[Kind, Handler] = {}
         self._token = token
         self._connections: dict[int, PeerConnection] = {}
@@ -100,23 +118,19 @@ class Mesh:
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
         self._to_add: collections.deque[PeerConnection] = collections.deque()
         self._to_cut: collections.deque[tuple[int, str]] = collections.deque()
-        self._selector = selectors.DefaultSelector()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)
-        self.address = host, int(self._listener.getsockname()[1])
-        self._wake, self._bell = socket.socketpair()
-        for end in (self._wake, self._bell):
-            end.setblocking(False)
-        self._is_awake = False
+        self._watcher = Watcher()
+        self._listener = Listener(member, host, self._connection, timeout.total_seconds())
+        self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._stop = threading.Event()
         self._is_parents = False
         self._thread = daemon_threads.start(
-            f"gossip-mesh-{member}", weak_run(self, Mesh._serve), end=self._stop.set, patience=timeout
+            f"gossip-mesh-{member}",
+            daemon_threads.weak_run(self, Mesh._serve),
+            end=self._stop.set,
+            failed=daemon_threads.weak_call(self, Mesh._fail_here),
+            patience=timeout,
         )
         forks.watch(self)
 
@@ -133,12 +147,15 @@ class Mesh:
         ------
         ExchangeError
             Members could not be reached, or did not connect in time; the text names them.
+        GossipError
+            The thread that serves the connections has failed.
         """
         self.call({member: address for member, address in addresses.items() if member < self.member})
         deadline = time.monotonic() + self.timeout.total_seconds()
         others = set(addresses) - {self.member}
         with self.changed:
             while absent := sorted(member for member in others if not self.has_met(member)):
+                self.check()
                 if not self.changed.wait(_TICK_S):
                     for member in filter(is_gone, absent):
                         self.cut(member, "its process ended before it was connected")
@@ -173,7 +190,7 @@ class Mesh:
     def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
             connected = socket.create_connection(address, max(_TICK_S, deadline - time.monotonic()))
-            connection = PeerConnection(connected, self.timeout, self._buffer)
+            connection = self._connection(connected)
         except OSError as error:
             with self.changed:
                 if isinstance(error, ConnectionRefusedError):
@@ -185,7 +202,7 @@ class Mesh:
         hello = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
         connection.enqueue(Outgoing(Key(Kind.HELLO, self.member), hello, _BEFORE_ALL))
         self._to_add.append(connection)
-        self._ring()
+        self._watcher.ring()
 
     # ------------------------------------------------------------------ sending and taking
 
@@ -203,7 +220,7 @@ class Mesh:
             if connection is None:
                 frame.end()
             elif connection.enqueue(frame):
-                self._ring()
+                self._watcher.ring()
         return frame
 
     def expect(self, member: int, key: Key, nbytes: int) -> None:
@@ -223,8 +240,14 @@ class Mesh:
             was_paused = self._backlog[member] > _MOST_BACKLOG_BYTES
             self._backlog[member] -= num_bytes
             if was_paused and self._backlog[member] <= _MOST_BACKLOG_BYTES:
-                self._ring()
+                self._watcher.ring()
         return payload
+
+    def is_of_size(self, member: int, key: Key, payload: torch.Tensor, nbytes: int) -> bool:
+        """Return whether a frame's payload has the size that it must have; otherwise its member is lost."""
+        if payload.nbytes != nbytes:
+            self.cut(member, f"its frame {tuple(key)} has {payload.nbytes} bytes, and must have {nbytes}")
+        return payload.nbytes == nbytes
 
     def put(self, member: int, key: Key, payload: torch.Tensor, num_bytes: int) -> None:
         """Store a payload as if it had arrived in a frame; it occupies ``num_bytes`` of this process's memory."""
@@ -259,7 +282,7 @@ class Mesh:
             self.lost[member] = reason
             self._to_cut.append((member, reason))
             self.changed.notify_all()
-        self._ring()
+        self._watcher.ring()
 
     def cut_all(self, reason: str) -> None:
         """End the connections with all members. Does not block."""
@@ -269,27 +292,52 @@ class Mesh:
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         with self.changed:
-            kept = self._buffers[nbytes]
+            kept = self._buffers.get(nbytes)
             return kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8)
+
+    def check(self) -> None:
+        """Raise :attr:`failure`, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: Exception) -> None:
+        """Let this member's current wait for others, or the next one, raise what ended a thread. Does not block."""
+        failure = GossipError(f"rank {self.member}: a thread that replies to other ranks has failed: {error!r}")
+        failure.__cause__ = error
+        with self.changed:
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+        self.on_failed(failure)
 
     # ------------------------------------------------------------------ the thread
 
     def _serve(self) -> bool:
         """Serve once; return whether to continue."""
         self._take_up_changes()
-        for selected, events in self._selector.select(_TICK_S):
-            connection = selected.data
-            if selected.fileobj is self._bell:
-                self._hear()
-            elif selected.fileobj is self._listener:
-                self._answer()
+        for connection, events in self._watcher.wait(_TICK_S):
+            if not isinstance(connection, PeerConnection):
+                for accepted in self._listener.accept(time.monotonic()):
+                    self._watcher.watch(accepted, READ)
             elif connection.socket.fileno() != -1:
                 self._serve_one(connection, events)
         return not self._stop.is_set()
 
+    def _fail_here(self, error: Exception) -> None:
+        """End the connections when the thread that serves them has failed, so that the others notice at once."""
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+        self.fail(error)
+
     def _take_up_changes(self) -> None:
+        now = time.monotonic()
         while self._to_add:
-            self._know(self._to_add.popleft())
+            connection = self._to_add.popleft()
+            with self._losing(connection):
+                self._know(connection)
+        for connection in self._listener.overdue(now):
+            self._lose(connection, "it did not say in time which rank it is")
+        self._watcher.watch(self._listener, READ * self._listener.is_open(now))
         while self._to_cut:
             member, reason = self._to_cut.popleft()
             if member in self._connections:
@@ -298,7 +346,7 @@ class Mesh:
         sends = self._that_send()
         for member, connection in self._connections.items():
             reads = self._backlog[member] <= _MOST_BACKLOG_BYTES
-            self._watch(connection, selectors.EVENT_READ * reads | selectors.EVENT_WRITE * (connection in sends))
+            self._watcher.watch(connection, READ * reads | WRITE * (connection in sends))
 
     def _beat(self) -> None:
         """Give signs of life; more often to members for which a message waits for its turn."""
@@ -318,7 +366,7 @@ class Mesh:
         messages: list[UnderWay] = []
         with self.changed:
             for member, connection in self._connections.items():
-                quiet_s = now - connection.sent_at if connection.watched & selectors.EVENT_WRITE else 0.0
+                quiet_s = now - connection.sent_at if connection.watched & WRITE else 0.0
                 messages += [UnderWay(n, member, nbytes, True, quiet_s) for n, nbytes in connection.unsent()]
             for (member, _), (number, nbytes) in self._expected.items():
                 sender = self._connections.get(member)
@@ -326,40 +374,34 @@ class Mesh:
                     messages.append(UnderWay(number, member, nbytes, False, now - sender.heard_at))
             return [self._connections[member] for member in whose_turn(messages)]
 
-    def _watch(self, connection: PeerConnection, events: int) -> None:
-        """Register for exactly these events."""
-        if events == connection.watched:
-            return
-        if events & ~connection.watched & selectors.EVENT_WRITE:
-            connection.sent_at = time.monotonic()  # the connection could not have accepted anything before
-        if not connection.watched:
-            self._selector.register(connection.socket, events, connection)
-        elif events:
-            self._selector.modify(connection.socket, events, connection)
-        else:
-            self._selector.unregister(connection.socket)
-        connection.watched = events
+    @contextlib.contextmanager
+    def _losing(self, connection: PeerConnection) -> Iterator[None]:
+        """End a connection that is lost within the block, and nothing else: any other exception is this rank's own."""
+        try:
+            yield
+        except ConnectionLost as error:
+            self._lose(connection, str(error))
 
     def _serve_one(self, connection: PeerConnection, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
+        with self._losing(connection):
+            if events & WRITE:
                 num_waiting = len(connection.outgoing)
                 connection.send()
                 if len(connection.outgoing) != num_waiting:
                     with self.changed:
                         self.changed.notify_all()
-            if events & selectors.EVENT_READ:
+            if events & READ:
                 connection.receive(lambda frame: self._sort_in(connection, frame))
-        except (OSError, ValueError) as error:
-            self._lose(connection, getattr(error, "strerror", None) or str(error))
 
     def _sort_in(self, connection: PeerConnection, frame: Frame) -> None:
         kind, member = frame.key.kind, connection.member
         if member is None:
             if kind != Kind.HELLO or not hmac.compare_digest(frame.payload.numpy().tobytes(), self._token):
-                raise ConnectionError("an unknown process connected")
+                raise ConnectionLost("an unknown process connected")
             connection.member = frame.key.first
             self._know(connection)
+        elif kind == Kind.HELLO:
+            raise ConnectionLost("it said twice which rank it is")
         elif kind in self.handlers:
             self.handlers[kind](member, frame)
         elif kind == Kind.GOODBYE:
@@ -367,7 +409,8 @@ class Mesh:
                 self.left.add(member)
                 self.changed.notify_all()
         elif kind == Kind.WAITING:
-            num_loaded, step, num_ended = frame.payload.view(torch.int64).tolist()
+            with reading(frame):
+                num_loaded, step, num_ended = frame.payload.view(torch.int64).tolist()
             self.waiting[member] = time.monotonic(), (num_loaded, step, num_ended)
         elif kind == Kind.STEPPED:
             self.stepped_at[member] = time.monotonic()
@@ -378,19 +421,18 @@ class Mesh:
         assert connection.member is not None
         with self.changed:
             if connection.member in self.lost or connection.member in self._connections:
-                raise ConnectionError("it is lost or already connected")
+                raise ConnectionLost("it is lost or already connected")
             self._connections[connection.member] = connection
             self.changed.notify_all()
+        self._listener.forget(connection)
         self.on_met(connection.member)
 
-    def _answer(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                accepted, _ = self._listener.accept()
-                self._watch(PeerConnection(accepted, self.timeout, self._buffer), selectors.EVENT_READ)
+    def _connection(self, connected: socket.socket) -> PeerConnection:
+        return PeerConnection(connected, self.timeout, self._buffer)
 
     def _lose(self, connection: PeerConnection, reason: str) -> None:
-        self._watch(connection, 0)
+        self._watcher.watch(connection, 0)
+        self._listener.forget(connection)
         member = connection.member
         with self.changed:
             connection.close()
@@ -400,17 +442,6 @@ class Mesh:
             self.lost.setdefault(member, reason)
             self.changed.notify_all()
         self.on_lost(member, self.lost[member])
-
-    def _ring(self) -> None:
-        if not self._is_awake:
-            self._is_awake = True
-            with contextlib.suppress(OSError):
-                self._wake.send(b"\0")
-
-    def _hear(self) -> None:
-        with contextlib.suppress(OSError):
-            self._bell.recv(4096)
-        self._is_awake = False
 
     # ------------------------------------------------------------------ closing
 
@@ -430,32 +461,21 @@ class Mesh:
         if self._is_parents:
             return
         self._stop.set()
-        self._ring()
+        self._watcher.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())
         if not self._thread.is_alive():
             for connection in list(self._connections.values()):
                 connection.close()
             self._connections.clear()
-            for end in (self._selector, self._listener, self._wake, self._bell):
-                end.close()
+            self._listener.close()
+            self._watcher.close()
 
     def leave_to_parent(self) -> None:
         """Implement :class:`gossip.communication.forks.Inherited`."""
         self._is_parents = True
         self.changed = threading.Condition()  # another thread may have held the old one
         forks.keep(self)
-
-
-def weak_run(owner: object, turn: Callable[..., bool]) -> Callable[[], None]:
-    """Return the function of a thread that takes turns for as long as its owner lives and has more of them."""
-    reference = weakref.ref(owner)
-
-    def run() -> None:
-        while (alive := reference()) is not None and turn(alive):
-            del alive
-
-    return run
 
 
 def in_words(members: Sequence[int]) -> str:

@@ -87,7 +87,11 @@ class Newcomer:
         mesh, members = self._mesh, epoch.members
         mesh.call({other: self._world.address_of(other) for other in members if not mesh.has_met(other)})
         with mesh.changed:
-            mesh.changed.wait_for(lambda: all(map(mesh.has_met, members)), timeout=self._world.timeout.total_seconds())
+            mesh.changed.wait_for(
+                lambda: mesh.failure is not None or all(map(mesh.has_met, members)),
+                timeout=self._world.timeout.total_seconds(),
+            )
+            mesh.check()
             found = [other for other in members if other not in mesh.lost]
             have_ended = mesh.ended.issuperset(members)
         if not found:

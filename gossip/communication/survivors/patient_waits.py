@@ -14,7 +14,6 @@ from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.world import World
-from gossip.errors import GossipError
 
 _NUM_BEATS_MISSED = 4
 _SUSPECTED = 0.25  # of the time-out
@@ -32,13 +31,10 @@ class PatientWorld(World):
         The connections to the other ranks.
     agreement : Agreement
         Determines who trains.
-    failure : Exception or None
-        An error in a thread that serves the others, after which this rank cannot continue.
     """
 
     mesh: Mesh
     agreement: Agreement
-    failure: Exception | None = None
     _epoch: Epoch
     _told_of_step_at = 0.0
 
@@ -83,7 +79,7 @@ class PatientWorld(World):
         is_warned = False
         with self.mesh.changed:
             while not look():
-                self.check_threads()
+                self.mesh.check()
                 missing = awaited()
                 left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
                 if left:
@@ -108,12 +104,9 @@ class PatientWorld(World):
                     if suspects and waited_s > timeout_s:
                         self._give_up(suspects, where, waited_s)
 
-    def check_threads(self) -> None:
-        """Raise an error of a thread that serves the other ranks."""
-        if self.failure is not None:
-            raise GossipError(
-                f"rank {self.member}: a thread that replies to other ranks has failed: {self.failure!r}"
-            ) from self.failure
+    def fail(self, error: Exception) -> None:
+        """Let the training thread raise an error of a thread that serves the other ranks. Local."""
+        self.mesh.fail(error)
 
     def tell_of_step(self) -> None:
         """Tell the others now and then that this rank makes steps, if ranks do not make them together. Local."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
@@ -25,6 +26,8 @@ _TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; older versions of Python do not define i
 _MOST_UNSENT_BYTES = 2**17
 _MOST_BYTES_AT_ONCE = 2**10  # sent by the calling thread itself, which then need not wake another one
 _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
+# No rank holds a longer message in memory. Up to here the kernel provides memory as the bytes arrive, not before.
+_MOST_PAYLOAD_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Kind(IntEnum):
@@ -47,6 +50,9 @@ class Kind(IntEnum):
     AVERAGE = 15
     STEPPED = 16
     READY = 17
+
+
+_KINDS = frozenset(Kind)
 
 
 class Key(NamedTuple):
@@ -137,8 +143,30 @@ class Outgoing:
         self.has_ended = True
 
 
-class ConnectionLost(OSError):
-    """The peer has closed the connection, or violated the protocol."""
+class ConnectionLost(Exception):
+    """The connection has failed, or the peer has closed it or violated the protocol; the text says which."""
+
+    @classmethod
+    def by(cls, error: OSError) -> ConnectionLost:
+        """Return what an operation on the socket has failed with."""
+        return cls(error.strerror or str(error))
+
+
+@contextlib.contextmanager
+def reading(frame: Frame) -> Iterator[None]:
+    """Within the block, the content of a frame is read: whatever is raised there is the fault of its sender.
+
+    Raises
+    ------
+    ConnectionLost
+        The content is not what frames of this kind contain.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ConnectionLost(
+            f"a frame of kind {frame.key.kind.name} that arrived cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 class PeerConnection:
@@ -241,8 +269,8 @@ class PeerConnection:
 
         Raises
         ------
-        OSError
-            The connection is lost.
+        ConnectionLost
+            Nothing can be sent any more.
         """
         with self._sending:
             while self.outgoing:
@@ -252,6 +280,8 @@ class PeerConnection:
                     frame.send(self.socket)
                 except (BlockingIOError, InterruptedError):
                     return False
+                except OSError as error:
+                    raise ConnectionLost.by(error) from error
                 self.outgoing.popleft()
                 frame.end()
             return True
@@ -261,8 +291,8 @@ class PeerConnection:
 
         Raises
         ------
-        OSError
-            The connection is lost; complete frames that arrived before have been passed on.
+        ConnectionLost
+            Nothing can be received any more; complete frames that arrived before have been passed on.
         """
         for _ in range(_MOST_READS):
             target = self._memory if self._key is not None else memoryview(self._header)
@@ -270,6 +300,8 @@ class PeerConnection:
                 num_bytes = self.socket.recv_into(target[self._num_read :])
             except (BlockingIOError, InterruptedError):
                 return
+            except OSError as error:
+                raise ConnectionLost.by(error) from error
             if num_bytes == 0:
                 raise ConnectionLost("the connection was closed")
             self.heard_at = time.monotonic()
@@ -281,11 +313,12 @@ class PeerConnection:
         self._num_read = 0
         if self._key is None:
             magic, kind, first, second, third, nbytes = _HEADER.unpack(self._header)
-            if magic != _MAGIC or (self.member is None and nbytes > _MOST_HELLO_BYTES):
+            is_hello_too_long = self.member is None and nbytes > _MOST_HELLO_BYTES
+            if magic != _MAGIC or kind not in _KINDS or is_hello_too_long:
                 raise ConnectionLost("data that arrived over the connection are not a frame of this program")
             key = Key(Kind(kind), first, second, third)
             if nbytes:
-                self._key, self._payload = key, self._make_buffer(nbytes)
+                self._key, self._payload = key, self._memory_for(nbytes)
                 self._memory = self._payload.numpy().data
                 return
             if key.kind == Kind.READY:
@@ -297,6 +330,14 @@ class PeerConnection:
         self._key, self._payload, self._memory = None, _NO_PAYLOAD, memoryview(b"")
         self._is_ready = False
         take(frame)
+
+    def _memory_for(self, nbytes: int) -> torch.Tensor:
+        try:
+            if nbytes <= _MOST_PAYLOAD_BYTES:
+                return self._make_buffer(nbytes)
+        except RuntimeError:  # of torch, which has no class of its own for it
+            pass
+        raise ConnectionLost(f"a frame of {nbytes} bytes was announced, for which this rank has no memory")
 
     def close(self) -> None:
         """Close the socket, and release the frames that were to be sent."""

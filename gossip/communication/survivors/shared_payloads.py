@@ -13,7 +13,7 @@ import torch
 
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, SharedFile, keep_order, machine
 from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.peer_connection import Frame, Key, Kind
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind, reading
 
 _PLACE = struct.Struct("<qqqqq")  # the piece of the file, its size, where the slot is, its message's size, the reader
 _MOST_READERS = 64  # per message; further readers get it in frames
@@ -176,8 +176,9 @@ class SharedPayloads:
         self._mesh.send(member, Key(Kind.MEMORY), address)
 
     def _on_memory(self, member: int, frame: Frame) -> None:
-        where, address = json.loads(frame.payload.numpy().tobytes())
-        file = SharedFile.at(Address(*address)) if where == self._machine else None
+        with reading(frame):
+            where, address = json.loads(frame.payload.numpy().tobytes())
+            file = SharedFile.at(Address(*address)) if where == self._machine else None
         if file is not None:
             self._files[member] = file
             self._mesh.send(member, Key(Kind.READER))
@@ -186,11 +187,12 @@ class SharedPayloads:
         self._readers.add(member)
 
     def _on_lent(self, member: int, frame: Frame) -> None:
-        start, size, offset, nbytes, number = _PLACE.unpack(frame.payload.numpy().tobytes())
-        if (member, start) not in self._pieces:
-            self._pieces[member, start] = torch.frombuffer(self._files[member].map(start, size), dtype=torch.uint8)
-        memory = self._pieces[member, start][offset : offset + _HEADER_BYTES + nbytes]
-        slot = _Slot(memory, (start, size, offset, nbytes))
+        with reading(frame):
+            start, size, offset, nbytes, number = _PLACE.unpack(frame.payload.numpy().tobytes())
+            if (member, start) not in self._pieces:
+                self._pieces[member, start] = torch.frombuffer(self._files[member].map(start, size), dtype=torch.uint8)
+            memory = self._pieces[member, start][offset : offset + _HEADER_BYTES + nbytes]
+            slot = _Slot(memory, (start, size, offset, nbytes))
         self._lent[slot.message.data_ptr()] = slot.marks[number : number + 1]
         self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), slot.message, num_bytes=0)
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from gossip import ExchangeError, World
+from gossip import ExchangeError, GossipError, World
 from gossip.communication import daemon_threads
 from gossip.launching import signal_workers
 
@@ -96,6 +96,7 @@ class Stopping:
         self._grace_s = grace_s
         self.signal_number: int | None = None
         self._last_step: int | None = None
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._is_asked = False
         self._is_agreed, self._is_there = threading.Event(), threading.Event()
@@ -123,7 +124,9 @@ class Stopping:
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The descriptor informs the thread of the signal even while the main thread executes native code.
             self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self._saves}
-        self._thread = daemon_threads.start("gossip-stopping", self._watch, end=self._is_there.set)
+        self._thread = daemon_threads.start(
+            "gossip-stopping", self._watch, end=self._is_there.set, failed=self._note_failure
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,20 +148,34 @@ class Stopping:
         ------
         ExchangeError
             The ranks did not agree.
+        GossipError
+            The thread has failed.
         """
+        self._check()
         with self._lock:
             if not self._is_asked:
                 self._bound_steps = step + 1
                 return True
         if not self._is_agreed.wait(2 * self._grace_s):
             raise ExchangeError(f"rank {self._rank}: the ranks could not agree on the step after which they stop")
+        self._check()
         assert self._last_step is not None
         if step < self._last_step:
             return True
         self._is_there.set()
         return False
 
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise GossipError(
+                f"rank {self._rank}: the thread that listens for signals has failed: {self._failure!r}"
+            ) from self._failure
+
     # ------------------------------------------------------------------ the thread
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = error
+        self._is_agreed.set()
 
     def _watch(self) -> None:
         try:

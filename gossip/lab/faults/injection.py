@@ -138,7 +138,7 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
             for connection in self._connections.values():
                 if concerns(connection.member):
                     reads = selectors.EVENT_READ if fault.kind == "delay" else 0
-                    self._watch(connection, connection.watched & reads)
+                    self._watcher.watch(connection, connection.watched & reads)
 
     def queue(self: PeerConnection, frame: Outgoing) -> bool:
         if is_on() and concerns(self.member):

@@ -65,7 +65,7 @@ class Follower:
         self._loggers: dict[str, Logger] = {}
         self._ended: set[str] = set()
         self._has_warned = False
-        self._thread = daemon_threads.start(f"gossip-{name}", self._run, end=self._give_up)
+        self._thread = daemon_threads.start(f"gossip-{name}", self._run, end=self._give_up, failed=self._warn_of)
 
     def finish(self, ending: Ending | None) -> None:
         """Announce the end of the run, or with None that it never began. Returns immediately."""
@@ -90,8 +90,11 @@ class Follower:
                 self._follow(step)
                 return
             except Exception as error:
-                self._warn(f"has failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+                self._warn_of(error)
             (self._is_given_up if self._is_over.is_set() else self._is_over).wait(_RETRY_S)
+
+    def _warn_of(self, error: Exception) -> None:
+        self._warn(f"has failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:

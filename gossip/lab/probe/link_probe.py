@@ -143,14 +143,11 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     sending: Future[float] = Future()
 
     def exchange_beside() -> None:
-        try:
-            sending.set_result(exchange())
-        except Exception as error:
-            sending.set_exception(error)
+        sending.set_result(exchange())
 
     start = time.perf_counter()
     # Not a thread of an executor: a program that exits would wait for it forever.
-    thread = daemon_threads.start("gossip-probe", exchange_beside, end=lambda: None)
+    thread = daemon_threads.start("gossip-probe", exchange_beside, end=lambda: None, failed=sending.set_exception)
     make_step()
     num_steps = 1
     while not sending.done():

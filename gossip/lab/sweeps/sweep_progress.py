@@ -56,7 +56,10 @@ def told(
                 say(line(num_ended, len(names), time.monotonic() - began_at))
                 num_said = num_ended
 
-    thread = daemon_threads.start("gossip-sweep-progress", look, end=is_over.set)
+    def failed(error: Exception) -> None:
+        logger.warning("no more progress messages; the runs are not affected: {!r}", error)
+
+    thread = daemon_threads.start("gossip-sweep-progress", look, end=is_over.set, failed=failed)
     try:
         yield
     finally:

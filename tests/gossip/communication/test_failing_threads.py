@@ -1,0 +1,171 @@
+"""An exception in a thread of ours ends its rank with its own traceback; the other ranks notice at once."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import unsupervised
+from loguru import logger
+from mortal_ranks import make_model, targets
+
+from gossip import GossipError
+from gossip.algorithms.asynchronous import Asynchronous
+from gossip.communication.roll_call import RollCall
+from gossip.communication.survivors.agreement import Agreement
+from gossip.communication.survivors.averager import Averager
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.waiting import wait_for
+from gossip.communication.worker_threads import Operation, Ticket, WorkerThreads
+from gossip.lab.experiments.run_folder import SUMMARY_FILE
+from gossip.lab.experiments.stopping import Stopping
+from gossip.lab.loggers.following import Follower
+from gossip.lab.sweeps import sweep_progress
+
+STEP = 5
+TIMEOUT = timedelta(seconds=20)
+
+
+class InjectedError(Exception):
+    """A bug of ours, whatever it may be."""
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise InjectedError("a bug")
+
+
+def failing_beside(owner: Any, name: str) -> Any:
+    """A patch by which a method fails in every thread but the one that trains."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        is_training = threading.current_thread() is threading.main_thread()
+        return method(*args, **options) if is_training else fail()
+
+    return mock.patch.object(owner, name, call)
+
+
+PLACES: dict[str, tuple[type, str, dict[str, Any]]] = {
+    "the mesh takes up changes": (Mesh, "_take_up_changes", {}),
+    "the mesh handles a frame": (Mesh, "put", {}),
+    "the agreement looks": (Agreement, "_is_due", {}),
+    "averages": (Averager, "answer", {"algorithm": Asynchronous(max_staleness=1)}),
+}
+
+
+def train(place: str) -> tuple[str, str]:
+    """The text of the error and its traceback; on the rank that goes on, whom it has lost."""
+    rank = torch.distributed.get_rank()
+    owner, name, options = PLACES[place]
+    model = make_model(4, {"topology": "complete", "min_ranks": 1, **options})
+    target = targets(rank, 4)
+    try:
+        for _ in range(STEP):
+            model(target).backward()
+        if rank == 0:
+            failing_beside(owner, name).start()
+        while not model.world.mesh.lost:  # type: ignore[attr-defined]
+            model(target).backward()
+        for _ in range(STEP):
+            model(target).backward()
+    except GossipError as error:
+        return str(error), "".join(traceback.format_exception(error))
+    finally:
+        mock.patch.stopall()
+        lost = dict(model.world.mesh.lost)  # type: ignore[attr-defined]
+        model.close()
+    return str(lost), ""
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    heard: list[str] = []
+    number = logger.add(heard.append, level="WARNING", format="{message}")
+    yield heard
+    logger.remove(number)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_ends_with_what_its_thread_raised_and_the_other_goes_on(place: str) -> None:
+    with unsupervised.started(train, place, world_size=2) as ranks:
+        (text, trace), (lost, _) = ranks.results()
+    assert text == "rank 0: a thread that replies to other ranks has failed: InjectedError('a bug')"
+    assert 'raise InjectedError("a bug")' in trace, "where it happened"
+    assert lost.startswith("{0: ")
+
+
+def test_jobs_fail_with_what_their_thread_raised() -> None:
+    threads = WorkerThreads("gossip-test", TIMEOUT)
+    with mock.patch.object(Ticket, "post", fail):
+        first = threads.submit(iter([(Operation("a peer", mock.Mock()),)]))
+        assert first.wait(TIMEOUT)
+    second = threads.submit(iter([]))
+    assert second.wait(TIMEOUT)
+    assert [str(ticket.error) for ticket in (first, second)] == ["a bug", "a bug"]
+    assert all(
+        "fail" in str(traceback.extract_tb(ticket.error.__traceback__)) for ticket in (first, second) if ticket.error
+    )
+    assert threads.close(TIMEOUT)
+
+
+class Never:
+    """Something that does not end."""
+
+    error = None
+
+    def wait(self, timeout: timedelta) -> bool:
+        threading.Event().wait(timeout.total_seconds())
+        return False
+
+
+def test_a_long_wait_ends_with_what_its_thread_raised() -> None:
+    roll_call = RollCall(dist.HashStore(), 0, 2)
+    with mock.patch.object(RollCall, "read", fail), pytest.raises(GossipError, match=r"rank 0: x: .*a bug") as caught:
+        wait_for(Never(), roll_call, TIMEOUT, where="x", ranks=lambda: [1])
+    assert isinstance(caught.value.__cause__, InjectedError)
+
+
+def test_the_roll_call_raises_what_its_thread_raised() -> None:
+    roll_call = RollCall(dist.HashStore(), 0, 2)
+    with mock.patch.object(RollCall, "_meet", fail), pytest.raises(InjectedError):
+        roll_call.wait_for_all(TIMEOUT)
+
+
+def test_a_signal_is_not_awaited_by_a_thread_that_has_failed() -> None:
+    with mock.patch.object(Stopping, "_listen", fail), Stopping(None, 0, lambda: [0], 1) as stopping:
+        stopping._thread.join()
+        with pytest.raises(GossipError, match="the thread that listens for signals has failed") as caught:
+            stopping.goes_on(1)
+    assert isinstance(caught.value.__cause__, InjectedError)
+
+
+def test_a_logger_that_cannot_begin_is_named(tmp_path: Path, warnings: list[str]) -> None:
+    beginning = mock.Mock(folder=tmp_path)
+    with mock.patch.object(Follower, "_await_beginning", fail):
+        follower = Follower("other", mock.Mock(), beginning, each_rank=False)
+        follower._thread.join()
+    assert warnings == [
+        f"logger=other has failed (InjectedError: a bug); training is not affected, and its records are in {tmp_path}\n"
+    ]
+
+
+def test_a_sweep_goes_on_without_progress_messages(tmp_path: Path, warnings: list[str]) -> None:
+    has_said = threading.Event()
+
+    def say(_: str) -> None:
+        has_said.set()
+        fail()
+
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / SUMMARY_FILE).touch()
+    with sweep_progress.told(["1", "2"], tmp_path, pause_s=0.001, say=say):
+        assert has_said.wait(TIMEOUT.total_seconds())
+    assert "no more progress messages; the runs are not affected: InjectedError('a bug')" in warnings[0]

@@ -1,0 +1,137 @@
+"""Random, truncated and mutated frames: each can end the connection over which it comes, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gossip.communication.survivors import peer_connection
+from gossip.communication.survivors.agreement import FlagBoard
+from gossip.communication.survivors.handing_over import StateGiver
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.peer_connection import ConnectionLost, Frame, Key, Kind, Outgoing, PeerConnection
+from gossip.communication.survivors.shared_payloads import SharedPayloads
+
+NUM_FRAMES = 10_000
+TOKEN = b"t" * 32
+TIMEOUT = timedelta(seconds=20)
+_NUMBERS = (0, 1, 2, 4, 2**31, 2**45, 2**62, 2**63, 2**64 - 1)
+_LENGTH = struct.Struct("<Q")
+
+
+def frame(key: Key, payload: bytes = b"") -> bytes:
+    """The bytes of a frame."""
+    content = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
+    return b"".join(bytes(part) for part in Outgoing(key, content)._left)
+
+
+def hostile(seed: int) -> Iterator[bytes]:
+    """Yield frames whose bytes are random, cut off, changed, or of which only the key and the payload are random."""
+    numbers = random.Random(seed)
+    header = peer_connection._HEADER.size
+    for count in range(NUM_FRAMES):
+        kind = numbers.choice(list(Kind))
+        key = Key(kind, *(numbers.choice(_NUMBERS) for _ in range(3)))
+        valid = frame(key, numbers.randbytes(numbers.choice((0, 1, 7, 8, 24, 40, 41, 200))))
+        if count % 4 == 0:
+            yield numbers.randbytes(numbers.randrange(1, 200))
+        elif count % 4 == 1:
+            yield valid[: numbers.randrange(1, len(valid) + 1)]
+        elif count % 4 == 2:
+            changed = bytearray(valid)
+            changed[numbers.randrange(len(changed))] ^= 1 << numbers.randrange(8)
+            if numbers.random() < 0.3:
+                changed[header - _LENGTH.size : header] = _LENGTH.pack(numbers.choice(_NUMBERS))
+            yield bytes(changed)
+        else:
+            yield valid
+
+
+class Arriving:
+    """A socket on which bytes arrive in pieces, and then nothing more."""
+
+    def __init__(self, content: bytes, numbers: random.Random) -> None:
+        self._content, self._numbers = content, numbers
+
+    def setblocking(self, _: bool) -> None: ...
+
+    def setsockopt(self, *_: int) -> None: ...
+
+    def recv_into(self, target: memoryview) -> int:
+        if not self._content:
+            raise BlockingIOError
+        size = min(len(target), self._numbers.randrange(1, 64))
+        piece, self._content = self._content[:size], self._content[size:]
+        target[: len(piece)] = piece
+        return len(piece)
+
+
+@pytest.mark.parametrize("member", [None, 1], ids=["a stranger", "a member"])
+def test_what_is_no_frame_ends_the_connection_and_nothing_else(member: int | None) -> None:
+    numbers = random.Random(0)
+    outcomes = {"lost": 0, "frames": 0, "waits": 0}
+    for content in hostile(seed=1):
+        arriving = cast(socket.socket, Arriving(content, numbers))
+        connection = PeerConnection(arriving, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+        connection.member = member
+        taken: list[Frame] = []
+        try:
+            for _ in range(len(content) // 16 + 1):
+                connection.receive(taken.append)
+        except ConnectionLost:
+            outcomes["lost"] += 1
+        else:
+            outcomes["frames" if taken else "waits"] += 1
+    assert min(outcomes.values()) > NUM_FRAMES / 20, outcomes
+
+
+@pytest.mark.parametrize("nbytes", [2**45, 2**63, 2**64 - 1])
+def test_a_length_beyond_all_memory_is_named(nbytes: int) -> None:
+    header = bytearray(frame(Key(Kind.MESSAGE)))
+    header[-_LENGTH.size :] = _LENGTH.pack(nbytes)
+    arriving = cast(socket.socket, Arriving(bytes(header), random.Random(0)))
+    connection = PeerConnection(arriving, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    connection.member = 1
+    with pytest.raises(ConnectionLost, match=f"a frame of {nbytes} bytes was announced"):
+        connection.receive(lambda _: None)
+
+
+@pytest.mark.slow
+def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
+    """Everything that handles frames in the mesh's thread gets them, from members who know the secret."""
+    mesh, other = (Mesh(member, TOKEN, "127.0.0.1", TIMEOUT) for member in range(2))
+    questions: list[Any] = []
+    try:
+        parts = [StateGiver(mesh), SharedPayloads(mesh, cast(Any, None)), FlagBoard(mesh)]
+        for kind in (Kind.ALARM, Kind.PAIR, Kind.AVERAGE):
+            mesh.handlers[kind] = lambda member, came: questions.append((member, came))
+        other.connect({0: mesh.address})
+        for member, content in enumerate(hostile(seed=2), start=2):
+            with socket.create_connection(mesh.address) as hostile_end:
+                hostile_end.sendall(frame(Key(Kind.HELLO, member), TOKEN) + content)
+        with mesh.changed:
+            assert mesh.changed.wait_for(lambda: len(mesh.lost) == NUM_FRAMES or mesh.failure, 60)
+            mesh.check()
+            assert 1 not in mesh.lost
+            reasons = {reason.partition(":")[0] for reason in mesh.lost.values()}
+        assert {
+            "the connection was closed",
+            "a frame of kind LENT that arrived cannot be read",
+            "a frame of kind MEMORY that arrived cannot be read",
+            "a frame of kind WAITING that arrived cannot be read",
+            "data that arrived over the connection are not a frame of this program",
+        } <= reasons
+        other.send(0, Key(Kind.MESSAGE, 7))
+        with mesh.changed:
+            assert mesh.changed.wait_for(lambda: mesh.has(1, Key(Kind.MESSAGE, 7)), 20)
+        del parts
+    finally:
+        other.close()
+        mesh.close()
