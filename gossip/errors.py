@@ -30,8 +30,8 @@ class ExchangeError(GossipError):
         self.culprits = tuple(culprits)
 
 
-class NothingToJoinError(ExchangeError):
-    """No training run is available for this process to join; restarting the process is pointless."""
+class CannotJoinError(ExchangeError):
+    """This process cannot join a training run, and could not if it tried again: restarting it is pointless."""
 
 
 class EpochEndedError(GossipError):
@@ -57,3 +57,12 @@ class LaunchError(GossipError):
         super().__init__(message)
         self.rank = rank
         self.worker_traceback = worker_traceback
+
+
+def reason(error: BaseException) -> str:
+    """Return in one line why something failed, with errno and path if the operating system refused it."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror} (errno {error.errno}){where}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CheckpointError | TypeError | ValueError) else f"{type(error).__name__}: {text}"

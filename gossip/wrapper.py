@@ -261,7 +261,11 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         if world.changes:
             from gossip.step.epoch_change import follow_epochs
 
-            self._epochs = follow_epochs(self, parts, arguments, world)
+            try:
+                self._epochs = follow_epochs(self, parts, arguments, world)
+            except BaseException:
+                self._finalizer()
+                raise
             self._joint_work.catch_up = self._epochs.catch_up
         self.module = module  # set last: from here on, attributes that are not ours are set in the module
 

@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gossip.checkpoints.checkpoint_files import reason
 from gossip.checkpoints.replicas import Replicas
-from gossip.errors import CheckpointError, ExchangeError, ManifestError
+from gossip.errors import CheckpointError, ExchangeError, ManifestError, reason
 from gossip.parameters.manifest import first_difference
 
 

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from gossip.errors import CheckpointError
+from gossip.errors import CheckpointError, reason
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def reason(error: BaseException) -> str:
-    """Return in one line why something failed, with errno and path if the operating system refused it."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror} (errno {error.errno}){where}"
-    text = " ".join(str(error).split())
-    return text if isinstance(error, CheckpointError | TypeError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _unpickling(error: Exception) -> str:

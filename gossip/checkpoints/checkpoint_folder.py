@@ -22,8 +22,8 @@ from typing import Any
 
 from loguru import logger
 
-from gossip.checkpoints.checkpoint_files import FileRecord, reason, sync_folder, write_file
-from gossip.errors import CheckpointError
+from gossip.checkpoints.checkpoint_files import FileRecord, sync_folder, write_file
+from gossip.errors import CheckpointError, reason
 
 MANIFEST = "manifest.json"
 FORMAT = "gossip checkpoint"

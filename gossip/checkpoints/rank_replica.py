@@ -23,7 +23,7 @@ from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.sharding.resharding import reshard
 from gossip.step.joint_work import settle
-from gossip.step.replica_state import module_state, optimizer_states, restore_replica
+from gossip.step.replica_state import module_state, optimizer_state, restore_replica
 from gossip.wrapper import GossipDataParallel
 
 
@@ -44,7 +44,6 @@ class RankReplica(Replicas):
         self.ranks = range(world.rank, world.rank + 1)
         self.world_size = self.num_processes = world.world_size
         self.process = world.rank
-        self._engine_state: dict[str, Any] = {}
 
     @functools.cached_property
     def step(self) -> int:
@@ -86,7 +85,8 @@ class RankReplica(Replicas):
 
     @functools.cached_property
     def _optimizer_states(self) -> list[dict[str, Any]]:
-        return optimizer_states(self._optimizers)
+        named = list(self._engine.module.named_parameters())
+        return [optimizer_state(optimizer, named) for optimizer in self._optimizers]
 
     def check_savable(self) -> None:
         _ = self._optimizer_states
@@ -95,7 +95,8 @@ class RankReplica(Replicas):
     def settle(self) -> None:
         self._engine.frozen.compare()
         settle(self._engine, self._world)
-        self._engine_state = self._engine.state_dict()
+        with self._engine.fatal():
+            self._engine.exchanges.arrive()  # copying it, which may fail, is no exchange
 
     def states(self) -> Iterator[dict[str, Any]]:
         scaler = self._engine.updater.scaler
@@ -103,7 +104,7 @@ class RankReplica(Replicas):
             **module_state(self._engine),
             "optimizers": self._optimizer_states,
             "scaler": None if scaler is None else scaler.scaler.state_dict(),
-            "engine": self._engine_state,
+            "engine": self._engine.state_dict(),
             "rng": rng_states(),
         }
 

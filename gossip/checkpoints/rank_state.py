@@ -9,7 +9,7 @@ import torch
 
 from gossip.checkpoints.checkpoint_layout import describe_tensor
 from gossip.errors import CheckpointError
-from gossip.parameters.plain_state import plain
+from gossip.parameters.plain_state import plain, state_of
 from gossip.step.kept_objects import is_stateful
 
 SECTIONS: Mapping[str, type] = {
@@ -35,7 +35,8 @@ def parts_state(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     stateful, data = {}, {}
     for name, part in parts.items():
         if is_stateful(part):
-            stateful[name] = plain(part.state_dict(), f"{name}.state_dict()")
+            where = f"{name}.state_dict()"
+            stateful[name] = plain(state_of(part, where), where)
         else:
             data[name] = plain(part, name)
     return {"stateful": stateful, "data": data}

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from gossip.checkpoints.checkpoint_files import reason
-from gossip.errors import CheckpointError
+from gossip.errors import CheckpointError, reason
 from gossip.step.algorithm_state import for_new_world, weight_of
 
 _Path = tuple[Any, ...]

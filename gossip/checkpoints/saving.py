@@ -14,11 +14,11 @@ from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.checkpoints.all_or_none import compare, together
-from gossip.checkpoints.checkpoint_files import reason, sync_folder, write_tensors
+from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
 from gossip.checkpoints.rank_state import parts_state
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.trained_models import TrainedModel, jointly
-from gossip.errors import CheckpointError
+from gossip.errors import CheckpointError, reason
 from gossip.step.kept_objects import is_stateful
 from gossip.version import __version__
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.parameters.plain_state import plain
+from gossip.step.replica_state import optimizer_state
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
 
@@ -44,7 +45,7 @@ class StackedOptimizer:
 
     def check_savable(self) -> None:
         """Raise TypeError if the state holds something that cannot be saved."""
-        plain(self._optimizer.state_dict(), f"the state_dict() of {type(self._optimizer).__name__}")
+        optimizer_state(self._optimizer, (named for shard in self._shards for named in shard.parameters.items()))
 
     def state_of(self, shard: int, row: int) -> dict[str, Any]:
         """Return what ``state_dict()`` of a single rank's own optimizer would return."""

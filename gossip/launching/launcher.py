@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication.local_size import LOCAL_SIZE
-from gossip.errors import ExchangeError, LaunchError, NothingToJoinError
+from gossip.errors import CannotJoinError, ExchangeError, LaunchError
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
 from gossip.launching.worker_reports import Failure, collect, collect_of_those_left, pickled
@@ -394,7 +394,7 @@ def _work(
         summary = "".join(traceback.format_exception_only(error)).strip()
         blames = _blamed_by(error)
         secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
-        is_final = isinstance(error, NothingToJoinError)
+        is_final = isinstance(error, CannotJoinError)
         channel.send_bytes(pickled(Failure(summary, traceback.format_exc(), secondary, blames, is_final)))
         _leave_at_once(1)
     channel.send_bytes(report)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
+
+from gossip.errors import reason
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -48,6 +50,35 @@ def plain(value: Any, where: str) -> Any:
         "tensors, lists and dicts, or an object with state_dict() and load_state_dict() that return and take "
         f"those{hint}"
     )
+
+
+class HasState(Protocol):
+    """An object with a state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+def state_of(stateful: HasState, where: str) -> dict[str, Any]:
+    """Return ``stateful.state_dict()``, which ``where`` names. Local.
+
+    Raises
+    ------
+    ValueError
+        It raised an exception; the text says which.
+    """
+    try:
+        return stateful.state_dict()
+    except Exception as error:
+        raise ValueError(f"{where} failed: {reason(error)}") from error
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether :func:`plain` would return a value."""
+    try:
+        plain(value, "it")
+    except TypeError:
+        return False
+    return True
 
 
 def compact(tensor: torch.Tensor, where: str) -> torch.Tensor:

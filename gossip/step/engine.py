@@ -462,16 +462,17 @@ class StepEngine(Liveness, ABC):
         self.settle()
         self.settle_late()
         with self.fatal():
-            exchanges = self.exchanges.state_dict()
-            return {
-                "step": self.step,
-                "overflow": None if self.updater.scaler is None else self.updater.scaler.flag.wait(),
-                "exchanges": exchanges,
-                "algorithm": algorithm_state(self.exchanges),
-                "frozen": self.frozen.state_dict(),
-                "measured": self._progress.meter.state_dict(),
-                "num_bad_steps": self._num_bad_steps,
-            }
+            self.exchanges.arrive()
+            overflow = None if self.updater.scaler is None else self.updater.scaler.flag.wait()
+        return {
+            "step": self.step,
+            "overflow": overflow,
+            "exchanges": self.exchanges.state_dict(),
+            "algorithm": algorithm_state(self.exchanges),
+            "frozen": self.frozen.state_dict(),
+            "measured": self._progress.meter.state_dict(),
+            "num_bad_steps": self._num_bad_steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore a step and its messages in flight, if "exchanges" is present; return what was left out, in words."""

@@ -20,13 +20,13 @@ from gossip.communication.survivors.mesh import in_words
 from gossip.communication.survivors.newcomer import Newcomer
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
-from gossip.errors import ExchangeError, NothingToJoinError
+from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
 from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
 from gossip.step.construction import Parts
 from gossip.step.epoch_transport import make_epoch_transport
 from gossip.step.preemption import Preemption
-from gossip.step.replica_state import module_state, optimizer_states, restore_replica
+from gossip.step.replica_state import module_state, optimizer_state, own_options, restore_replica
 from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
 from topologies import Topology
 
@@ -102,6 +102,7 @@ class EpochChange:
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
         self._joined_at: int | None = None
+        self._is_checked = False
 
     def begin(self) -> None:
         """Enter the first epoch, or join the ranks that train."""
@@ -109,6 +110,7 @@ class EpochChange:
             self._join(returns=False)
         else:
             self._world.publish(self._parts.manifest)
+            self._tell_what_is_not_given()
         self._parts.engine.on_step_end = self.begin_step
         if not self._world.is_in_step:
             # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a
@@ -139,12 +141,35 @@ class EpochChange:
         if epoch.number >= self._world.epoch.number:
             self._world.enter(epoch)
         self._follow(epoch)
+        self._check_state()
         self._give(at_step_end=True)
+
+    def _tell_what_is_not_given(self) -> None:
+        for optimizer, group, key in own_options(self._parts.optimizers) if self.rank == 0 else ():
+            logger.warning(
+                "option {!r} of parameter group {} of {} is not plain data (numbers, strings, tensors, lists, dicts): "
+                "a rank that joins keeps the one that it was constructed with, and gossip.save will refuse it",
+                key,
+                group,
+                type(optimizer).__name__,
+            )
+
+    def _check_state(self) -> None:
+        """Say after the first step if no rank will be able to join, because this rank cannot give its state."""
+        if self._is_checked or self._parts.engine.step == 0:
+            return
+        self._is_checked = True
+        if self._world.member != self.epoch.members[0]:
+            return
+        try:
+            self._state()
+        except Exception as error:
+            logger.warning("no rank can join this training or come back, and gossip.save will fail: {}", reason(error))
 
     def _give(self, *, at_step_end: bool) -> None:
         """Give this rank's state to the joining ranks that have asked for it."""
         if newcomers := self._world.giver.asked_by(at_step_end=at_step_end):
-            self._world.giver.give(newcomers, *flatten(self._state()))
+            self._world.giver.give(newcomers, lambda: flatten(self._state()))
 
     @property
     def _step(self) -> int:
@@ -197,14 +222,19 @@ class EpochChange:
         deadline = time.monotonic() + patience_s
         while epoch is None:
             giver, text, values = newcomer.take_state()
-            state = unflatten(text, values)
-            for names in state["unfrozen"]:
-                engine.unfreeze(names)
-            restore_replica(engine, self._parts.optimizers, state)
+            try:
+                state = unflatten(text, values)
+                for names in state["unfrozen"]:
+                    engine.unfreeze(names)
+                restore_replica(engine, self._parts.optimizers, state)
+            except Exception as error:
+                raise CannotJoinError(
+                    f"rank {world.member}: joining: what rank {giver} gave cannot be loaded here: {reason(error)}"
+                ) from error
             given_at = self._joined_at = engine.step
             num_loaded, step, num_ended = state["position"]
             world.agreement.position = num_loaded, step, num_ended
-            epoch = newcomer.be_admitted()
+            epoch = newcomer.be_admitted(self._check_size)
             if epoch is None:
                 if time.monotonic() > deadline:
                     raise ExchangeError(
@@ -218,6 +248,16 @@ class EpochChange:
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
         )
+
+    def _check_size(self, world_size: int) -> None:
+        """Raise CannotJoinError if so many ranks could not train: once this one is admitted, all would have to end."""
+        try:
+            self._plan(world_size)
+        except Exception as error:
+            raise CannotJoinError(
+                f"rank {self._world.member}: joining: with it the ranks would be {world_size}, which cannot train "
+                f"together: {reason(error)}"
+            ) from error
 
     def _come_back(self, lost: ExchangeError) -> None:
         """Join the ranks that continued without this one, as soon as they can be reached.
@@ -241,9 +281,9 @@ class EpochChange:
                 self._join(returns=True)
                 break
             except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
-                has_ended = isinstance(error, NothingToJoinError)
-                if has_ended or time.monotonic() > deadline:
-                    within = "" if has_ended else f" within partition_timeout={limit_s:g} s"
+                is_final = isinstance(error, CannotJoinError | ManifestError)
+                if is_final or time.monotonic() > deadline:
+                    within = "" if is_final else f" within partition_timeout={limit_s:g} s"
                     raise ExchangeError(f"{lost}; this rank could not rejoin them{within}: {error}") from error
             time.sleep(_PAUSE_S)
         engine.on_step_end = self.begin_step
@@ -252,10 +292,11 @@ class EpochChange:
     def _state(self) -> dict[str, Any]:
         """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
         engine = self._parts.engine
+        named = list(engine.module.named_parameters())
         return {
             **module_state(engine),
             "gradients": {},
-            "optimizers": optimizer_states(self._parts.optimizers),
+            "optimizers": [optimizer_state(each, named, is_given=True) for each in self._parts.optimizers],
             "engine": {"step": engine.step, "frozen": engine.frozen.state_dict()},
             "unfrozen": [list(names) for names in engine.unfrozen],
             "position": list(self._world.agreement.position),

@@ -13,7 +13,7 @@ from types import FrameType
 from loguru import logger
 
 from gossip.communication import daemon_threads
-from gossip.errors import GossipError
+from gossip.errors import reason
 from gossip.step.engine import StepEngine
 
 #: A process whose next forward pass does not start within this time exits without having left.
@@ -74,8 +74,8 @@ class Preemption:
         logger.warning("rank {}: SIGTERM: leaving at step {}", engine.rank, engine.step)
         try:
             self._leave()
-        except GossipError as error:
-            logger.error("rank {}: exiting without having left: {}", engine.rank, error)
+        except Exception as error:
+            logger.error("rank {}: exiting without having left: {}", engine.rank, reason(error))
         self._has_left.set()
         raise SystemExit(EXIT_STATUS)
 

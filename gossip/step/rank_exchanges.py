@@ -327,18 +327,23 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
 
     # ------------------------------------------------------------------ saving
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of what is in flight, awaited but not applied, and of the codecs' states, by bucket.
+    def arrive(self) -> None:
+        """Await what is in flight, without applying it.
 
-        Training continues as if nothing had been read. Late messages of earlier rounds have been combined before. Late
-        messages of rounds in flight are awaited and belong to these: if the rounds are dropped, so are they, as on the
-        peers.
+        Late messages of earlier rounds have been combined before. Late messages of rounds in flight are awaited and
+        belong to these: if the rounds are dropped, so are they, as on the peers.
         """
         for index, in_flight in enumerate(self.in_flight):
             if in_flight is not None and self.transport is not None:
                 (difference,) = in_flight.differences()[VALUES]
                 for late in self.transport.late(index, waits=True):
                     difference.add_(late.difference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what is in flight, which has arrived, and of the codecs' states, by bucket. Local.
+
+        Training continues as if nothing had been read.
+        """
         return {
             "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
             "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],

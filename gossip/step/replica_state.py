@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,21 +11,57 @@ from torch.optim import Optimizer
 
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.extra_state import extra_states, load_extra_states
-from gossip.parameters.plain_state import compact, plain
+from gossip.parameters.plain_state import compact, is_plain, plain, state_of
 from gossip.step.engine import StepEngine
 
 
-def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the states of the optimizers as plain data. Local.
+def optimizer_state(
+    optimizer: Optimizer, named: Iterable[tuple[str, torch.Tensor]], *, is_given: bool = False
+) -> dict[str, Any]:
+    """Return the ``state_dict()`` of an optimizer as plain data. Local.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The optimizer.
+    named : iterable of (str, Tensor)
+        What it updates, with the names for the error text.
+    is_given : bool
+        Whether it is for a rank that has constructed the same optimizer. It then lacks the options of parameter groups
+        that are not plain data, such as functions: that rank has its own.
 
     Raises
     ------
     TypeError
-        A state holds something that is not plain data; the text names it.
+        Something is not plain data; the text names the parameter, or the group and the option.
+    ValueError
+        ``state_dict()`` itself failed.
     """
-    return [
-        plain(optimizer.state_dict(), f"the state_dict() of {type(optimizer).__name__}") for optimizer in optimizers
-    ]
+    kind = type(optimizer).__name__
+    where = f"the state_dict() of {kind}"
+    saved = dict(state_of(optimizer, where))
+    names = {id(tensor): name for name, tensor in named}
+    held = [names[id(tensor)] for group in optimizer.param_groups for tensor in group["params"]]
+    entries = {
+        plain(key, f"a key of {where}"): plain(
+            entry,
+            f"the state of parameter {held[key]!r} in {kind}" if type(key) is int else f"{where}['state'][{key!r}]",
+        )
+        for key, entry in saved.pop("state").items()
+    }
+    if is_given:
+        saved["param_groups"] = [
+            {key: value for key, value in group.items() if is_plain(value)} for group in saved["param_groups"]
+        ]
+    return {"state": entries, **plain(saved, where)}
+
+
+def own_options(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, int, str]]:
+    """Yield optimizer, group and name of each option that :func:`optimizer_state` does not give to another rank."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            options = ((key, value) for key, value in group.items() if key != "params")
+            yield from ((optimizer, number, key) for key, value in options if not is_plain(value))
 
 
 def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> list[str]:
@@ -93,7 +129,10 @@ def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load the state, and undo torch's cast of it to the parameters' dtype (float32 moments of bfloat16 ones)."""
+    own = [(number, key, optimizer.param_groups[number][key]) for _, number, key in own_options([optimizer])]
     optimizer.load_state_dict(saved)
+    for number, key, value in own:
+        optimizer.param_groups[number].setdefault(key, value)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

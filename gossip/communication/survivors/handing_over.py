@@ -6,23 +6,25 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from loguru import logger
 
-from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.peer_connection import Key, Kind
-from gossip.errors import ExchangeError
+from gossip.errors import CannotJoinError, ExchangeError, reason
 
 _PIECE_BYTES = 2**20  # a message of training waits behind at most one of them
 _NUM_ASKED = 4  # number of pieces requested at a time
 _TICK_S = 1.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_REFUSAL = Key(Kind.STATE, 0, 1)  # in place of any piece: the reason why there is none
 
 
 class StateGiver:
-    """Gives this rank's state to newcomers.
+    """Gives this rank's state to newcomers, or the reason why they cannot have it. Errors here concern only them.
 
     Parameters
     ----------
@@ -35,33 +37,40 @@ class StateGiver:
         self._lock = threading.Lock()
         self._waiting: dict[int, bool] = {}  # newcomers, and whether each has ended a step
         self._taken: dict[int, torch.Tensor] = {}  # by newcomer, the values of a state
+        self._said: set[str] = set()
         mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key.first, bool(frame.key.second))
 
     def asked_by(self, *, at_step_end: bool) -> list[int]:
         """Return the newcomers that wait for a state as at the end of a step, or as at the beginning of one."""
         with self._lock:
+            for held in (self._waiting, self._taken):
+                for member in held.keys() & self._mesh.lost.keys():
+                    del held[member]
             return [member for member, has_ended_step in self._waiting.items() if has_ended_step == at_step_end]
 
-    def give(self, newcomers: Sequence[int], text: str, values: torch.Tensor) -> None:
+    def give(self, newcomers: Sequence[int], state: Callable[[], tuple[str, torch.Tensor]]) -> None:
         """Give them a state.
 
         Parameters
         ----------
         newcomers : sequence of int
             The newcomers.
-        text : str
-            The structure of the state.
-        values : Tensor, [nbytes], uint8
-            The values of its tensors, which must not be changed.
+        state : callable
+            Returns the structure of the state as text, and the values of its tensors, [nbytes], uint8, which must not
+            be changed afterwards.
         """
         with self._lock:
             for member in newcomers:
                 self._waiting.pop(member, None)
-            self._taken = {member: kept for member, kept in self._taken.items() if member not in self._mesh.lost}
-            self._taken |= dict.fromkeys(newcomers, values)
-        head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode()
-        for member in newcomers:
-            self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        try:
+            text, values = state()
+            with self._lock:
+                self._taken |= dict.fromkeys(newcomers, values)
+            head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode()
+            for member in newcomers:
+                self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        except Exception as error:
+            self._refuse(newcomers, error)
 
     def _on_ask(self, member: int, piece: int, at_step_end: bool) -> None:
         """Handle a request, in the mesh's thread. Piece 0 describes the others, and makes this rank take its state."""
@@ -76,7 +85,28 @@ class StateGiver:
             if begin >= values.nbytes:
                 del self._taken[member]  # the newcomer has everything
                 return
-        self._send(member, piece, values[begin : begin + _PIECE_BYTES])
+        try:
+            self._send(member, piece, values[begin : begin + _PIECE_BYTES])
+        except Exception as error:
+            self._refuse([member], error)
+
+    def _refuse(self, newcomers: Sequence[int], error: Exception) -> None:
+        """Tell them why they do not get this rank's state, and log it once."""
+        why = reason(error)
+        with self._lock:
+            for member in newcomers:
+                self._taken.pop(member, None)
+            is_new = why not in self._said
+            self._said.add(why)
+        if is_new:
+            logger.warning(
+                "rank {}: its state cannot be given to {}, which would join: {}; training continues without it",
+                self._mesh.member,
+                in_words(newcomers),
+                why,
+            )
+        for member in newcomers:
+            self._mesh.send(member, _REFUSAL, torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8))
 
     def _send(self, member: int, piece: int, content: torch.Tensor) -> None:
         digest = hashlib.sha256(content.numpy().data).digest()
@@ -99,22 +129,41 @@ def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool) -> tuple
 
     Raises
     ------
+    CannotJoinError
+        Each of them said that it cannot give its state, and why; or this rank cannot hold it.
     ExchangeError
         No rank gave its state; the text says why.
     """
-    reasons = []
+    lost: list[str] = []
+    refused: dict[str, list[int]] = {}  # givers, by reason
     for giver in givers:
         try:
             return giver, *_take_from(mesh, giver, at_step_end)
+        except _RefusedError as error:
+            refused.setdefault(str(error), []).append(giver)
+        except CannotJoinError:
+            raise
         except ExchangeError as error:
-            reasons.append(str(error))
-    raise ExchangeError(f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}")
+            lost.append(str(error))
+    reasons = lost + [f"{in_words(ranks)} cannot: {why}" for why, ranks in refused.items()]
+    text = f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}"
+    raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
+
+
+class _RefusedError(ExchangeError):
+    """A rank cannot give its state; the text is its reason."""
 
 
 def _take_from(mesh: Mesh, giver: int, at_step_end: bool) -> tuple[str, torch.Tensor]:
     (head,) = _pieces(mesh, giver, [0], at_step_end=at_step_end)
     described: dict[str, Any] = json.loads(head.numpy().tobytes())
-    values = torch.empty(described["num_bytes"], dtype=torch.uint8)
+    try:
+        values = torch.empty(described["num_bytes"], dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise CannotJoinError(
+            f"rank {mesh.member}: joining: the state of rank {giver} has {described['num_bytes']} bytes, for which "
+            f"there is no memory here: {reason(error)}"
+        ) from error
     places = values.split(_PIECE_BYTES) if values.numel() else ()
     for begin in range(0, len(places), _NUM_ASKED):
         numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
@@ -130,7 +179,7 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool
     Raises
     ------
     ExchangeError
-        The giver was lost or did not reply in time, or what arrived is not what was sent.
+        The giver refused, was lost or did not reply in time, or what arrived is not what was sent.
     """
     for number in numbers:
         mesh.send(giver, Key(Kind.ASK, number, at_step_end))
@@ -146,6 +195,8 @@ def _pieces(mesh: Mesh, giver: int, numbers: Sequence[int], *, at_step_end: bool
             if len(found) == len(numbers):
                 break
             mesh.check()
+            if (refusal := mesh.take(giver, _REFUSAL)) is not None:
+                raise _RefusedError(refusal.numpy().tobytes().decode())
             if giver in mesh.lost:
                 raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
             if time.monotonic() > deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,7 @@ from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.handing_over import take_state
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
-from gossip.errors import ExchangeError, NothingToJoinError
+from gossip.errors import CannotJoinError, ExchangeError
 
 _PAUSE_S = 0.005
 
@@ -36,8 +37,8 @@ class Newcomer:
 
         Raises
         ------
-        NothingToJoinError
-            The training has ended.
+        CannotJoinError
+            The training has ended, or each of its ranks says that it cannot give its state.
         ExchangeError
             No rank can be reached, or gives its state.
         """
@@ -47,11 +48,17 @@ class Newcomer:
         at_step_end = self._returns or self._world.is_in_step
         return take_state(self._mesh, members[first:] + members[:first], at_step_end=at_step_end)
 
-    def be_admitted(self) -> Epoch | None:
+    def be_admitted(self, check_size: Callable[[int], None]) -> Epoch | None:
         """Join, and return the first epoch of which this rank is a member; it makes steps from its first one on.
 
         None if ranks do not make their steps together, and this rank's state is from a time other than that at which
         they could admit it: it needs a new state.
+
+        Parameters
+        ----------
+        check_size : callable
+            Called with the number of ranks that there would be, before this rank asks to be one of them; raises if so
+            many cannot train together.
 
         Raises
         ------
@@ -60,6 +67,7 @@ class Newcomer:
         """
         member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
         deadline = time.monotonic() + timeout_s
+        checked: Epoch | None = None
         while True:
             latest = self._agreement.latest
             if (admitted := self._agreement.admitted_in) is not None:
@@ -69,6 +77,9 @@ class Newcomer:
             self._agreement.look_up()
             found = self._reach(latest)
             if len(found) == len(latest.members):
+                if checked != latest:
+                    check_size(len(latest.members) + 1)
+                    checked = latest
                 self._agreement.ask_in(latest.number, returns=self._returns)
                 has_asked = True
             if time.monotonic() > deadline:
@@ -97,6 +108,6 @@ class Newcomer:
         if not found:
             whom = f"rank {self._world.member}: joining: {in_words(members)} cannot be reached"
             if have_ended:
-                raise NothingToJoinError(f"{whom}: the training has ended ({mesh.lost[members[0]]})")
+                raise CannotJoinError(f"{whom}: the training has ended ({mesh.lost[members[0]]})")
             raise ExchangeError(f"{whom}: this machine has no route to them ({mesh.lost[members[0]]})")
         return found

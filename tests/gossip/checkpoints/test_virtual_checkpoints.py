@@ -286,6 +286,12 @@ def test_what_cannot_be_saved_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     workers.optimizer.param_groups[0]["note"] = object()
     with pytest.raises(TypeError, match=r"'note'.* which a checkpoint cannot hold"):
         gossip.save(workers, tmp_path)
+    del workers.optimizer.param_groups[0]["note"]
+    workers.optimizer.state[workers.optimizer.param_groups[0]["params"][1]]["mark"] = object()
+    with pytest.raises(
+        TypeError, match=r"the state of parameter '[a-z.0-9]*bias' in \w+\['mark'\] is a builtins.object"
+    ):
+        gossip.save(workers, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_0000000000"]
 
 

@@ -1,0 +1,95 @@
+"""A rank whose part of a checkpoint cannot be had ends no rank and stops none: all raise, and all can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from checkpointing import make_model, names_in, one_step
+from torch import nn
+
+import gossip
+from gossip import CheckpointError, GossipDataParallel, launch
+from gossip.checkpoints import rank_replica
+from gossip.step import engine
+
+WORLD_SIZE = 3
+FAILING = 1
+
+
+class Part:
+    def state_dict(self) -> dict[str, Any]:
+        if torch.distributed.get_rank() == FAILING:
+            raise KeyError("position")
+        return {}
+
+    def load_state_dict(self, _: Any) -> None: ...
+
+
+def keep_an_object(model: GossipDataParallel) -> None:
+    model.optimizer.state[model.module.weight]["mark"] = object()
+
+
+def hide_the_state(model: GossipDataParallel) -> None:
+    model.optimizer.state_dict = Part().state_dict
+
+
+def lack_memory(_: Any) -> Any:
+    raise MemoryError("no more")
+
+
+def lacking_memory(module: Any, what: str) -> Callable[[GossipDataParallel], object]:
+    return lambda _: mock.patch.object(module, what, lack_memory).start()
+
+
+# What is wrong with rank 1, what it raises, and why.
+CASES: dict[str, tuple[Callable[[GossipDataParallel], object], type[Exception], str]] = {
+    "object": (keep_an_object, TypeError, "the state of parameter 'weight' in AdamW['mark'] is a builtins.object"),
+    "state_dict": (hide_the_state, ValueError, "the state_dict() of AdamW failed: KeyError: 'position'"),
+    "part": (lambda _: None, ValueError, "part.state_dict() failed: KeyError: 'position'"),
+    "copying": (lacking_memory(engine, "algorithm_state"), CheckpointError, "rank 1: MemoryError: no more"),
+    "module": (lacking_memory(rank_replica, "module_state"), CheckpointError, "rank 1: MemoryError: no more"),
+}
+
+
+def fail_to_save(folder: str, case: str, options: dict[str, Any]) -> None:
+    break_, kind, text = CASES[case]
+    parts = {"part": Part()} if case == "part" else {}
+    model = make_model(module=lambda: nn.Linear(4, 2), **options)
+    one_step(model)
+    is_failing = model.rank == FAILING
+    if is_failing:
+        break_(model)
+    for _ in range(2):
+        with pytest.raises(kind if is_failing else CheckpointError) as caught:
+            gossip.save(model, folder, **parts)
+        assert text in str(caught.value)
+        assert is_failing or "rank 1: " in str(caught.value)
+        one_step(model)  # with the others, as if nothing had happened
+    mock.patch.stopall()
+    model.optimizer.__dict__.pop("state_dict", None)
+    model.optimizer.state[model.module.weight].pop("mark", None)
+    gossip.save(model, folder)
+    model.global_avg()
+    model.close()
+
+
+@pytest.mark.parametrize("on_peer_loss", ["raise", "continue"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
+    case: str, on_peer_loss: Any, tmp_path: Path
+) -> None:
+    results = launch(
+        fail_to_save,
+        str(tmp_path),
+        case,
+        {"on_peer_loss": on_peer_loss},
+        world_size=WORLD_SIZE,
+        on_peer_loss=on_peer_loss,
+    )
+    assert results == [None] * WORLD_SIZE
+    assert names_in(tmp_path) == ["step_0000000003"]
