@@ -367,7 +367,7 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
         return world.lost(failure, f"{where}: failed while waiting for {pending.awaited}", pending.error)
     return world.lost(
         failure,
-        f"{where}: timed out after {failure.waited_s:.3g} s waiting for {pending.awaited}",
+        f"{where}: {failure.of_waiting} for {pending.awaited}",
         advice=" (GossipDataParallel's timeout sets how long to wait)",
     )
 

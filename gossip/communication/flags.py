@@ -87,7 +87,7 @@ class AgreedFlag:
                 raise world.lost(failure, self._what, pending.error) from pending.error
             raise world.lost(
                 failure,
-                f"{self._what}: not all of the {world.world_size} ranks took part within {failure.waited_s:.3g} s",
+                f"{self._what}: not all of the {world.world_size} ranks took part within {failure.timeout_s:g} s",
                 advice="; every rank must make the same steps",
             )
         self._pending = None

@@ -65,8 +65,8 @@ class SharedMessage:
             if failure is not None:
                 raise world.lost(
                     failure,
-                    f"{where}: timed out after {failure.waited_s:.3g} s waiting for rank {reader} to read the message "
-                    f"of {BUFFERS_PER_ROW} exchanges ago",
+                    f"{where}: {failure.of_waiting} for rank {reader} to read the message of {BUFFERS_PER_ROW} "
+                    "exchanges ago",
                     advice=" (GossipDataParallel's timeout sets how long to wait)",
                 )
         self._used.rotate(-1)

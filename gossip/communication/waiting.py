@@ -44,12 +44,20 @@ class Failure(NamedTuple):
     ----------
     verdict : Verdict
         The ranks that caused it.
-    waited_s : float
-        How long the wait lasted, at most the time-out.
+    timeout_s : float
+        The time-out.
+    has_timed_out : bool
+        Whether the wait lasted that long; otherwise it was clear before that it would fail.
     """
 
     verdict: Verdict
-    waited_s: float
+    timeout_s: float
+    has_timed_out: bool
+
+    @property
+    def of_waiting(self) -> str:
+        """The beginning of a text: what became of waiting."""
+        return f"timed out after {self.timeout_s:g} s waiting" if self.has_timed_out else "failed while waiting"
 
 
 def wait_for(
@@ -119,7 +127,7 @@ def wait_for(
         else:
             return None
     roll_call.note_giving_up(verdict.culprits, verdict.reason)
-    return Failure(verdict, min(timeout_s, time.monotonic() - began))
+    return Failure(verdict, timeout_s, time.monotonic() - began >= timeout_s)
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -130,7 +129,6 @@ class World:
         self.roll_call = RollCall(notes, self.rank, self.world_size)
         self.roll_call.note("constructing the model")
         absent: str | None = "interrupted"
-        began = time.monotonic()
         try:
             absent = self.roll_call.wait_for_all(self.timeout)
         except ExchangeError as error:
@@ -139,10 +137,9 @@ class World:
             if absent is not None:
                 self.roll_call.note_giving_up()
         if absent is not None:
-            waited_s = min(time.monotonic() - began, self.timeout.total_seconds())
             raise ExchangeError(
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
-                f"{waited_s:.3g} s: {absent}; every rank{self._in_group()} must construct it"
+                f"{self.timeout.total_seconds():g} s: {absent}; every rank{self._in_group()} must construct it"
             )
         self._connect()
 
@@ -230,7 +227,7 @@ class World:
         failure = self.wait_for(ticket, where, lambda: others, sequence=sys.maxsize)
         if failure is not None:
             raise self.lost(
-                failure, f"{where}: not all of them took part within {failure.waited_s:.3g} s", ticket.error
+                failure, f"{where}: not all of them took part within {failure.timeout_s:g} s", ticket.error
             ) from ticket.error
         return made[0]
 
@@ -468,7 +465,7 @@ class World:
                 raise self.lost(failure, what, pending.error) from pending.error
             raise self.lost(
                 failure,
-                f"{what}: not all of the {self.world_size} ranks took part within {failure.waited_s:.3g} s",
+                f"{what}: not all of the {self.world_size} ranks took part within {failure.timeout_s:g} s",
                 advice=f"; every rank{self._in_group()} must call it, after the same number of steps",
             )
 

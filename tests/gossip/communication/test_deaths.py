@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ CASES = [
 ]
 PLACES = ("connecting", "comparing manifests", "broadcasting")
 VICTIM = 3
+LIMITS = re.compile(r"(?:within|after) (\S+) s\b")
 
 
 def stop_here(how: str) -> None:
@@ -73,7 +75,7 @@ def error_of_a_survivor(topology: str, how: str, timeout: timedelta, *, together
     return str(caught.value), caught.value.culprits
 
 
-def assert_only_the_victim_is_blamed(by_rank: list[Any], why: str) -> None:
+def assert_only_the_victim_is_blamed(by_rank: list[Any], why: str, timeout: timedelta) -> None:
     for rank, found in enumerate(by_rank):
         if rank == VICTIM:
             assert found is None
@@ -83,6 +85,7 @@ def assert_only_the_victim_is_blamed(by_rank: list[Any], why: str) -> None:
             assert text.startswith(f"rank {rank}: ")
             assert f": rank {VICTIM} is {why}" in text
             assert "gloo" not in text
+            assert set(LIMITS.findall(text)) <= {f"{timeout.total_seconds():g}"}, "of time, the time-out alone is named"
             assert text.count(" is absent") + text.count(" is gone") + text.count(" is frozen") == 1
 
 
@@ -139,7 +142,7 @@ def test_rank_that_stops_is_named_by_all(found: Found, topology: str, how: str, 
     """One that is killed long before the time-out of five minutes."""
     seen = {"killed": "gone: its process ", "frozen": "frozen: its process "}[how]
     why = seen if together else "absent (dead, frozen,"
-    assert_only_the_victim_is_blamed(found.in_training[topology, how, together], why)
+    assert_only_the_victim_is_blamed(found.in_training[topology, how, together], why, TIMEOUTS[how])
 
 
 def test_launch_names_the_rank_that_was_killed() -> None:
@@ -163,4 +166,4 @@ def test_launch_names_the_rank_that_was_frozen(found: Found) -> None:
 
 @pytest.mark.parametrize("where", PLACES)
 def test_rank_killed_in_construction_is_named_by_all_long_before_the_time_out(found: Found, where: str) -> None:
-    assert_only_the_victim_is_blamed(found.in_construction[where], "gone: its process ")
+    assert_only_the_victim_is_blamed(found.in_construction[where], "gone: its process ", TIMEOUTS["killed"])
