@@ -125,6 +125,9 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of the
         optimizer's state. "none": each has all of them; gradients are averaged over the group, and each rank exchanges
         its part of every bucket.
+    max_difference : str, optional
+        "warn": a rank whose values are finite but far beyond what is usual, or stuck, is named in a warning and counted
+        in :meth:`stats`; None watches for nothing. See docs/wrong_ranks.md.
 
     Raises
     ------
@@ -213,6 +216,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         partition_timeout: timedelta | float | None = None,
         mesh: DeviceMesh | None = None,
         shard: Literal["optimizer", "none"] | None = None,
+        max_difference: Literal["warn"] | None = "warn",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -236,6 +240,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
             partition_timeout=partition_timeout,
             mesh=mesh,
             shard=shard,
+            max_difference=max_difference,
         )
         world = make_world(arguments, timeout, process_group)
         try:

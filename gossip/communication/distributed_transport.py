@@ -304,7 +304,7 @@ class DistributedExchange:
         if failure is not None:
             raise lost_exchange(self.world, failure, where, self.pending) from self.pending.error
         arrival = self.conversation.arrival
-        return Arrival(self._read(arrival.parts), arrival.is_finite)
+        return arrival._replace(parts=self._read(arrival.parts))
 
     def _awaited(self) -> Sequence[int]:
         """Return the ranks that the exchange currently waits for."""

@@ -105,6 +105,8 @@ class BucketShape:
     start : Tensor, [numel], or None
         The values with which all ranks started, as they are when the codec is made. The distance of a rank from there
         bounds the distance between two ranks. None if they may be any distance apart.
+    measures : bool
+        Whether an exchange is to tell the distance to each source's message, see :class:`gossip.Arrival`.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class BucketShape:
         *,
         memory: Callable[[torch.Tensor, int], torch.Tensor] = lambda message, _: message,
         start: torch.Tensor | None = None,
+        measures: bool = False,
     ) -> None:
         self.index = index
         self.numel = block.numel()
@@ -123,6 +126,7 @@ class BucketShape:
         self.views = tuple(views) if views is not None else (((self.numel,), (1,), 0),)
         self.memory = memory
         self.start = start
+        self.measures = measures
 
     @property
     def accumulation_dtype(self) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -123,10 +124,14 @@ class Arrival(NamedTuple):
     is_finite : bool
         Whether everything that arrived is finite; True where the host cannot see it. If it is True but this rank's own
         message is not finite, ``parts`` yields values that are not finite.
+    squares : mapping of int to float or Tensor
+        :math:`\|m_j - m_i\|^2` by source, complete when ``parts`` is exhausted; empty if only their weighted sum is
+        known.
     """
 
     parts: Parts
     is_finite: bool
+    squares: Mapping[int, float | torch.Tensor] = MappingProxyType({})
 
     @classmethod
     def of(cls, difference: torch.Tensor) -> Arrival:
@@ -291,6 +296,16 @@ def chunks(numel: int, device: torch.device) -> Iterator[slice]:
     size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
+
+
+def squared_norm(values: torch.Tensor) -> float | torch.Tensor:
+    """Return the squared norm, read at once only on the CPU: elsewhere reading would block until the device is done."""
+    norm: torch.Tensor = torch.linalg.vector_norm(values)
+    if not norm.is_cpu:
+        return norm.square()
+    if not math.isfinite(norm) and values.dtype == torch.float32:
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64)  # the squares of finite values may overflow
+    return float(norm) ** 2
 
 
 def finite_on_host(tensors: Iterable[torch.Tensor]) -> bool:

@@ -9,7 +9,17 @@ from typing import ClassVar
 import torch
 
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns, arrived, chunks, finite_on_host
+from gossip.compression.conversation import (
+    Arrival,
+    Messages,
+    Parts,
+    Turn,
+    Turns,
+    arrived,
+    chunks,
+    finite_on_host,
+    squared_norm,
+)
 from gossip.compression.part_memory import scratch
 from topologies import Round
 
@@ -68,6 +78,7 @@ class ValuesCodec(Codec):
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self._message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
         self._memory = bucket.memory
+        self._measures = bucket.measures
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
@@ -95,8 +106,12 @@ class ValuesCodec(Codec):
         )
         if delivery.total is not None:
             return Arrival(self._parts_of_sum(delivery.total), finite_on_host([delivery.total]))
+        measures = self._measures and len(weights) > 1  # that to a single source is known from the sum
         weights = arrived(weights, delivery.received)
-        return Arrival(self._parts(weights, delivery.received), finite_on_host(delivery.received.values()))
+        squares: dict[int, float | torch.Tensor] = dict.fromkeys(weights, 0.0) if measures else {}
+        return Arrival(
+            self._parts(weights, delivery.received, squares), finite_on_host(delivery.received.values()), squares
+        )
 
     def _receive_buffers(self, weights: Mapping[int, float]) -> Messages:
         if len(self._rows) < len(weights):
@@ -113,7 +128,9 @@ class ValuesCodec(Codec):
         return self._total
 
     @torch.no_grad()
-    def _parts(self, weights: Mapping[int, float], received: Messages) -> Parts:
+    def _parts(
+        self, weights: Mapping[int, float], received: Messages, squares: dict[int, float | torch.Tensor]
+    ) -> Parts:
         if not weights:
             return
         for part in chunks(self._message.numel(), self._message.device):
@@ -121,11 +138,14 @@ class ValuesCodec(Codec):
             total, more = scratch((2, *own.shape), self._wide, own.device).unbind()
             for number, (source, weight) in enumerate(weights.items()):
                 message = received[source][part].to(self._wide)
-                if number == 0:
-                    torch.sub(message, own, out=total).mul_(weight)
-                else:
-                    difference = torch.sub(message, own, out=more)  # in this order it is minus what the peer adds
+                # In this order it is minus what the peer adds.
+                difference = torch.sub(message, own, out=more if number else total)
+                if squares:
+                    squares[source] = squares[source] + squared_norm(difference)
+                if number:
                     total.add_(difference, alpha=weight)
+                else:
+                    difference.mul_(weight)
             yield part, total
 
     @torch.no_grad()

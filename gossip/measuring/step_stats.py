@@ -47,6 +47,9 @@ class StepStats:
     num_late : int
         Messages of earlier steps that were mixed in now, because ``soft_deadline`` kept those steps from waiting for
         them.
+    unusual_by_peer : mapping of int to int
+        By rank, the number of messages that were far beyond what is usual, see ``max_difference``. A rank counts its
+        own under its own number.
     epoch : int
         The number of times that the set of training ranks has changed, with ``on_peer_loss="continue"``.
     """
@@ -65,6 +68,7 @@ class StepStats:
     num_refused: int = 0
     num_skipped: int = 0
     num_late: int = 0
+    unusual_by_peer: Mapping[int, int] = field(default_factory=dict)
     epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class Meter:
         self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.epoch = 0
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
+        self.unusual_by_peer: defaultdict[int, int] = defaultdict(int)
         self.gradient_norms: list[torch.Tensor | float] = []
         self.squared_distances: list[torch.Tensor | float] = []
 
@@ -138,5 +143,6 @@ class Meter:
             num_refused=self.num_refused,
             num_skipped=self.num_skipped,
             num_late=self.num_late,
+            unusual_by_peer=dict(self.unusual_by_peer),
             epoch=self.epoch,
         )

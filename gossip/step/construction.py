@@ -156,7 +156,16 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     encoding = compression
     if shards is not None:
         transport, encoding = shards.carried(transport), shards.divided(compression)
-    exchanges = RankExchanges(everything, optimizers, schedule, transport, algorithm, encoding, place)
+    exchanges = RankExchanges(
+        everything,
+        optimizers,
+        schedule,
+        transport,
+        algorithm,
+        encoding,
+        place,
+        watches=arguments.max_difference is not None,
+    )
     keep_out_of_graphs()
     if not arguments.step_in_backward:
         make_engine: type[StepEngine] = OptimizerSteps

@@ -19,12 +19,13 @@ from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.transport import Exchange, Transport
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, chunks, finite_on_host
+from gossip.compression.conversation import Arrival, chunks, finite_on_host, squared_norm
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.private_torch import fast_range
+from gossip.step.edge_watch import Edge, EdgeWatch
 from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from topologies import Round, Topology
 
@@ -48,6 +49,9 @@ class RankInFlight(InFlight):
     surplus : float
         By how much the weights that this rank gives to all messages, its own included, exceed 1; codecs assume that
         they sum to 1.
+    squares : dict of str to mapping of int to float or Tensor
+        The squared distances to the sources' messages, by channel, as far as the codecs tell them; complete when the
+        parts have been read.
     """
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
@@ -55,16 +59,20 @@ class RankInFlight(InFlight):
     kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)
     bytes_counted: Counter[int] = field(default_factory=Counter)
     surplus: float = 0.0
+    squares: dict[str, Mapping[int, float | torch.Tensor]] = field(default_factory=dict)
     _differences: dict[str, torch.Tensor] | None = None
 
     def differences(self) -> dict[str, list[torch.Tensor]]:
         if self._differences is None:
-            self._differences = {
-                channel: self.joined(channel, exchange.wait()) for channel, exchange in self.exchanges.items()
-            }
+            self._differences = {channel: self.joined(channel, arrival) for channel, arrival in self._awaited().items()}
             for channel, difference in self._differences.items() if self.surplus else ():
                 difference.add_(self.sent[channel][0], alpha=self.surplus)
         return {channel: [difference] for channel, difference in self._differences.items()}
+
+    def _awaited(self) -> dict[str, Arrival]:
+        arrivals = {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
+        self.squares = {channel: arrival.squares for channel, arrival in arrivals.items()}
+        return arrivals
 
     def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
         """Return everything that arrived in a channel, as a copy; zeros if nothing did."""
@@ -94,7 +102,7 @@ class RankInFlight(InFlight):
     def arrivals(self) -> dict[str, Arrival]:
         """Wait, and return what arrived, piece by piece, by channel."""
         if self._differences is None and not self.surplus:
-            return {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
+            return self._awaited()
         return {channel: whole(difference) for channel, (difference,) in self.differences().items()}
 
     def count_bytes(self, meter: Meter) -> None:
@@ -145,6 +153,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         The compression.
     rank : int
         This rank in the topology.
+    watches : bool
+        Whether a message far beyond what is usual is named, see :class:`EdgeWatch`.
 
     Attributes
     ----------
@@ -161,9 +171,12 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         algorithm: Algorithm,
         compression: Compression,
         rank: int,
+        *,
+        watches: bool = True,
     ) -> None:
         super().__init__(optimizers, topology, algorithm, compression)
         self.transport = transport
+        self._watch = EdgeWatch(rank) if watches else None
         self._rank = rank
         self._optimizers = optimizers
         self._buckets: list[AnyBucket] = []
@@ -199,7 +212,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
             place = index + CHANNEL_STRIDE * number
             memory = functools.partial(_memory, transport, place)
-            shape = BucketShape(place, example, views, memory=memory, start=example)
+            shape = BucketShape(place, example, views, memory=memory, start=example, measures=self._watch is not None)
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
         return codecs
 
@@ -209,6 +222,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         Nothing may be in flight; codecs start anew.
         """
         self._topology, self.transport, self.algorithm, self._rank = topology, transport, algorithm, rank
+        if self._watch is not None:
+            self._watch = EdgeWatch(rank)
         for view in self._views:
             view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
         self.codecs = self._make_codecs(self._buckets)
@@ -287,6 +302,9 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 )
                 if codec.sent is not None:
                     in_flight.sent[channel] = [codec.sent]
+                if self._watch is not None and channel == VALUES and self.holds_parameters(index):
+                    made = message if codec.sent is None else codec.sent
+                    self._watch.send(index, made, step, meter, functools.partial(self._was_updated, meter))
         in_flight.count_bytes(meter)
         return in_flight
 
@@ -301,17 +319,57 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                     collections.deque(arrival.parts, maxlen=0)  # codec and transport rely on the iteration
                 self._refuse(index, in_flight, meter)
                 return
-            squares: float | torch.Tensor = 0.0
+            watched = self._watched(index, in_flight)
+            squares: dict[str, float | torch.Tensor] = dict.fromkeys((VALUES, *watched), 0.0)
             view = self._views[index]
             sent = in_flight.sent if self.algorithm.reads_sent else {}
             for part, got in _pieces(in_flight, arrivals, sent):
-                square = _squared_norm(got[VALUES].difference)
+                for channel in squares:
+                    squares[channel] += squared_norm(got[channel].difference)
+                square = squares[VALUES]
                 if not isinstance(square, torch.Tensor) and not math.isfinite(square):
                     self._refuse(index, in_flight, meter)  # it is this rank's own message: all others are finite
-                squares = squares + square
                 yield view if part is None else view.part(part), got
             if self.transport is None or not self.transport.publishes:  # otherwise it involves any number of ranks
-                meter.squared_distances.append(squares * self._squared_distance_scale(in_flight.round))
+                meter.squared_distances.append(squares[VALUES] * self._squared_distance_scale(in_flight.round))
+            if self._watch is not None:
+                for channel, edges in watched.items():
+                    self._watch.judge(
+                        (index, channel),
+                        in_flight.round_index,
+                        self._squares_by_edge(edges, squares[channel], in_flight.squares.get(channel, {})),
+                        functools.partial(self._norm, index),
+                        meter,
+                    )
+
+    def _watched(self, index: int, in_flight: RankInFlight) -> dict[str, Round]:
+        """Return the channels that are compared with what is usual, with their edges: of each edge the first one."""
+        is_watched = self._watch is not None and self.holds_parameters(index)
+        if not is_watched or (self.transport is not None and self.transport.publishes):
+            return {}
+        by_channel = {channel: self._edges(index, channel, in_flight.round) for channel in self.algorithm.sends}
+        return {
+            channel: edges
+            for channel, edges in by_channel.items()
+            if edges.peers(self._rank) and (channel == VALUES or edges is not in_flight.round)
+        }
+
+    def _squares_by_edge(
+        self, edges: Round, square: float | torch.Tensor, squares: Mapping[int, float | torch.Tensor]
+    ) -> dict[Edge, float | torch.Tensor]:
+        """Return the squared distances by edge, or that to all sources together if no more is known."""
+        weights = edges.neighbours(self._rank)
+        if len(weights) == 1:
+            ((source, weight),) = weights.items()
+            return {(source,): square / weight**2}
+        return {(source,): each for source, each in squares.items()} or {tuple(weights): square}
+
+    def _norm(self, index: int) -> float:
+        return float(torch.linalg.vector_norm(self._buckets[index].block.detach()))
+
+    def _was_updated(self, meter: Meter) -> bool:
+        rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups if "lr" in group]
+        return not meter.num_skipped and bool(meter.gradient_norm()) and any(float(rate) > 0 for rate in rates)
 
     def _written(self, index: int) -> None:
         self._buckets[index].written()
@@ -347,6 +405,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return {
             "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
             "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],
+            "usual": [] if self._watch is None else self._watch.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -361,6 +420,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         for codecs, states in zip(self.codecs, state["codecs"], strict=True):
             for channel, codec in codecs.items():
                 codec.load_state_dict(states[channel])
+        if self._watch is not None:
+            self._watch.load_state_dict(state.get("usual", []))
 
     # ------------------------------------------------------------------ waiting, refusing
 
@@ -429,9 +490,3 @@ def _pieces(
 
 def _memory(transport: Transport, bucket: int, message: torch.Tensor, step: int) -> torch.Tensor:
     return transport.memory(message, step=step, bucket=bucket)
-
-
-def _squared_norm(difference: torch.Tensor) -> float | torch.Tensor:
-    """Return the squared norm, read at once only on the CPU: elsewhere reading would block until the device is done."""
-    norm = torch.linalg.vector_norm(difference)
-    return float(norm) ** 2 if norm.is_cpu else norm.square()

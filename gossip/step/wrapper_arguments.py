@@ -49,6 +49,7 @@ class Arguments:
     partition_timeout: timedelta | float | None = None
     mesh: DeviceMesh | None = None
     shard: str | None = None
+    max_difference: str | None = "warn"
 
     @property
     def continues(self) -> bool:
@@ -106,6 +107,7 @@ class Arguments:
             "on_peer_loss": self.on_peer_loss
             + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
             "soft_deadline": "none" if self.soft_deadline_s is None else f"{self.soft_deadline_s:g} s",
+            "max_difference": str(self.max_difference),
         }
         scaler = self.open_scaler
         if scaler is None:
@@ -128,6 +130,8 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
         An argument is refused; the text names it, its value and what is allowed.
     """
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
+    if arguments.max_difference is not None:
+        check_choice("max_difference", arguments.max_difference, ("warn",))
     resolve_transport(arguments.transport)
     _check_peer_loss(arguments)
     if arguments.clip_grad_norm is not None:

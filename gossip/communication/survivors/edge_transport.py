@@ -180,7 +180,7 @@ class EdgeExchange:
         elif (error := self._finished.get()) is not None:
             raise error
         arrival = self._conversation.arrival
-        return Arrival(self._read(arrival.parts), arrival.is_finite)
+        return arrival._replace(parts=self._read(arrival.parts))
 
     def _read(self, parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
         yield from parts
