@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, ExchangeError, ManifestError, reason
@@ -51,8 +51,8 @@ def together(replicas: Replicas, what: str, action: Callable[[], Any]) -> list[A
             ranks_by_reason.setdefault(message["error"], []).append(rank)
     if ranks_by_reason:
         if isinstance(failure, TypeError | ValueError):
-            raise failure
-        raise CheckpointError(f"{what}: {_by_rank(ranks_by_reason, len(messages))}") from failure
+            fail_on_all(replicas, failure)
+        fail_on_all(replicas, CheckpointError(f"{what}: {_by_rank(ranks_by_reason, len(messages))}"), failure)
     return [message["answer"] for message in messages]
 
 
@@ -66,7 +66,13 @@ def compare(replicas: Replicas, entries: dict[str, str], what: str) -> None:
     """
     digests = together(replicas, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
     if len(set(digests)) > 1:
-        raise ManifestError(first_difference(together(replicas, what, lambda: entries)))
+        fail_on_all(replicas, ManifestError(first_difference(together(replicas, what, lambda: entries))))
+
+
+def fail_on_all(replicas: Replicas, error: Exception, cause: Exception | None = None) -> NoReturn:
+    """Raise an error, where all processes raise one: see :attr:`Replicas.failure`."""
+    replicas.failure = error
+    raise error from cause
 
 
 def _by_rank(ranks_by_reason: dict[str, list[int]], world_size: int) -> str:

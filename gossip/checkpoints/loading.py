@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from gossip.checkpoints.all_or_none import together
+from gossip.checkpoints.all_or_none import fail_on_all, together
 from gossip.checkpoints.checkpoint_files import read_tensors
 from gossip.checkpoints.checkpoint_folder import (
     age_key,
@@ -143,11 +143,12 @@ def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoin
     if not keeps_exchanges:
         for state in contents.states:
             state["engine"] = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
-    left_out = together(
-        replicas,
-        f"restoring {contents.path} (the model is partly loaded; load again, or construct a new one)",
-        lambda: _restore(replicas, contents, parts),
-    )
+    what = f"restoring {contents.path} (the model is partly loaded; load again, or construct a new one)"
+    try:
+        left_out = together(replicas, what, lambda: _restore(replicas, contents, parts))
+    except Exception:
+        replicas.failure = None  # not an end like others: some ranks are at the checkpoint's step, and some are not
+        raise
     if replicas.process == 0:
         _report(contents, changes + left_out[0], parts)
     return Checkpoint(manifest["step"], contents.path, manifest["world_size"], contents.common["data"])
@@ -192,7 +193,8 @@ def _read_one(replicas: Replicas, path: Path) -> _Contents:
 
     digests = together(replicas, "this checkpoint cannot be loaded", read)
     if len(set(digests)) > 1:
-        raise CheckpointError(f"the ranks see different checkpoints under {path}; all ranks must share the folder")
+        text = f"the ranks see different checkpoints under {path}; all ranks must share the folder"
+        fail_on_all(replicas, CheckpointError(text))
     return contents[0]
 
 
@@ -205,7 +207,7 @@ def _read_newest(replicas: Replicas, path: Path) -> _Contents:
         proposals = together(replicas, f"choosing from {path}", lambda: names[0] if names else None)
         if not any(proposals):
             found = "; ".join(rejected) or "there is none in it"
-            raise CheckpointError(f"no valid checkpoint in {path}: {found}")
+            fail_on_all(replicas, CheckpointError(f"no valid checkpoint in {path}: {found}"))
         name = max((proposal for proposal in proposals if proposal), key=age_key)
         if names and names[0] == name:
             names.pop(0)

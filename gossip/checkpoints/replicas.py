@@ -28,11 +28,14 @@ class Replicas(ABC):
         The number of ranks that hold a replica together, each a shard of it or all of it.
     kept : KeptObjects
         What the model keeps beside the replicas.
+    failure : Exception or None
+        What the operation on these replicas is about to raise in every process: it ends everywhere, as with a result.
     """
 
     place: int = 0
     num_shards: int = 1
     group_size: int = 1
+    failure: Exception | None = None
 
     ranks: range
     world_size: int

@@ -13,7 +13,7 @@ import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
-from gossip.checkpoints.all_or_none import compare, together
+from gossip.checkpoints.all_or_none import compare, fail_on_all, together
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
 from gossip.checkpoints.rank_state import parts_state
 from gossip.checkpoints.replicas import Replicas
@@ -122,11 +122,12 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
     for rank, described in enumerate(announced):
         for what, value in described.items():
             if value != announced[0][what]:
-                raise CheckpointError(
+                text = (
                     f"the ranks do not save the same thing: {what} is {announced[0][what]} on rank 0, but {value} on "
                     f"rank {rank}; call gossip.save on every rank after the same number of steps, with the same "
                     "arguments"
                 )
+                fail_on_all(replicas, CheckpointError(text))
     description = replicas.describe()
     entries = description["module"] | description["optimizers"]
     entries |= {f"bucket {index}": text for index, text in enumerate(description["buckets"])}

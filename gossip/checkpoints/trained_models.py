@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from gossip.checkpoints.rank_replica import RankReplica
 from gossip.checkpoints.replicas import Replicas
@@ -41,6 +41,19 @@ def jointly(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _R
     TypeError
         ``model`` is neither a GossipDataParallel nor VirtualWorkers.
     """
-    if isinstance(model, GossipDataParallel):
-        return model._joint_work.jointly(lambda: operation(replicas_of(model)))
-    return operation(replicas_of(model))
+    if not isinstance(model, GossipDataParallel):
+        return operation(replicas_of(model))
+
+    def operate() -> tuple[_Result | None, Exception | None]:
+        replicas = replicas_of(model)
+        try:
+            return operation(replicas), None
+        except Exception as error:
+            if error is not replicas.failure:
+                raise
+            return None, error
+
+    result, failure = model._joint_work.jointly(operate)
+    if failure is not None:
+        raise failure
+    return cast(_Result, result)

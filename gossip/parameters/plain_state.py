@@ -76,7 +76,7 @@ def is_plain(value: Any) -> bool:
     """Return whether :func:`plain` would return a value."""
     try:
         plain(value, "it")
-    except TypeError:
+    except Exception:
         return False
     return True
 

@@ -43,9 +43,13 @@ class StateGiver:
     def asked_by(self, *, at_step_end: bool) -> list[int]:
         """Return the newcomers that wait for a state as at the end of a step, or as at the beginning of one."""
         with self._lock:
-            for held in (self._waiting, self._taken):
-                for member in held.keys() & self._mesh.lost.keys():
-                    del held[member]
+            known = {*self._waiting, *self._taken}
+        patience_s = self._mesh.timeout.total_seconds()
+        gone = [each for each in known if each in self._mesh.lost or self._mesh.silent_s(each) > patience_s]
+        with self._lock:
+            for member in gone:
+                self._waiting.pop(member, None)
+                self._taken.pop(member, None)
             return [member for member, has_ended_step in self._waiting.items() if has_ended_step == at_step_end]
 
     def give(self, newcomers: Sequence[int], state: Callable[[], tuple[str, torch.Tensor]]) -> None:

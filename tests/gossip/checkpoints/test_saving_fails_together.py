@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
+import unsupervised
 from checkpointing import make_model, names_in, one_step
 from torch import nn
 
 import gossip
 from gossip import CheckpointError, GossipDataParallel, launch
 from gossip.checkpoints import rank_replica
+from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.step import engine
 
 WORLD_SIZE = 3
@@ -93,3 +99,38 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
     )
     assert results == [None] * WORLD_SIZE
     assert names_in(tmp_path) == ["step_0000000003"]
+
+
+# ---------------------------------------------------------------------- and another rank dies meanwhile
+
+
+def die_half_way(send: Any, mesh: Mesh, member: int, key: Key, *more: Any) -> Any:
+    """Tell ranks 0 and 1, but not rank 2."""
+    if key.kind == Kind.COLLECTIVE and member == 2:
+        with mesh.changed:
+            mesh.changed.wait_for(lambda: not any(each.outgoing for each in mesh._connections.values()), 10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return send(mesh, member, key, *more)
+
+
+def fail_when_another_rank_dies(folder: str) -> tuple[str, int, tuple[int, ...]]:
+    model = make_model(module=lambda: nn.Linear(4, 2), on_peer_loss="continue")
+    one_step(model)
+    if model.rank == 3:
+        mock.patch.object(Mesh, "send", functools.partialmethod(functools.partial(die_half_way, Mesh.send))).start()
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        gossip.save(model, folder, part=Part())
+    for _ in range(3):
+        one_step(model)
+    model.global_avg()
+    members = model.members
+    model.close()
+    return str(caught.value), model.step, members
+
+
+def test_a_save_that_has_failed_has_failed_for_all_who_are_left(tmp_path: Path) -> None:
+    with unsupervised.started(fail_when_another_rank_dies, str(tmp_path), world_size=4) as ranks:
+        *told, _ = ranks.results(silent=(3,))
+    for text, step, members in told:
+        assert "part.state_dict() failed: KeyError: 'position'" in text
+        assert (step, members) == (4, (0, 1, 2))

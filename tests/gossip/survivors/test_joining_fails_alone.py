@@ -18,6 +18,7 @@ from mortal_ranks import flat, make_model, targets
 
 from gossip import ExchangeError
 from gossip.communication.survivors.handing_over import StateGiver
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 from gossip.lab.faults.fault import Fault
 from gossip.lab.faults.injection import injected
 from gossip.step import epoch_change
@@ -61,7 +62,7 @@ def an_optimizer(kept: str) -> Callable[..., torch.optim.Optimizer]:
     return functools.partial(Keeping, kept=of_kind[kept])
 
 
-def lack_memory(*_: Any) -> Any:
+def lack_memory(*_: Any, **__: Any) -> Any:
     raise RuntimeError(TOO_MUCH)
 
 
@@ -84,6 +85,8 @@ def broken(where: str) -> Any:
         return mock.patch.object(StateGiver, "_send", failing)
     if where == "loading":
         return mock.patch.object(epoch_change, "restore_replica", lack_memory)
+    if where == "entering":
+        return mock.patch.object(epoch_change, "make_epoch_transport", lack_memory)
     assert where == "too large"
     return mock.patch.object(epoch_change, "flatten", flatten_to_too_much)
 
@@ -106,7 +109,7 @@ def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | 
     with broken(breaks[number]) if number in breaks else mock.MagicMock():
         try:
             model = make_model(NUMEL, {"topology": "complete", "optimizer": an_optimizer(kept)} | options)
-        except ExchangeError as error:
+        except (ExchangeError, RuntimeError) as error:
             return str(error)
         last = model.step + NUM_MORE if joins else None
         while last is None or model.step < last:
@@ -114,9 +117,9 @@ def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | 
             if not options.get("step_in_backward", True):
                 model.optimizer.step()
                 model.optimizer.zero_grad()
-            if last is None and NEWCOMER in model.members:
+            if last is None and NEWCOMER in model.members and NEWCOMER not in breaks:
                 last = model.step + NUM_MORE
-            elif last is None:
+            elif last is None and NEWCOMER not in model.members:
                 has_failed = model.world.gather_bytes(b"x" * (NEWCOMER in model.world.mesh.lost), "looking")
                 last = model.step + NUM_MORE if all(has_failed) else None
         members = model.members
@@ -168,6 +171,25 @@ def test_a_state_that_cannot_be_given_is_told_to_the_newcomer_and_training_goes_
         assert all(re.search(reason, line) for line in early)
 
 
+def test_what_was_taken_for_a_newcomer_that_falls_silent_is_not_kept() -> None:
+    silent_s = 0.0
+    mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: silent_s)
+    giver = StateGiver(mesh)
+
+    def ask(piece: int) -> None:
+        mesh.send.reset_mock()
+        mesh.handlers[Kind.ASK](NEWCOMER, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
+
+    ask(0)
+    giver.give(giver.asked_by(at_step_end=False), lambda: ("null", torch.zeros(8, dtype=torch.uint8)))
+    ask(1)
+    assert mesh.send.called
+    silent_s = 3.0
+    giver.asked_by(at_step_end=False)
+    ask(1)
+    assert not mesh.send.called
+
+
 @pytest.mark.parametrize("options", [{"step_in_backward": False}, {"algorithm": "asynchronous"}], ids=str)
 def test_in_every_mode(options: dict[str, Any]) -> None:
     told, newcomer = run("object", **options)
@@ -188,15 +210,16 @@ def test_another_rank_gives_if_one_cannot(where: str) -> None:
     [
         (
             dict.fromkeys(range(NEWCOMER), "too large"),
-            "the state of rank 0 has 1152921504606846976 bytes, for which ther",
+            "rank 3: joining: the state of rank 0 has 1152921504606846976 bytes, for which ther",
         ),
-        ({NEWCOMER: "loading"}, f"what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}"),
+        ({NEWCOMER: "entering"}, TOO_MUCH),
+        ({NEWCOMER: "loading"}, f"rank 3: joining: what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}"),
     ],
 )
 def test_a_newcomer_that_cannot_take_it_over_says_so(breaks: dict[int, str], text: str) -> None:
     told, newcomer = run(breaks=breaks)
-    assert newcomer.startswith(f"rank 3: joining: {text}")
-    assert [one.lines for one in told] == [[]] * 3
+    assert newcomer.startswith(text)
+    assert [one.members for one in told] == [(0, 1, 2)] * 3
 
 
 def test_a_rank_with_which_the_others_could_not_train_is_not_admitted() -> None:
