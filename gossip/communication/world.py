@@ -23,6 +23,7 @@ from gossip.communication.membership import (
     own_connection,
     registered_group,
 )
+from gossip.communication.open_files import check_open_files
 from gossip.communication.operations_on_devices import Ended, OnDevice
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
@@ -113,6 +114,7 @@ class World:
             assert self.membership is not None
             if any(group is self.membership.group for group in _parents_groups):
                 raise GossipError(f"rank {self.rank}: {forks.FORKED}")
+            check_open_files(self.rank, self.world_size)
             forks.watch(self)
             try:
                 self._join()

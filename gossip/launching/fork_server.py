@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker, util
 
+from gossip.errors import LaunchError
 from gossip.private_torch import COMPILER
+
+_MAX_FOLDER_LENGTH = 107 - len("/listener-12345678")  # the path of a socket has at most 107 bytes
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def start(preload: Sequence[str]) -> None:
@@ -22,7 +28,13 @@ def start(preload: Sequence[str]) -> None:
     ----------
     preload : sequence of str
         Modules to import; one that is not installed is skipped. Only the argument of the first call has an effect.
+
+    Raises
+    ------
+    LaunchError
+        The folder for temporary files has a path that is too long for sockets, and no other can be used.
     """
+    _keep_sockets_reachable()
     # torch.optim imports torch._dynamo when the first optimizer is built, which takes seconds on every rank.
     forkserver.set_forkserver_preload([COMPILER, *preload])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -32,6 +44,23 @@ def start(preload: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _keep_sockets_reachable() -> None:
+    """Have multiprocessing keep its sockets, also those of workers, where their paths are short enough."""
+    folder = util.get_temp_dir()
+    if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH:
+        return
+    for parent in _SHORT_FOLDERS:
+        with contextlib.suppress(OSError):
+            short = tempfile.mkdtemp(prefix="gossip-", dir=parent)
+            util.Finalize(None, shutil.rmtree, args=(short, True), exitpriority=-100)
+            process.current_process()._config["tempdir"] = short  # type: ignore[attr-defined]
+            return
+    raise LaunchError(
+        f"TMPDIR: sockets of workers would be in {folder}, whose path is longer than the {_MAX_FOLDER_LENGTH} bytes "
+        f"that are allowed, and {', '.join(_SHORT_FOLDERS)} cannot be written; set TMPDIR to a shorter path"
+    )
 
 
 def stop() -> None:

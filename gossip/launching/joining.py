@@ -35,18 +35,15 @@ class Placement:
     ----------
     rank, world_size : int
         The rank of this process, and the number of ranks.
-    starter : str
-        "torchrun" (or any other program that sets ``RANK``) or "srun".
-    remedy : str
-        The option of the starter that determines the number of ranks.
+    variables : str
+        The environment variables that say so, with their values.
     step : Step or None
         The SLURM step, if srun started the process.
     """
 
     rank: int
     world_size: int
-    starter: str
-    remedy: str
+    variables: str
     step: slurm.Step | None
 
 
@@ -62,13 +59,18 @@ def find_placement(environment: Mapping[str, str] | None = None) -> Placement | 
         A variable has an invalid value.
     """
     environment = os.environ if environment is None else environment
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return Placement(rank, world_size, "torchrun", "torchrun's --nproc-per-node", None)
-    step = slurm.step_of(environment)
-    if step is None:
-        return None
-    return Placement(step.task, step.num_tasks, "srun", "srun's --ntasks", step)
+    step: slurm.Step | None = None
+    names = ("RANK", "WORLD_SIZE")
+    if not set(names) <= environment.keys():
+        step = slurm.step_of(environment)
+        if step is None:
+            return None
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    variables = " and ".join(f"{name}={environment[name]}" for name in names)
+    if not all(environment[name].isdecimal() for name in names):
+        raise ValueError(f"{variables} are set, but must be numbers; unset them to start ranks here")
+    rank, world_size = (int(environment[name]) for name in names)
+    return Placement(rank, world_size, variables, step)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication.local_size import LOCAL_SIZE
+from gossip.communication.open_files import limit_named
 from gossip.errors import CannotJoinError, ExchangeError, LaunchError
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
@@ -55,6 +56,7 @@ class _Rendezvous:
     local_size: int | None
 
 
+@limit_named()
 def launch(
     function: Callable[..., Any],
     *args: Any,
@@ -132,8 +134,9 @@ def launch(
     if placement is not None:
         if placement.world_size != world_size:
             raise ValueError(
-                f"world_size is {world_size}, but {placement.starter} started {placement.world_size} processes; "
-                f"pass world_size={placement.world_size} or change {placement.remedy}"
+                f"world_size is {world_size}, but this process is rank {placement.rank} of {placement.world_size}, "
+                f"because {placement.variables} are set in its environment; unset them to start {world_size} workers "
+                f"here, or pass world_size={placement.world_size}"
             )
         _check_local_size(local_size, world_size)
         with joined_process_group(backend=backend, timeout=timeout), _local_size_set(local_size):
@@ -373,23 +376,8 @@ def _work(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(rendezvous.num_threads)
     try:
-        store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
-        if joins:
-            join_training(store)
-        else:
-            dist.init_process_group(
-                rendezvous.backend,
-                store=store,
-                rank=rank,
-                world_size=rendezvous.world_size,
-                timeout=rendezvous.timeout,
-            )
-        with _local_size_set(rendezvous.local_size):
-            result = function(*args)
-        try:
-            report = pickled(result)
-        except Exception as error:
-            raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
+        with limit_named():
+            report = _report_of(function, args, rank, rendezvous, joins=joins)
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
         blames = _blamed_by(error)
@@ -401,6 +389,28 @@ def _work(
     may_leave.wait()  # closing the sockets now could lose a peer's last message
     if dist.is_initialized():  # the function may have ended it
         dist.destroy_process_group()
+
+
+def _report_of(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, rendezvous: _Rendezvous, *, joins: bool
+) -> bytes:
+    store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
+    if joins:
+        join_training(store)
+    else:
+        dist.init_process_group(
+            rendezvous.backend,
+            store=store,
+            rank=rank,
+            world_size=rendezvous.world_size,
+            timeout=rendezvous.timeout,
+        )
+    with _local_size_set(rendezvous.local_size):
+        result = function(*args)
+    try:
+        return pickled(result)
+    except Exception as error:
+        raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
 
 
 def _blamed_by(error: BaseException | None) -> tuple[int, ...]:

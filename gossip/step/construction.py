@@ -16,6 +16,7 @@ from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import forks, training_store
 from gossip.communication.distributed_transport import DistributedTransport
 from gossip.communication.flags import AgreedFlag, Flag
+from gossip.communication.open_files import limit_named
 from gossip.communication.transport import TransportFactory, make_transport
 from gossip.communication.transport_names import resolve_transport
 from gossip.communication.world import World
@@ -83,6 +84,7 @@ class Parts:
     manifest: Manifest
 
 
+@limit_named()
 def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective.
 
@@ -193,6 +195,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     return Parts(topology, algorithm, compression, optimizers, engine, manifest)
 
 
+@limit_named()
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
     """Return the ranks that train together. Collective."""
     if arguments.mesh is not None:

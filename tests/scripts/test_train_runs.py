@@ -96,4 +96,6 @@ def test_train_under_torchrun_refuses_a_sweep(tmp_path: Path) -> None:
     assert run.status != 0
     errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "sweep (-m) cannot run under torchrun" in errors[0]
+    assert (
+        "sweep (-m) cannot run in one of 2 ranks, but this process is one, because RANK=0 and WORLD_SIZE=2" in errors[0]
+    )

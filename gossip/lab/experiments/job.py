@@ -84,7 +84,8 @@ def run_job(
     configure_logging(world.rank)
     if dist.is_initialized() and config.get("engine") == "virtual":
         raise ConfigurationError(
-            "engine=virtual runs all ranks in one process; start it with python, without torchrun or srun, or set "
+            "engine=virtual runs all ranks in one process, but this one is a rank of a process group, because RANK "
+            "and WORLD_SIZE, or SLURM's variables of a step, are set in its environment; unset them, or set "
             "engine=processes"
         )
     with contextlib.ExitStack() as until_the_end:

@@ -300,8 +300,8 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
         os.environ[NAME_VARIABLE] = _said_by_rank_0(run_folder.new_name, "agreeing on a run folder")
         if config_name == SWEEP or {"-m", "--multirun"}.intersection(sys.argv):
             raise ConfigurationError(
-                f"a sweep (-m) cannot run under {placement.starter}, which starts the ranks of one run; start the "
-                f"sweep with python, or each run with {placement.starter}"
+                f"a sweep (-m) cannot run in one of {placement.world_size} ranks, but this process is one, because "
+                f"{placement.variables} are set in its environment; start it where they are not set"
             )
         _run_hydra(config_folder, config_name, last_words)
     except (ConfigurationError, HydraException, OmegaConfBaseException) as error:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +21,9 @@ import torch.distributed as dist
 from free_ports import free_port
 from running import run, running
 
+import gossip
 from gossip import LaunchError, launch
+from gossip.launching import fork_server
 
 
 def rank_times(factor: int) -> tuple[int, int, str]:
@@ -79,6 +84,54 @@ def test_launch_on_a_taken_port_is_refused_in_one_line() -> None:
             launch(process_id, world_size=1, port=port)
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
+
+
+def construct_with_few_files(on_peer_loss: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    gossip.GossipDataParallel(torch.nn.Linear(1, 1), None, on_peer_loss=on_peer_loss, timeout=timedelta(seconds=10))
+
+
+def open_a_file_too_many(_: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    open(os.devnull).close()
+
+
+@pytest.mark.parametrize("on_peer_loss", ["raise", "continue"])
+@pytest.mark.parametrize("function", [construct_with_few_files, open_a_file_too_many])
+def test_a_rank_that_may_open_too_few_files_names_their_limit(
+    function: Callable[[str], None], on_peer_loss: str
+) -> None:
+    text = r"(?s)rank \d failed: .*open files.* the limit of this process is \d+; raise it with `ulimit -n`"
+    with pytest.raises(LaunchError, match=text):
+        launch(function, on_peer_loss, world_size=2)
+
+
+def test_a_launcher_that_may_open_too_few_files_names_their_limit() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = open_files() + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            launch(process_id, world_size=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    (note,) = caught.value.__notes__
+    assert f"too many open files: the limit of this process is {limit}; raise it with `ulimit -n`" in note
+
+
+def test_temporary_files_without_a_path_that_is_short_enough_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_SHORT_FOLDERS", (str(tmp_path / "missing"),))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", "/" + "a" * 100)
+    with pytest.raises(
+        LaunchError, match=r"TMPDIR: .*aaa, whose path is longer than the 89 bytes that are .* shorter path"
+    ):
+        fork_server.start(())
+
+
 def reachable_by_another_address(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.2", port)) == 0
@@ -95,10 +148,22 @@ def test_launch_refuses_a_world_without_ranks(world_size: int) -> None:
         launch(process_id, world_size=world_size)
 
 
-def test_launch_under_torchrun_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="world_size is 4, but torchrun started 2 processes; pass world_size=2"):
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "world_size is 4, but this process is rank 0 of 1, because RANK=0 and WORLD_SIZE=1 are set",
+        ),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK= and WORLD_SIZE=2 are set, but must be numbers; unset them to start"),
+    ],
+)
+def test_launch_names_the_variables_that_make_it_one_of_other_ranks(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=text):
         launch(process_id, world_size=4)
 
 
@@ -174,6 +239,17 @@ def test_launch_from_standard_input_is_refused(place: dict[str, str], monkeypatc
     monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(TypeError, match="was defined in an interactive session, from which workers cannot import it"):
         exec(PRINTING_SCRIPT.format(guard=""), vars(main))
+
+
+def test_launch_starts_workers_where_temporary_files_have_long_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("a" * 120)
+    folder.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(PRINTING_SCRIPT.format(guard='if __name__ == "__main__":'))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert "hello" in run(str(script), tmp_path).stdout
 
 
 TORCHRUN_SCRIPT = """

@@ -60,10 +60,12 @@ def test_step_of_what_is_no_step_of_several_tasks(variables: dict[str, str]) -> 
 def test_placement_prefers_the_ranks_of_torchrun() -> None:
     placement = find_placement({**TASK, "RANK": "1", "WORLD_SIZE": "2"})
     assert placement is not None
-    assert (placement.rank, placement.world_size, placement.starter, placement.step) == (1, 2, "torchrun", None)
+    assert (placement.rank, placement.world_size, placement.step) == (1, 2, None)
+    assert placement.variables == "RANK=1 and WORLD_SIZE=2"
     placement = find_placement(TASK)
     assert placement is not None
-    assert (placement.rank, placement.world_size, placement.starter) == (5, 9, "srun")
+    assert (placement.rank, placement.world_size) == (5, 9)
+    assert placement.variables == "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=9"
 
 
 @pytest.mark.parametrize(
@@ -114,5 +116,7 @@ def test_port_differs_between_steps_at_the_same_time() -> None:
 def test_launch_in_a_step_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TASK.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="world_size is 4, but srun started 9 processes; pass world_size=9 or change"):
+    with pytest.raises(
+        ValueError, match="world_size is 4, but this process is rank 5 of 9, because SLURM_PROCID=5 and SLURM_"
+    ):
         launch(print, world_size=4)
