@@ -20,6 +20,7 @@ _PIECE_BYTES = 2**20  # a message of training waits behind at most one of them
 _NUM_ASKED = 4  # number of pieces requested at a time
 _TICK_S = 1.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_LAST = 2**62  # requested last, in place of a piece: the newcomer needs nothing more of this rank
 _REFUSAL = Key(Kind.STATE, 0, 1)  # in place of any piece: the reason why there is none
 
 
@@ -48,8 +49,7 @@ class StateGiver:
         gone = [each for each in known if each in self._mesh.lost or self._mesh.silent_s(each) > patience_s]
         with self._lock:
             for member in gone:
-                self._waiting.pop(member, None)
-                self._taken.pop(member, None)
+                self._forget(member)
             return [member for member, has_ended_step in self._waiting.items() if has_ended_step == at_step_end]
 
     def give(self, newcomers: Sequence[int], state: Callable[[], tuple[str, torch.Tensor]]) -> None:
@@ -81,25 +81,27 @@ class StateGiver:
         with self._lock:
             if piece == 0:
                 self._waiting[member] = at_step_end
-                return
+            elif piece == _LAST:
+                self._forget(member)
             values = self._taken.get(member)
-            if values is None:
-                return
-            begin = (piece - 1) * _PIECE_BYTES
-            if begin >= values.nbytes:
-                del self._taken[member]  # the newcomer has everything
-                return
+        if values is None or piece == 0:
+            return
         try:
+            begin = (piece - 1) * _PIECE_BYTES
             self._send(member, piece, values[begin : begin + _PIECE_BYTES])
         except Exception as error:
             self._refuse([member], error)
+
+    def _forget(self, member: int) -> None:
+        self._waiting.pop(member, None)
+        self._taken.pop(member, None)
 
     def _refuse(self, newcomers: Sequence[int], error: Exception) -> None:
         """Tell them why they do not get this rank's state, and log it once."""
         why = reason(error)
         with self._lock:
             for member in newcomers:
-                self._taken.pop(member, None)
+                self._forget(member)
             is_new = why not in self._said
             self._said.add(why)
         if is_new:
@@ -149,6 +151,8 @@ def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool) -> tuple
             raise
         except ExchangeError as error:
             lost.append(str(error))
+        finally:
+            mesh.send(giver, Key(Kind.ASK, _LAST))  # it need not keep the state any longer, nor take it
     reasons = lost + [f"{in_words(ranks)} cannot: {why}" for why, ranks in refused.items()]
     text = f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}"
     raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
@@ -173,7 +177,6 @@ def _take_from(mesh: Mesh, giver: int, at_step_end: bool) -> tuple[str, torch.Te
         numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
         for number, content in zip(numbers, _pieces(mesh, giver, numbers), strict=True):
             places[number - 1].copy_(content)
-    mesh.send(giver, Key(Kind.ASK, len(places) + 1))  # the giver need not keep the state any longer
     return described["text"], values
 
 

@@ -17,6 +17,7 @@ from loguru import logger
 from mortal_ranks import flat, make_model, targets
 
 from gossip import ExchangeError
+from gossip.communication.survivors import handing_over
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 from gossip.lab.faults.fault import Fault
@@ -171,7 +172,8 @@ def test_a_state_that_cannot_be_given_is_told_to_the_newcomer_and_training_goes_
         assert all(re.search(reason, line) for line in early)
 
 
-def test_what_was_taken_for_a_newcomer_that_falls_silent_is_not_kept() -> None:
+@pytest.mark.parametrize("end", ["silent", "elsewhere", "elsewhere before"])
+def test_what_is_taken_for_a_newcomer_is_not_kept_when_it_is_of_no_use(end: str) -> None:
     silent_s = 0.0
     mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: silent_s)
     giver = StateGiver(mesh)
@@ -181,10 +183,16 @@ def test_what_was_taken_for_a_newcomer_that_falls_silent_is_not_kept() -> None:
         mesh.handlers[Kind.ASK](NEWCOMER, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
 
     ask(0)
+    if end == "elsewhere before":
+        ask(handing_over._LAST)
+        assert giver.asked_by(at_step_end=False) == []
+        return
     giver.give(giver.asked_by(at_step_end=False), lambda: ("null", torch.zeros(8, dtype=torch.uint8)))
     ask(1)
     assert mesh.send.called
-    silent_s = 3.0
+    if end == "elsewhere":
+        ask(handing_over._LAST)
+    silent_s = 3.0 if end == "silent" else 0.0
     giver.asked_by(at_step_end=False)
     ask(1)
     assert not mesh.send.called
