@@ -52,6 +52,9 @@ class StepStats:
         own under its own number.
     epoch : int
         The number of times that the set of training ranks has changed, with ``on_peer_loss="continue"``.
+    is_store_lost : bool
+        Whether the key-value store does not reply, with ``on_peer_loss="continue"``: the next rank that is lost or
+        leaves then ends the training of all.
     """
 
     step: int
@@ -70,6 +73,7 @@ class StepStats:
     num_late: int = 0
     unusual_by_peer: Mapping[int, int] = field(default_factory=dict)
     epoch: int = 0
+    is_store_lost: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for a record."""
@@ -105,6 +109,7 @@ class Meter:
         self.forward_s = self.backward_s = self.update_s = 0.0
         self.exposed_wait_s = self.overlapped_s = 0.0
         self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.epoch = 0
+        self.is_store_lost = False
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
         self.unusual_by_peer: defaultdict[int, int] = defaultdict(int)
@@ -145,4 +150,5 @@ class Meter:
             num_late=self.num_late,
             unusual_by_peer=dict(self.unusual_by_peer),
             epoch=self.epoch,
+            is_store_lost=self.is_store_lost,
         )

@@ -134,7 +134,7 @@ class StepEngine(Liveness, ABC):
         self._bucket_cap_bytes = bucket_cap_bytes
         self._optimizer_steps = False  # while True, optimizer.step() is called by the engine
         self._progress = StepProgress(buckets)
-        self._last_meter: Meter | None = None
+        self.last_meter: Meter | None = None
         self._num_bad_steps = 0
         self._has_warned = False
         self._owner_calls = OwnerCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
@@ -371,7 +371,7 @@ class StepEngine(Liveness, ABC):
             self.shards.finish_step()
         progress = self._progress
         progress.meter.epoch = self.epoch
-        self._last_meter = progress.meter
+        self.last_meter = progress.meter
         self.step += 1
         self._progress = StepProgress(self.buckets)
         self._fire_step_hooks()
@@ -389,11 +389,11 @@ class StepEngine(Liveness, ABC):
 
     def stats(self) -> StepStats | None:
         """Return the cost of the newest step; None before the first. Waits for the device."""
-        return None if self._last_meter is None else self._last_meter.stats(self.step - 1)
+        return None if self.last_meter is None else self.last_meter.stats(self.step - 1)
 
     def gradient_norm(self) -> float | None:
         """Return the gradient norm of the newest step, before clipping. Waits for the device."""
-        return None if self._last_meter is None else self._last_meter.gradient_norm()
+        return None if self.last_meter is None else self.last_meter.gradient_norm()
 
     def weights(self) -> dict[str, float]:
         """Return the weight of this rank's values of each parameter in a mean over ranks; 1 if not named."""

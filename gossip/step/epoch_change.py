@@ -127,6 +127,8 @@ class EpochChange:
             This rank cannot continue.
         """
         step = self._step
+        if self._parts.engine.last_meter is not None:
+            self._parts.engine.last_meter.is_store_lost = self._world.is_store_lost
         self._world.agreement.is_new &= self._parts.engine.step == self._joined_at
         if self._world.is_joint:  # a checkpoint is being loaded: ranks in a collective operation are in an epoch
             self._world.agreement.note_loaded(step)

@@ -23,6 +23,7 @@ from gossip.communication.survivors.epochs import Epoch, too_few
 from gossip.communication.survivors.flag_board import FlagBoard, Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.communication.survivors.store_watch import StoreWatch
 from gossip.errors import ExchangeError, GossipError
 
 _PAUSE_S = 0.002
@@ -59,6 +60,8 @@ class Agreement:
     board : FlagBoard
         The flags of all members; what lost ranks had said is known to all remaining ranks once they agree on the
         members.
+    store_watch : StoreWatch
+        Notices that the store is gone.
     """
 
     def __init__(
@@ -101,12 +104,10 @@ class Agreement:
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
             self._follow()
-        self._thread = daemon_threads.start(
-            f"gossip-agreement-{mesh.member}",
-            daemon_threads.weak_run(self, Agreement._turn),
-            end=self._stop.set,
-            failed=daemon_threads.weak_call(mesh, Mesh.fail),
-        )
+        run, failed = daemon_threads.weak_run(self, Agreement._turn), daemon_threads.weak_call(mesh, Mesh.fail)
+        self.store_watch = StoreWatch(mesh.member, self._ballots, failed)
+        name = f"gossip-agreement-{mesh.member}"
+        self._thread = daemon_threads.start(name, run, end=self._stop.set, failed=failed)
 
     # ------------------------------------------------------------------ used by the training thread
 
@@ -332,6 +333,7 @@ class Agreement:
         with self._changed:
             is_due = self._changed.wait_for(lambda: self._stop.is_set() or self._is_due(), _TICK_S)
             is_due = is_due and not self._stop.is_set()
+        self.store_watch.look(time.monotonic())
         if is_due:
             try:
                 self._attempt(self._num_attempts + 1)
@@ -490,4 +492,5 @@ class Agreement:
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
+        self.store_watch.close()
         self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())

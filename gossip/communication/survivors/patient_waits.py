@@ -39,6 +39,11 @@ class PatientWorld(World):
     _told_of_step_at = 0.0
 
     @property
+    def is_store_lost(self) -> bool:
+        """Whether the key-value store does not reply."""
+        return hasattr(self, "agreement") and self.agreement.store_watch.is_lost
+
+    @property
     def _others(self) -> list[int]:
         """The other ranks that take part in collective operations."""
         return [member for member in self.members if member != self.member]
