@@ -103,6 +103,7 @@ class EpochChange:
         self._world, self._parts, self._arguments = world, parts, arguments
         self._joined_at: int | None = None
         self._is_checked = False
+        self._own_options: set[tuple[str, int, str]] = set()  # of which it has been said that they are not given
 
     def begin(self) -> None:
         """Enter the first epoch, or join the ranks that train."""
@@ -147,22 +148,27 @@ class EpochChange:
         self._give(at_step_end=True)
 
     def _tell_what_is_not_given(self) -> None:
-        for optimizer, group, key in own_options(self._parts.optimizers) if self.rank == 0 else ():
+        options = {
+            (type(optimizer).__name__, group, key) for optimizer, group, key in own_options(self._parts.optimizers)
+        }
+        for kind, group, key in sorted(options - self._own_options) if self.rank == 0 else ():
             logger.warning(
                 "option {!r} of parameter group {} of {} is not plain data (numbers, strings, tensors, lists, dicts): "
-                "a rank that joins keeps the one that it was constructed with, and gossip.save will refuse it",
+                "a rank that joins keeps its own, if it has set it, and gossip.save will refuse it",
                 key,
                 group,
-                type(optimizer).__name__,
+                kind,
             )
+        self._own_options |= options
 
     def _check_state(self) -> None:
         """Say after the first step if no rank will be able to join, because this rank cannot give its state."""
         if self._is_checked or self._parts.engine.step == 0:
             return
         self._is_checked = True
-        if self._world.member != self.epoch.members[0]:
+        if self.rank != 0:
             return
+        self._tell_what_is_not_given()
         try:
             self._state()
         except Exception as error:

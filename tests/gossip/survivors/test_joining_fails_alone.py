@@ -255,7 +255,7 @@ def train_with_a_function() -> tuple[list[str], float, float]:
         (group,) = model.optimizer.param_groups
         rate = group["lr"]
         if not joins:
-            group["lr"] = 0.05
+            group["lr"], group["late"] = 0.05, len
         last = model.step + NUM_MORE if joins else None
         while last is None or model.step < last:
             model(targets(model.world.member, NUMEL)).backward()
@@ -269,8 +269,9 @@ def test_a_newcomer_keeps_options_of_its_own_that_cannot_be_given() -> None:
         ranks.join(train_with_a_function)
         *told, newcomer = ranks.results()
     assert newcomer == ([], 0.05, 1.0)
-    assert [len(lines) for lines, _, _ in told] == [1, 0, 0]
-    assert "option 'scale' of parameter group 0 of SGD is not plain data" in told[0][0][0]
+    assert [len(lines) for lines, _, _ in told] == [2, 0, 0]
+    for line, key in zip(told[0][0], ("scale", "late"), strict=True):
+        assert f"option '{key}' of parameter group 0 of SGD is not plain data" in line
 
 
 # ---------------------------------------------------------------------- coming back, and leaving
